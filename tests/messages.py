@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from fxpipe.run.wire.exchange import Exchange
+from fxpipe.run.exchange import Exchange
 from fxpipe.schedules.lower import Message
 
 
@@ -24,7 +24,7 @@ class ByMessage:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self.keep, self.finish = exchange.keep, exchange.finish
+        self.forget, self.finish = exchange.forget, exchange.finish
 
     def begin(
         self, kind: Hashable, numbers: Sequence[Hashable] | None = None, receives: Sequence[Message] = ()

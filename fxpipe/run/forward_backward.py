@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from weakref import WeakValueDictionary, ref
@@ -11,7 +12,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from fxpipe.distributed.activity import announced
+from fxpipe.distributed.activity import NOTHING, Alike, announced
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Traffic
@@ -23,20 +24,17 @@ from fxpipe.parameters.state_dicts import full_state_dict, load_into, tensors_of
 from fxpipe.plan.agree.agreement import Call
 from fxpipe.plan.agree.together import planner_together
 from fxpipe.progress import log
-from fxpipe.run.detached import detached
-from fxpipe.run.failing import Failing
+from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.run.rank_state import RankState
-from fxpipe.run.settings import settings
-from fxpipe.run.step.step import Steps
-from fxpipe.run.wire.exchange import Exchange, Mailbox
-from fxpipe.run.wire.wire_exchange import WireExchange
+from fxpipe.run.step.step import Failing, Steps
+from fxpipe.run.step.step_outcome import detached
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Cost
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
-from fxpipe.validation import Expected, check, is_flag, is_whole, shown
+from fxpipe.validation import Expected, check, is_flag, is_number, is_whole, list_of, shown
 
 
 class ForwardBackward:
@@ -167,8 +165,7 @@ class ForwardBackward:
         As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. A collective call
         of all ranks.
         """
-        with self._alone("clip_grad_norm_"), announced("clip_grad_norm_"), self._failing.together(FxpipeError):
-            self._failing.check_open()
+        with self._collective("clip_grad_norm_"):
             norm = clip_grad_norm_(
                 self._reducer.pieces(), self._transport, self._reducer.shards, max_norm, norm_type, error_if_nonfinite
             )
@@ -218,17 +215,37 @@ class ForwardBackward:
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         with self._alone():
             self._steps.recorder.begin()
-            alike = settings(self._steps.sync, self._clipped, [made() for made in self._made])
-            done = self._steps.train(calls, split_evenly, alike)
-        if done.bytes_of is not None:
-            self._plan = dataclasses.replace(self._plan, graph=dataclasses.replace(self.stages, bytes_of=done.bytes_of))
+            called = f"forward_backward, step {self._steps.number}{self._steps.which}"
+            with announced(called, alike=self._settings()):
+                done, bytes_of = self._steps.train(calls, split_evenly)
+        if bytes_of is not None:
+            self._plan = dataclasses.replace(self._plan, graph=dataclasses.replace(self.stages, bytes_of=bytes_of))
         self.metrics = dict(done.metrics)
-        if done.broken:  # nothing is under way, and all ranks raise it: one can go on
-            raise RunError(
-                f"{done.broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on"
-            )
         loss: Tensor = detached(done.loss)
         return loss
+
+    def _settings(self) -> Alike:
+        """What was set between two steps that must be the same on all ranks, beside the batch of the next one.
+
+        Compared by ranks that have and step all optimizers: one without parameters may have dropped its own.
+        """
+        own = [optimizer for optimizer in self._optimizers if optimizer.steps_here]
+        if len(own) < len(self._made):
+            return NOTHING
+        facts: dict[str, Any] = {
+            "set_requires_gradient_sync()": self._steps.sync,
+            "(max_norm, norm_type) of clip_grad_norm_()": self._clipped,
+        }
+        for number, optimizer in enumerate(own):
+            which = f" of optimizer {number}" if number else ""
+            facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
+        for place, group in enumerate(group for optimizer in own for group in optimizer.param_groups):
+            for key in _SCHEDULED:
+                value = group.get(key)
+                is_plain = is_number(value) or list_of(is_number)(value)  # a device would be waited for a tensor's
+                facts[f"{key} of parameter group {place}"] = value if is_plain else None
+        digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
+        return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
 
     @contextlib.contextmanager
     def _alone(self, called: str = "forward_backward") -> Iterator[None]:
@@ -244,11 +261,25 @@ class ForwardBackward:
         finally:
             self._running = False
 
+    @contextlib.contextmanager
+    def _collective(self, name: str, of_all: bool = True, extends: bool = False) -> Iterator[None]:
+        """A collective call between two steps, after whose errors one can go on."""
+        with self._alone(name), announced(name, of_all, extends), self._failing.together(FxpipeError):
+            self._failing.check_open()
+            yield
+
     def _stepping(self, called: str) -> contextlib.AbstractContextManager[None]:
         """As ``_alone``, of an optimizer. RunError, or a word, where replicas would step by gradients of their own."""
         if not self._has_stepped:
             self._has_stepped = True
-            self._log_left_out()
+            # a group names its parameters, and means no others: those that no optimizer has would stay as they are
+            named = self._planner.module.named_parameters()
+            left = [name for name, one in named if one.requires_grad and name not in self._steppers]
+            if left:
+                log(
+                    f"fxpipe: no optimizer steps {len(left)} of the model's trainable parameters, first {left[0]!r}; "
+                    "give them a parameter group, or freeze them with requires_grad_(False)"
+                )
         if self._transport.data_size > 1 and self._steps.has_unsummed:
             fact = f"{called} comes behind a call that has not summed its gradients over the replicas"
             if self._reducer.shards:
@@ -257,16 +288,6 @@ class ForwardBackward:
                 self._logged_drift = True
                 log(f"fxpipe: {fact}, whose parameters drift apart; set_requires_gradient_sync(True) before the last")
         return self._alone(called)
-
-    def _log_left_out(self) -> None:
-        """A group names its parameters, and means no others: those that no optimizer has would stay as they are."""
-        named = self._planner.module.named_parameters()
-        left = [name for name, one in named if one.requires_grad and name not in self._steppers]
-        if left:
-            log(
-                f"fxpipe: no optimizer steps {len(left)} of the model's trainable parameters, first {left[0]!r}; give "
-                "them a parameter group, or freeze them with requires_grad_(False)"
-            )
 
     # what ran
 
@@ -286,8 +307,7 @@ class ForwardBackward:
         Raises:
             RunError: no step was recorded.
         """
-        with self._alone("timeline"), announced("timeline", of_all=False), self._failing.together(FxpipeError):
-            self._failing.check_open()
+        with self._collective("timeline", of_all=False):
             return self._steps.recorder.timeline()
 
     def traffic(self) -> Traffic:
@@ -322,12 +342,7 @@ class ForwardBackward:
             RunError: no step was recorded.
             ScheduleError: there is no such table. Either is raised on all ranks, and nothing has changed then.
         """
-        with (
-            self._alone("reschedule"),
-            announced("reschedule", extends=True),
-            self._failing.together(FxpipeError),
-        ):
-            self._failing.check_open()
+        with self._collective("reschedule", extends=True):
             costs = self._steps.recorder.costs(activation_bytes)
             self._planner = planner_together(
                 self._transport,
@@ -361,35 +376,28 @@ class ForwardBackward:
             tensors_of(self._planner.module)
             return self.module.state_dict()
         name = "state_dict(full=True)"
-        with self._alone(name), announced(name, of_all=self._reducer.shards):
-            self._steps.compare_batches(everywhere=False)
-            with self._failing.together():
-                self._steps.watch.warn("pipe")
-                state = self._state
-                return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
+        with self._alone(name), announced(name, of_all=self._reducer.shards), self._failing.together():
+            if self._reducer.shards or self._transport.data_size == 1:  # else one replica may ask alone
+                self._steps.watch.warn()
+            state = self._state
+            return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
         load_into(self._planner.module, self.module, state)
-        self._state.originals.update({name: state[name].clone() for name in self._state.originals if name in state})
-        self._state.originals.update(self._rounded(state))
+        originals, precision = self._state.originals, self._planner.options.precision
+        originals.update({name: state[name].clone() for name in originals if name in state})
+        if precision is not None:
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            stepped = {id(parameter) for group in groups for parameter in group["params"]}
+            for name, parameter in self._module.named_parameters():
+                # what parameters have only rounded, where no optimizer has masters of them yet
+                is_rounded = name in state and state[name].dtype.itemsize > parameter.dtype.itemsize
+                is_low = parameter.dtype == precision.compute != precision.master
+                if is_rounded and is_low and id(parameter) not in stepped:
+                    originals[name] = state[name].clone()
         for optimizer in self._optimizers:
             optimizer.reload(state)
-
-    def _rounded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What of a state dict parameters have only rounded, where no optimizer has masters of them yet."""
-        precision = self._planner.options.precision
-        if precision is None:
-            return {}
-        stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
-        return {
-            name: state[name].clone()
-            for name, parameter in self._module.named_parameters()
-            if id(parameter) not in stepped
-            and parameter.dtype == precision.compute != precision.master
-            and name in state
-            and state[name].dtype.itemsize > parameter.dtype.itemsize
-        }
 
     def __repr__(self) -> str:
         return f"<ForwardBackward of {self.stages!r} by {self.schedule!r} over {self.topology!r}>"
@@ -425,6 +433,9 @@ class ForwardBackward:
         self._transport.close()
         self._failing.close()
 
+
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+"""What schedulers set in parameter groups. Other numbers there may be a rank's own, such as those that it has found."""
 
 _FLAG = Expected(is_flag, "True or False")
 

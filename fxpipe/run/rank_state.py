@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,78 +78,43 @@ def take_own_part(
 ) -> Planner:
     """The planner, once this rank's parameters and buffers have values, equal wherever they are held, and those of
     others are gone. A collective call of all ranks."""
-    device = _device_of(planner.first, owners, transport)
-    _make_own(planner, owners, transport, device, init_fn, weights, seed)
-    _make_equal(planner, topology, transport, owners)
-    _release_others(planner, owners, transport, device)
-    return planner.with_tensors_of_module()
-
-
-def make_rank_state(
-    planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int
-) -> RankState:
-    """This rank's parameters and buffers, sharded, wrapped and rounded as asked for. A collective call of all ranks."""
-    make = _sharded if planner.options.zero == 3 and transport.data_size > 1 else _whole
-    return make(planner, topology, transport, owners, seed)
-
-
-def _device_of(plan: Plan, owners: Ownership, transport: Transport) -> torch.device:
-    """The device that this rank computes on. All ranks must agree on its type, or messages would miss each other."""
-    everything = all_tensors(plan.graph.module)
-    rank = transport.pipe_rank
-    held = [t for name, t in everything.items() if not t.is_meta and (rank is None or name in owners.names[rank])]
-    if rank is None:
-        return held[0].device if held else transport.device
-    mine = {tensor.device.type for tensor in held}
-    types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}
-    if len(types) > 1:
-        raise RunError(f"the model's tensors are on devices of several kinds, {sorted(types)}; move all of it to one")
-    return next((tensor.device for tensor in held), _default_device(types, transport))
-
-
-def _default_device(types: set[str], transport: Transport) -> torch.device:
-    return transport.device if not types or transport.device.type in types else torch.device(next(iter(types)))
-
-
-def _own_names(planner: Planner, owners: Ownership, transport: Transport) -> frozenset[str]:
-    rank = transport.pipe_rank
-    return frozenset(all_tensors(planner.module)) if rank is None else owners.names[rank]
-
-
-def _make_own(
-    planner: Planner,
-    owners: Ownership,
-    transport: Transport,
-    device: torch.device,
-    init_fn: InitFn | None,
-    weights: Weights | None,
-    seed: int,
-) -> None:
-    """Puts numbers into what is on the meta device, or comes from a checkpoint."""
+    rank, device = transport.pipe_rank, _device_of(planner.first, owners, transport)
     names = _own_names(planner, owners, transport)
     held = all_tensors(planner.module)
     unmade = sorted(name for name in names if held[name].is_meta)
-    if not unmade and weights is None:
-        return
     if unmade and weights is None and init_fn is None:
         raise RunError(
             f"{unmade[0]} is on the meta device; pass init_fn=, or checkpoint=, and this rank's part is made there. "
             "Where an earlier fxpipe.compile gave it to another rank, build the model anew"
         )
-    made = materialise(planner.module, names, device, init_fn, weights, seed)
+    if unmade or weights is not None:
+        made = materialise(planner.module, names, device, init_fn, weights, seed)
+        for name, module, ranks in _stages_with_modules(planner):
+            if rank in (None, *ranks):
+                made.replace_in(module)
+                check_no_meta(module, name)
+    if rank is not None:
+        _make_equal(planner, topology, transport, owners)
+        # frees the memory of what other ranks hold
+        own = {id(tensor) for name, tensor in all_tensors(planner.module).items() if name in names}
+        release(planner.module, names, why_elsewhere(planner.first.graph, owners), device)
+        for _, module, ranks in _stages_with_modules(planner):
+            if rank not in ranks:  # what it shares with this rank's may have another name there
+                release(module, frozenset(name for name, one in all_tensors(module).items() if id(one) in own))
+    return planner.with_tensors_of_module()
+
+
+def _stages_with_modules(planner: Planner) -> Iterator[tuple[str, nn.Module, Collection[int]]]:
+    """(name, module, the ranks that run it)"""
     for graph in planner.graphs:
         for stage in graph:
-            is_own = transport.pipe_rank in (None, *graph.ranks(stage.index))
-            if is_own and isinstance(stage.module, nn.Module):
-                made.replace_in(stage.module)
-                check_no_meta(stage.module, stage.name)
+            if isinstance(stage.module, nn.Module):
+                yield stage.name, stage.module, graph.ranks(stage.index)
 
 
 def _make_equal(planner: Planner, topology: Topology, transport: Transport, owners: Ownership) -> None:
     """The same values with all that hold a tensor: the first owner's, of the first replica."""
-    if transport.pipe_rank is None:
-        return
-    mine = owners.names[transport.pipe_rank]
+    mine = _own_names(planner, owners, transport)
     held = {name: tensor for name, tensor in all_tensors(planner.module).items() if name in mine}
     for holders, names in owners.tied.items():
         if transport.pipe_rank in holders:
@@ -160,42 +126,52 @@ def _make_equal(planner: Planner, topology: Topology, transport: Transport, owne
         broadcast(once, transport, "tensor", 0)
 
 
-def _release_others(planner: Planner, owners: Ownership, transport: Transport, device: torch.device) -> None:
-    """Frees the memory of what other ranks hold."""
+def _own_names(planner: Planner, owners: Ownership, transport: Transport) -> frozenset[str]:
     rank = transport.pipe_rank
+    return frozenset(all_tensors(planner.module)) if rank is None else owners.names[rank]
+
+
+def _device_of(plan: Plan, owners: Ownership, transport: Transport) -> torch.device:
+    """The device that this rank computes on. All ranks must agree on its type, or messages would miss each other."""
+    rank = transport.pipe_rank
+    everything = all_tensors(plan.graph.module).items()
+    held = [t.device for name, t in everything if not t.is_meta and (rank is None or name in owners.names[rank])]
     if rank is None:
-        return
-    held = all_tensors(planner.module)
-    kept = {id(tensor) for name, tensor in held.items() if name in owners.names[rank]}  # under whatever name
-    release(planner.module, owners.names[rank], why_elsewhere(planner.first.graph, owners), device)
-    for graph in planner.graphs:
-        for stage in graph:
-            if rank not in graph.ranks(stage.index) and isinstance(stage.module, nn.Module):
-                release(stage.module, frozenset(n for n, t in all_tensors(stage.module).items() if id(t) in kept))
+        return held[0] if held else transport.device
+    mine = {device.type for device in held}
+    types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}
+    if len(types) > 1:
+        raise RunError(f"the model's tensors are on devices of several kinds, {sorted(types)}; move all of it to one")
+    if held:
+        return held[0]
+    return torch.device(next(iter(types))) if types - {transport.device.type} else transport.device
 
 
-def _sharded(planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int) -> RankState:
-    """A rank's shards of its parameters, with ``zero=3``."""
-    from fxpipe.sharding.fsdp_gradients import fully_sharded  # it imports FSDP2, which takes its time
+def make_rank_state(
+    planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int
+) -> RankState:
+    """This rank's parameters and buffers, sharded, wrapped and rounded as asked for. A collective call of all ranks."""
+    options, parallel, originals = planner.options, None, dict[str, Tensor]()
+    gradients: Gradients
+    if options.zero == 3 and transport.data_size > 1:
+        from fxpipe.sharding.fsdp_gradients import fully_sharded  # it imports FSDP2, which takes its time
 
-    mesh = topology.data_mesh(planner.options.zero_scope)
-    reducer = fully_sharded(planner.module, planner.graphs, mesh, transport, owners, planner.options.precision)
-    planner = planner.with_tensors_of_module()
-    module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
-    return RankState(planner, module, reducer, {}, owners, _device_of(planner.first, owners, transport), seed)
-
-
-def _whole(planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int) -> RankState:
-    """A rank's whole parameters, or what ``parallelize`` makes of them; in buckets where others have them, too."""
-    options, parallel = planner.options, None
-    if options.parallelize is not None:
-        parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
-        planner = planner.with_tensors_of_module(parallel)
-    originals = {} if options.precision is None else cast_parameters(planner.module, options.precision)
-    module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
-    plan = planner.first
-    row = plan.schedule.rows[transport.pipe_rank] if transport.pipe_rank is not None else ()
-    way = way_of(options.zero, transport, options.precision, bool(replicated(plan.graph.placement)))
-    own = reducer_for(plan.graph, row, module, owners, transport, way, options.bucket_bytes)
-    gradients: Gradients = own if parallel is None else parallel.gradients(own, transport, owners, planner.module)
-    return RankState(planner, module, gradients, originals, owners, _device_of(plan, owners, transport), seed)
+        mesh = topology.data_mesh(options.zero_scope)
+        gradients = fully_sharded(planner.module, planner.graphs, mesh, transport, owners, options.precision)
+        planner = planner.with_tensors_of_module()
+        module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
+    else:
+        if options.parallelize is not None:
+            parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
+            planner = planner.with_tensors_of_module(parallel)
+        if options.precision is not None:
+            originals = cast_parameters(planner.module, options.precision)
+        module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
+        graph, rows, rank = planner.first.graph, planner.first.schedule.rows, transport.pipe_rank
+        row = rows[rank] if rank is not None else ()
+        way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
+        gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes)
+        if parallel is not None:
+            gradients = parallel.gradients(gradients, transport, owners, planner.module)
+    device = _device_of(planner.first, owners, transport)
+    return RankState(planner, module, gradients, originals, owners, device, seed)

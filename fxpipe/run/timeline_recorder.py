@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import NamedTuple
 
 import torch
 
@@ -23,6 +22,16 @@ from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
 admitted(Costs)  # here, for schedules know nothing of torch
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a process recorded of a step, by its number: a stopwatch for each rank that it played."""
+
+    step: int
+    schedule: Schedule
+    stopwatches: Sequence[Stopwatch]
+    course: Course
 
 
 class TimelineRecorder:
@@ -71,21 +80,29 @@ class TimelineRecorder:
 
     def timeline(self) -> Timeline:
         """When each action of the last timed step ran. A collective call of a pipe group."""
-        recording = self._recorded("pipe")
+        last = self._recorded("pipe")
         ahead = clock_offset(self._transport)
-        mine = recording.laps(ahead), recording.reductions(ahead), recording.course.passed(ahead)
+        mine = (
+            [lap for stopwatch in last.stopwatches for lap in stopwatch.laps(ahead)],
+            [stopwatch.reductions(ahead) for stopwatch in last.stopwatches],
+            last.course.passed(ahead),
+        )
         laps, reductions, courses = zip(*self._transport.gather("pipe", mine), strict=True)
         in_turns = self._transport.pipe_rank is None
         beside = itertools.chain(*reductions)
-        return timeline_of(recording.schedule, itertools.chain(*laps), in_turns, beside, courses)
+        return timeline_of(last.schedule, itertools.chain(*laps), in_turns, beside, courses)
 
     def costs(self, activation_bytes: Cost | None) -> Costs:
-        """Each stage's costs in the last timed step, over replicas their mean. A collective call of all ranks."""
+        """Each stage's costs in the last timed step, over replicas their mean. A collective call of all ranks.
+
+        ``activation_bytes``: what a step does not measure."""
         if self._last is None and self.loaded is not None:
             return mean_costs([self.loaded], activation_bytes)
         self._recorded("pipe", "data")
         timeline = self.timeline()
-        everyone = self._transport.gather("data", timeline.costs if has_run(timeline) else None)
+        ran = {action.stage for action in timeline.spans if action.op is not Op.F}
+        has_run = all(stage in ran for stage, has in enumerate(timeline.schedule.backward) if has)
+        everyone = self._transport.gather("data", timeline.costs if has_run else None)
         measured = [costs for costs in everyone if costs is not None]
         if not measured:
             raise RunError("no micro-batch of the recorded step had weight, so no backward ran; record another step")
@@ -103,34 +120,6 @@ class TimelineRecorder:
         return self._last
 
 
-_ROUNDS = 16
-
-
-class Round(NamedTuple):
-    """When a rank came to a collective call and when it left, on its own clock."""
-
-    came: float
-    left: float
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What a process recorded of a step, by its number: a stopwatch for each rank that it played."""
-
-    step: int
-    schedule: Schedule
-    stopwatches: Sequence[Stopwatch]
-    course: Course
-
-    def laps(self, ahead: float) -> list[Lap]:
-        """``ahead``: by how much this process's clock is ahead of the one that they are reported on, in seconds."""
-        return [lap for stopwatch in self.stopwatches for lap in stopwatch.laps(ahead)]
-
-    def reductions(self, ahead: float) -> list[list[Reduced]]:
-        """The same of what ran beside the actions: a list for each rank that this process played, in their order."""
-        return [stopwatch.reductions(ahead) for stopwatch in self.stopwatches]
-
-
 def timeline_of(
     schedule: Schedule,
     laps: Iterable[Lap],
@@ -145,37 +134,31 @@ def timeline_of(
     nothing there. ``reductions``: a list for each pipe rank, in their order. ``courses``: the parts of the
     step, of each process; without them nothing is shown of what lies around actions.
     """
-    every = {lap.action: lap for lap in laps}
-    first = min((lap.start for lap in every.values()), default=0.0)
-    spans = {action: Span(lap.start - first, lap.end - first) for action, lap in every.items()}
-    since = {action: max(lap.since - first, 0.0) for action, lap in every.items()}
-    hop = 0.0 if in_turns else _hop(schedule, spans, since)
+    every = sorted(laps, key=lambda lap: lap.start)
+    first = every[0].start if every else 0.0
+    spans = {lap.action: Span(lap.start - first, lap.end - first) for lap in every}
+    since = {lap.action: max(lap.since - first, 0.0) for lap in every}
     beside = tuple(
         Reduction(rank, one.what, max(one.start - first, 0.0), max(one.end - first, 0.0))
         for rank, row in enumerate(reductions)
         for one in row
     )
-    costs = _costs(schedule, spans, hop)
+    costs = _costs(schedule, spans, 0.0 if in_turns else _hop(schedule, spans, since))
     timeline = Timeline(schedule, spans, since, costs, measured=True, reductions=beside)
     spells: list[Spell] = []
     for rank, course in enumerate(courses):
-        ranks = tuple(range(len(schedule.rows))) if in_turns else (rank,)
-        mine = sorted((lap for lap in every.values() if schedule.rank(lap.action) in ranks), key=_start)
-        spells += _spells(timeline, ranks, mine, course, first)
+        ranks = range(len(schedule.rows)) if in_turns else (rank,)
+        mine = [lap for lap in every if schedule.rank(lap.action) in ranks]
+        spells += _spells(timeline, tuple(ranks), mine, course, first)
     return dataclasses.replace(timeline, spells=tuple(spells))
-
-
-def _start(lap: Lap) -> float:
-    return lap.start
 
 
 def _spells(
     timeline: Timeline, ranks: tuple[int, ...], laps: Sequence[Lap], course: Sequence[Elapsed], first: float
 ) -> Iterator[Spell]:
     """A process's, one behind another. ``first``: the moment that times count from."""
-    names = [one.what for one in course]
-    ran = names.index(ACTIONS)
-    moments: list[tuple[str, str, float]] = [(BEFORE, one.what, one.end) for one in course[1:ran]]
+    ran = [one.what for one in course].index(ACTIONS)
+    moments = [(BEFORE, one.what, one.end) for one in course[1:ran]]
     kind, what = BEFORE, course[ran - 1].what  # until the first action what came before it goes on
     for lap in laps:
         source = _awaited(timeline, lap.action, ranks)
@@ -183,8 +166,7 @@ def _spells(
         moments.append((WAITING, source, lap.start) if source else (BETWEEN, "", lap.start))
         moments.append((COMPUTE, str(lap.action), lap.end))
         kind, what = BETWEEN, ""
-    last = course[ran + 1].what if laps else what
-    moments += [(AFTER if laps else BEFORE, last, course[ran].end)]
+    moments.append((AFTER, course[ran + 1].what, course[ran].end) if laps else (kind, what, course[ran].end))
     moments += [(AFTER, one.what, one.end) for one in course[ran + 1 :]]
     now = course[0].end - first
     for (kind, what), group in itertools.groupby(moments, key=lambda one: one[:2]):
@@ -203,22 +185,14 @@ def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
     return f"{last} from rank {rank(last)}" if last is not None else ""
 
 
-def has_run(timeline: Timeline) -> bool:
-    """Whether every stage that has a backward in the table ran one; without weight for any micro-batch none runs."""
-    ran = {action.stage for action in timeline.spans if action.op is not Op.F}
-    return all(stage in ran for stage, has_backward in enumerate(timeline.schedule.backward) if has_backward)
-
-
 def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Costs:
     durations: dict[tuple[int, Op], list[float]] = {}
     for action, span in spans.items():
         durations.setdefault((action.stage, action.op), []).append(span.duration)
-    typical = {key: max(median(values), 0.0) for key, values in durations.items()}
     stages = range(len(schedule.placement))
-    of = {op: [typical.get((stage, op), 0.0) for stage in stages] for op in Op}
-    halves = [of[Op.I][stage] + of[Op.W][stage] for stage in stages]
-    backward = [whole or both for whole, both in zip(of[Op.B], halves, strict=True)]
-    weight = [half or whole / 2 for half, whole in zip(of[Op.W], of[Op.B], strict=True)]
+    of = {op: [max(median(durations.get((stage, op), [0.0])), 0.0) for stage in stages] for op in Op}
+    backward = [of[Op.B][stage] or of[Op.I][stage] + of[Op.W][stage] for stage in stages]
+    weight = [of[Op.W][stage] or of[Op.B][stage] / 2 for stage in stages]
     return Costs.of(len(stages), of[Op.F], backward, weight, hop)
 
 
@@ -238,17 +212,15 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
 def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> Costs:
     """The mean of what several replicas measured, with what a step does not measure."""
 
-    def mean(of: Callable[[Costs], Sequence[float]]) -> list[float]:
-        return [fmean(values) for values in zip(*map(of, costs), strict=True)]
+    stages = range(len(costs[0].forward))
+    forward = [fmean(one.forward[stage] for one in costs) for stage in stages]
+    backward = [fmean(one.backward[stage] for one in costs) for stage in stages]
+    weight = [fmean(one.weight[stage] for one in costs) for stage in stages]
+    return Costs.of(len(stages), forward, backward, weight, fmean(one.comm for one in costs), activation_bytes)
 
-    return Costs.of(
-        len(costs[0].forward),
-        mean(lambda one: one.forward),
-        mean(lambda one: one.backward),
-        mean(lambda one: one.weight),
-        fmean(one.comm for one in costs),
-        activation_bytes,
-    )
+
+Round = tuple[float, float]
+"""When a rank came to a collective call and when it left, on its own clock."""
 
 
 def clock_offset(transport: Transport) -> float:
@@ -257,17 +229,18 @@ def clock_offset(transport: Transport) -> float:
     Nobody leaves a collective call before everybody has come to it. So rank r left, by its own clock, no earlier than
     rank 0 came plus r's offset, and the other way round: each call narrows the offset from both sides, as in NTP.
     """
-    rounds = []
-    for _ in range(_ROUNDS):
+    rounds: list[Round] = []
+    for _ in range(16):
         came = time.perf_counter()
         transport.gather_int("pipe", 0)
-        rounds.append(Round(came, time.perf_counter()))
+        rounds.append((came, time.perf_counter()))
     return offset_between(transport.gather("pipe", rounds)[0], rounds)
 
 
 def offset_between(first: Sequence[Round], other: Sequence[Round]) -> float:
     """The offset of ``other``'s clock that the same calls allow: 0 where that is possible, for ranks of one machine
     read one clock; or else the middle."""
-    most = min(theirs.left - ours.came for ours, theirs in zip(first, other, strict=True))
-    least = max(theirs.came - ours.left for ours, theirs in zip(first, other, strict=True))
+    pairs = list(zip(first, other, strict=True))
+    most = min(left - came for (came, _), (_, left) in pairs)
+    least = max(came - left for (_, left), (came, _) in pairs)
     return 0.0 if least <= 0 <= most else (least + most) / 2

@@ -112,7 +112,7 @@ def lower(
 
     A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive behind it
     in the sender's order, since messages between two ranks arrive in that order. So much memory is taken for what is on
-    its way, and for small messages, which may be posted before their place, so much as ``wire_exchange.BURST`` says for
+    its way, and for small messages, which may be posted before their place, so much as ``exchange.BURST`` says for
     each sender. What does not deadlock by these places does not by earlier ones.
     """
     sizes = groups_of(rows)

@@ -126,7 +126,7 @@ class Between(Contrastive):
         (Centre, r"mean of stage 'upper' is gathered, and has shapes \[4\], \[4\], .*: none of its dimensions is that"),
         (
             Between,
-            r"dimensions 0 and 1 are both as long as it has rows, .* between rows of one micro-batch; gather what",
+            r"dimensions 0 and 1 could both be that of its rows: .* between rows of one micro-batch, gather what",
         ),
     ],
 )

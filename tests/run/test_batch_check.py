@@ -257,7 +257,6 @@ def test_ranks_that_part_later_are_found_and_the_step_is_named(monkeypatch: pyte
 
 ENDS: dict[str, Callable[[fxpipe.ForwardBackward], object]] = {
     "evaluate": lambda step: step.evaluate(images(0), labels(0)),
-    "state_dict": lambda step: step.state_dict(full=True),
     "step_microbatches": lambda step: step.step_microbatches([((images(0), labels(0)), {})]),
 }
 

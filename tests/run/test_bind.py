@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
 from fxpipe.run.actions.actions import BackwardAction, ForwardAction, LeftOut
-from fxpipe.run.actions.bind import Bound
+from fxpipe.run.actions.bind import Bound, bind
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Receive, Reduce, Release, Send
 from tests.strict_transport import run_strict
@@ -33,8 +33,17 @@ class Chain(nn.Module):
         return self.layers[2](fxpipe.stage_boundary(x, gather=self.gather)).square().mean()
 
 
-def bound_to(forward_backward: fxpipe.ForwardBackward) -> list[Bound]:
-    return list(forward_backward._steps._bound.values())
+@pytest.fixture
+def bound_to(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
+    """What is bound, in order; of whichever rank."""
+    found: list[Bound] = []
+
+    def recording(*args: Any) -> Bound:
+        found.append(bind(*args))
+        return found[-1]
+
+    monkeypatch.setattr(fxpipe.run.step.step, "bind", recording)
+    return found
 
 
 def compiled(gather: Any = None, **options: Any) -> fxpipe.ForwardBackward:
@@ -81,55 +90,51 @@ def test_the_calls_of_a_step_are_the_actions_of_the_table(case: str, monkeypatch
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_is_bound_to_its_row_and_to_each_of_its_messages(case: str) -> None:
-    def on_rank(rank: int) -> None:
-        forward_backward = compiled(**CASES[case])
-        forward_backward(torch.ones(8, 4))
-        (bound,) = bound_to(forward_backward)
-        instructions = forward_backward._plan.instructions[rank]
+def test_a_rank_is_bound_to_its_row_and_to_each_of_its_messages(case: str, bound_to: list[Bound]) -> None:
+    run_strict(lambda rank: compiled(**CASES[case])(torch.ones(8, 4)), 3)
+    assert len(bound_to) == 3
+    for bound in bound_to:
+        plan, rank = bound.kind.plan, bound.executors[0].rank
+        instructions = plan.instructions[rank]
         assert [one for one, _ in bound.calls] == [one for one in instructions if not isinstance(one, Reduce)]
-        posted = [port._message for port in bound.receives]  # type: ignore[attr-defined]
+        posted = [port._message for port in bound.receives]  # type: ignore[union-attr]
         assert posted == [one.message for one in instructions if isinstance(one, Receive)]
         computed = [call.action for one, call in bound.calls if isinstance(one, Compute)]  # type: ignore[attr-defined]
-        assert computed == list(forward_backward.schedule.rows[rank])
-
-    run_strict(on_rank, 3)
+        assert computed == list(plan.schedule.rows[rank])
 
 
 def weight(x: Tensor) -> float:
     return float(x.any())
 
 
-def test_what_has_no_weight_is_bound_without_its_messages_and_left_out() -> None:
-    def on_rank(rank: int) -> None:
-        forward_backward = compiled(loss_weight=weight)
-        batch = torch.ones(8, 4)
-        batch[2:4] = 0  # of micro-batch 1
-        forward_backward(batch)
-        (bound,) = bound_to(forward_backward)
+def without(place: int) -> Tensor:
+    """A batch in which one micro-batch has no weight."""
+    batch = torch.ones(8, 4)
+    batch[2 * place : 2 * place + 2] = 0
+    return batch
+
+
+def test_what_has_no_weight_is_bound_without_its_messages_and_left_out(bound_to: list[Bound]) -> None:
+    run_strict(lambda rank: compiled(loss_weight=weight)(without(1)), 3)
+    for bound in bound_to:
         left_out = [call.action for _, call in bound.calls if isinstance(call, LeftOut)]
-        assert left_out == [Action(rank, Op.B, 1)]
+        assert left_out == [Action(bound.executors[0].rank, Op.B, 1)]
         messages = [one.message for one, _ in bound.calls if isinstance(one, Receive | Send | Release)]
         assert not any(message.op is Op.B and message.microbatch == 1 for message in messages)
 
-    run_strict(on_rank, 3)
 
-
-def test_a_plan_is_bound_once_and_evaluation_is_bound_without_backwards() -> None:
+def test_a_plan_is_bound_once_and_evaluation_is_bound_without_backwards(bound_to: list[Bound]) -> None:
     forward_backward = compiled()
     for rows in (8, 12, 8):
         forward_backward(torch.ones(rows, 4))
     forward_backward.evaluate(torch.ones(8, 4))
-    bound, evaluated = bound_to(forward_backward)
+    bound, evaluated = bound_to
     assert bound.kind.training
-    kinds = Counter(type(call) for one, call in evaluated.calls if isinstance(one, Compute))
-    assert kinds == {ForwardAction: 3 * MICROBATCHES}
-    assert (
-        Counter(type(call) for one, call in bound.calls if isinstance(one, Compute))[BackwardAction] == 3 * MICROBATCHES
-    )
+    assert kinds_of(evaluated) == {ForwardAction: 3 * MICROBATCHES}
+    assert kinds_of(bound)[BackwardAction] == 3 * MICROBATCHES
 
 
-def test_another_table_is_bound_anew() -> None:
+def test_another_table_is_bound_anew(bound_to: list[Bound]) -> None:
     forward_backward = compiled()
     forward_backward.record_timeline()
     forward_backward(torch.ones(8, 4))
@@ -137,22 +142,16 @@ def test_another_table_is_bound_anew() -> None:
     after = forward_backward.reschedule("gpipe")
     if after != before:
         forward_backward(torch.ones(8, 4))
-        (bound,) = bound_to(forward_backward)
-        assert bound.kind.plan.schedule == after
+        assert [bound.kind.plan.schedule for bound in bound_to] == [before, after]
 
 
-def test_what_is_not_met_for_long_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_met_for_long_is_let_go_of(bound_to: list[Bound], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fxpipe.run.step.step, "MOST_BOUND", 2)
     forward_backward = compiled(loss_weight=weight)
-
-    def loss(without: int) -> float:
-        batch = torch.ones(8, 4)
-        batch[2 * without : 2 * without + 2] = 0  # a micro-batch without weight
-        return forward_backward(batch).item()
-
-    wanted = [loss(without) for without in range(3)]
-    assert len(bound_to(forward_backward)) == 2
-    assert [loss(without) for without in range(3)] == wanted
+    wanted = [forward_backward(without(place)) for place in (0, 1, 2, 2)]
+    assert len(bound_to) == 3
+    assert [forward_backward(without(place)) for place in (0, 1, 2, 2)] == wanted
+    assert len(bound_to) == 6
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

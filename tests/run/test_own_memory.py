@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.run.actions.own_memory import give_own_memory, without_gradient
+from fxpipe.run.actions.actions import give_own_memory, without_gradient
 from tests.strict_transport import run_strict
 
 MICROBATCHES = 4

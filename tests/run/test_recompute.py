@@ -186,7 +186,7 @@ class Last(nn.Module):
         return F.mse_loss(self.layer(h), y)
 
 
-def three_stages(amid: nn.Module) -> StageGraph:
+def three_stages(amid: nn.Module | Callable[..., Any]) -> StageGraph:
     torch.manual_seed(0)
     stages = {"first": nn.Linear(WIDTH, WIDTH), "amid": amid, "last": Last()}
     return StageGraph.from_callables(stages, [("first", "amid"), ("amid", "last")], {"first": ["x"], "last": ["y"]})
@@ -359,24 +359,9 @@ class Renews(nn.Linear):
         return super().forward(x)
 
 
-RENEWALS: dict[str, Callable[[Renews, Tensor], Any]] = {
-    "mean, unseen": lambda one, x: one.mean.data.lerp_(x.mean(0), 0.1),
-    "weight, unseen": lambda one, x: one.weight.data.mul_(1 - 1e-4),
-}
-
-
-@pytest.mark.parametrize("way", RENEWALS)
-def test_a_parameter_that_a_forward_would_write_twice_is_refused(way: str) -> None:
-    name = way.partition(",")[0]
-    with pytest.raises(fxpipe.RunError, match=f"its forward writes its parameter 'first.{name}' by .data, and"):
-        trained_in_backward(Renews(RENEWALS[way]), makes_steps=False)
-
-
-def test_frozen_parameters_of_any_type_are_looked_at() -> None:
-    first = look_up()
-    for number, dtype in enumerate((torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64)):
-        first.register_parameter(f"of_type_{number}", nn.Parameter(torch.ones(3).to(dtype), requires_grad=False))
-    assert trained_in_backward(first, makes_steps=False)
+def test_a_parameter_that_a_forward_writes_unseen_is_refused() -> None:
+    with pytest.raises(fxpipe.RunError, match=r"'first' cannot be recomputed: run again .* parameter by \.data"):
+        trained_in_backward(Renews(lambda one, x: one.weight.data.mul_(0.9)), makes_steps=False)
 
 
 def ema(one: Renews, x: Tensor) -> None:
@@ -421,14 +406,12 @@ def test_an_input_that_is_written_meanwhile_is_refused() -> None:
         forward_backward(torch.randn(8, WIDTH))
 
 
-@pytest.mark.parametrize("way", [lambda norm: norm.forward, lambda norm: lambda x: norm(x), lambda norm: partial(norm)])
-def test_a_function_is_recomputed_with_what_its_module_was(way: Callable[[nn.Module], Any]) -> None:
-    """It is bound to a batch norm, closes over one, or is a partial of one, which trains nothing."""
+def test_a_method_is_recomputed_with_what_its_module_was() -> None:
     seen = []
     for recompute in (False, ["amid"]):
         norm = nn.BatchNorm1d(WIDTH, affine=False)
         forward_backward = fxpipe.compile(
-            three_stages(way(norm)), Topology([("pipe", 3)]), microbatches=4, schedule="gpipe", recompute=recompute
+            three_stages(norm.forward), Topology([("pipe", 3)]), microbatches=4, schedule="gpipe", recompute=recompute
         )
         assert bool(forward_backward.stages.recomputed) == bool(recompute)
         seen.append([forward_backward(BATCH, BATCH), *norm.buffers()])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import StageGraph, Topology
 from fxpipe.errors import PartitionError
-from fxpipe.run.wire import wire_exchange
+from fxpipe.run import exchange
 from fxpipe.schedules.action import Op
 from tests.harness import engine_of
 from tests.pool import Pool
@@ -152,15 +152,15 @@ def test_gradients_are_plain_pytorchs_and_frozen_parameters_have_none(
 
 def most_under_way(parts: int) -> int:
     """The most messages that this rank has sent and not seen received, in steps of which the first describes them."""
-    most, send = 0, wire_exchange._Wire.send
+    most, send = 0, exchange._Wire.send
 
-    def counting(wire: wire_exchange._Wire, value: Any) -> None:
+    def counting(wire: exchange._Wire, value: Any) -> None:
         nonlocal most
         send(wire, value)
         most = max(most, len(wire._exchange.sending))
 
     forward_backward = fxpipe.compile(built(MODELS["a frozen encoder"][0]), Topology(PIPE), microbatches=parts)
-    with patch.object(wire_exchange._Wire, "send", counting):
+    with patch.object(exchange._Wire, "send", counting):
         for step in range(STEPS):
             forward_backward(batch(step).repeat(parts // ROWS, 1))
     return most

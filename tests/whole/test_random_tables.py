@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fxpipe import Op, Schedule, ScheduleError, Topology
-from fxpipe.run.wire import wire_exchange
-from fxpipe.run.wire.wire_exchange import WireExchange
+from fxpipe.run import exchange as exchange_module
+from fxpipe.run.exchange import WireExchange
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
 from fxpipe.schedules.schedule import Link
 from tests.graphs import FAMILIES, random_bare
@@ -77,7 +77,7 @@ def test_no_verified_table_hangs_on_the_strict_transport(part: int, monkeypatch:
         schedule = table(seed)
         schedule.verify()
         draw = random.Random(seed)
-        monkeypatch.setattr(wire_exchange, "BURST", draw.choice([0, 8, 20, 1000]))
+        monkeypatch.setattr(exchange_module, "BURST", draw.choice([0, 8, 20, 1000]))
         values = [link for link in schedule.links for _ in range(draw.choice([1, 1, 2]))]  # some pairs share several
         draw.shuffle(values)
         carried = None if seed % 2 else [draw.randrange(2) for _ in values]  # of a stage's several values two are one

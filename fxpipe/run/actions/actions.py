@@ -1,16 +1,16 @@
 """Actions: a stage's forward and backward of one micro-batch, each bound to its function and to where its values lie.
 
-A bound action is called once in each step of its kind of batch. ``group_actions``, ``recompute_actions`` and ``halves``
-have those of stages that run in other ways.
+A bound action is called once in each step of its kind of batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.distributed.activity import here
 from fxpipe.errors import RunError
@@ -19,121 +19,131 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
+from fxpipe.parameters.dtensors import local
 from fxpipe.plan.placement import writes
-from fxpipe.run.actions.executor import Executor, Fetch
-from fxpipe.run.actions.own_memory import apart_from, give_own_memory, without_gradient
+from fxpipe.run.actions.executor import Executor, Fetch, LeftBehind
+from fxpipe.run.actions.recompute import Kept, without_graph
 from fxpipe.schedules.action import Action, Op
 from fxpipe.seeds import seeded
-from fxpipe.torch_compat import pytree, version_of
+from fxpipe.torch_compat import pytree, storage_id, version_of
 
-Outputs = tuple[tuple[Any, ...], Saved | None]
-"""A forward's, and what it leaves for its backward."""
-Run = Callable[..., Outputs]
-"""A stage's forward, given its inputs."""
+Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
+"""A stage's forward: inputs → (outputs, what it leaves for its backward)."""
 
 
-def run_of(executor: Executor, action: Action) -> Run:
-    """The forward of a stage, as an action runs it: with its own random numbers and region of autocast, if it has
-    any."""
-    stage = executor.stage(action)
-    halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
-    run: Run = stage.forward_in_halves if halved else stage.forward
-    run = _seeded(executor, action, run, stage.runs_python) if stage.draws_random else run
-    return run if not executor.kind.autocast else _within_autocast(executor, run)
+class _BoundAction:
+    """What every action of a row has at hand."""
+
+    def __init__(self, executor: Executor, action: Action) -> None:
+        self.action, self.executor, self.stage = action, executor, executor.stage(action)
+        self.held = executor.held.setdefault((action.stage, action.microbatch), LeftBehind())
+
+    def bound_run(self) -> Run:
+        """The stage's forward, with its own random numbers and region of autocast, if it has any."""
+        executor, action, stage = self.executor, self.action, self.stage
+        halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
+        forward: Run = stage.forward_in_halves if halved else stage.forward
+        autocast = executor.kind.autocast
+        if not (stage.draws_random or autocast):
+            return forward
+
+        def run(*inputs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                if autocast:
+                    stack.enter_context(within(autocast))
+                if stage.draws_random:
+                    seed = executor.step.seed(action.stage, action.microbatch)
+                    stack.enter_context(seeded(seed, executor.device, stage.runs_python))
+                return forward(*inputs)
+
+        return run
 
 
-def _seeded(executor: Executor, action: Action, run: Run, python: bool) -> Run:
-    def seeded_run(*inputs: Any) -> Outputs:
-        with seeded(executor.step.seed(action.stage, action.microbatch), executor.device, python):
-            return run(*inputs)
-
-    return seeded_run
-
-
-def _within_autocast(executor: Executor, run: Run) -> Run:
-    def run_within(*inputs: Any) -> Outputs:
-        with within(executor.kind.autocast):
-            return run(*inputs)
-
-    return run_within
-
-
-class ForwardAction:
+class ForwardAction(_BoundAction):
     """F: inputs → the stage's function → slots."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
-        self.action, self.stage, self._executor = action, executor.stage(action), executor
-        self._held = executor.held_by(action)
-        self._keeps = executor.has_backward(action)
-        self._buffers = [one for one in self.stage.tensors.values() if not isinstance(one, nn.Parameter)]
-        self._unwritten = list(self.stage.tensors.values()) if self._is_one_of_several() else []
-        self._takes = self._bound_inputs()
+        super().__init__(executor, action)
+        training = executor.kind.training
+        self.keeps = training and self.stage.has_backward and executor.runs(Op.B, action.microbatch)
+        tensors = list(self.stage.tensors.items())
+        self._buffers = [one for _, one in tensors if not isinstance(one, nn.Parameter)]
+        # other ranks run this stage, too, and would not have what it writes into its tensors
+        self._unwritten = tensors if training and len(executor.graph.ranks(action.stage)) > 1 else []
+        self._takes = self.bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
-        self.run: Run = run_of(executor, action)
+        self._run = self.bound_run()
+        if self.keeps and (action.stage, action.microbatch) in executor.table.recomputed:
+            self._run = self._keeping(self._run)
 
-    def _is_one_of_several(self) -> bool:
-        """Whether other ranks run this stage, too, and would not have what it writes into its tensors."""
-        return self._executor.kind.training and len(self._executor.graph.ranks(self.action.stage)) > 1
-
-    def _bound_inputs(self) -> list[Fetch]:
-        take, take_input, place = self._executor.take, self._executor.take_input, self.action.microbatch
+    def bound_inputs(self) -> list[Fetch]:
+        take, take_input, place = self.executor.take, self.executor.take_input, self.action.microbatch
         return [
             take_input(entry, place) if isinstance(entry, str) else take(entry, Op.F, place)
             for entry in self.stage.inputs
         ]
 
+    def _keeping(self, run: Run) -> Run:
+        """The run of a forward that will be recomputed."""
+        executor, stage, held = self.executor, self.stage, self.held
+
+        def run_and_keep(*inputs: Any) -> Any:
+            kept = Kept(stage, inputs, executor.effects.of(stage), executor.device, executor.step.proves)
+            outputs, _ = kept.first(run, inputs)
+            kept.first_is_over(outputs)
+            held.kept = kept
+            return without_graph(outputs), None
+
+        return run_and_keep
+
     def __call__(self) -> None:
-        executor, action = self._executor, self.action
+        executor, action = self.executor, self.action
         here.at(action)
         executor.parameters.settle(action.stage)
         executor.stopwatch.mark()
         arrived = [take() for take in self._takes]
         executor.stopwatch.mark()
-        inputs = self._inputs(arrived)
-        versions = list(map(version_of, self._unwritten))
+        inputs = self.inputs_of(arrived)
+        versions = [version_of(tensor) for _, tensor in self._unwritten]
         try:
-            outputs, saved = self.run(*inputs)
-            self._check_unwritten(versions)
+            outputs, saved = self._run(*inputs)
+            for (name, tensor), version in zip(self._unwritten, versions, strict=True):
+                if version_of(tensor) != version:
+                    ranks = named(executor.graph.placement[action.stage])
+                    raise RunError(f"stage {self.stage.name!r} is on {ranks}, and {writes(name)}")
             if self.stage.returns_result:
                 self._finish(outputs[-1], saved)
         except BaseException as error:
             executor.report(error, action, inputs)
             raise
-        if self._keeps:
-            self._held.saved = saved
+        if self.keeps:
+            self.held.saved = saved
         self._give(outputs)
         executor.stopwatch.end(action)
 
-    def _inputs(self, arrived: list[Any]) -> list[Any]:
+    def inputs_of(self, arrived: list[Any]) -> list[Any]:
         return arrived
 
-    def _check_unwritten(self, versions: Sequence[int]) -> None:
-        """RunError where a stage on several ranks has written a parameter or buffer."""
-        for buffer, version in zip(self._unwritten, versions, strict=True):
-            if version_of(buffer) != version:
-                name = next(name for name, tensor in self.stage.tensors.items() if tensor is buffer)
-                ranks = named(self._executor.graph.placement[self.action.stage])
-                raise RunError(f"stage {self.stage.name!r} is on {ranks}, and {writes(name)}")
-
     def _give(self, outputs: tuple[Any, ...]) -> None:
-        step, slots = self._executor.step, self._executor.slots
-        if self._slots and (extremes := step.extremes_of(self.action.microbatch)) is not None:
-            extremes.add_outputs(self.action.stage, self.action.microbatch, outputs[: len(self._slots)])
+        executor, step, slots = self.executor, self.executor.step, self.executor.slots
+        stage, microbatch = self.action.stage, self.action.microbatch
+        if self._slots and step.extremes is not None and step.shares[microbatch]:  # without weight nothing counts
+            step.extremes.add_outputs(stage, microbatch, outputs[: len(self._slots)])
         for slot, value in zip(self._slots, outputs, strict=False):  # the result is no edge's
             slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
         if step.proves:
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
-            self._executor.made.bytes_of.update(sizes)
+            executor.made.bytes_of.update(sizes)
 
     def _finish(self, result: Any, saved: Saved | None) -> None:
         """The model's result: a loss to begin backward at, or what evaluation returns. ``saved``: None where its graph
         is made anew for that."""
-        executor, microbatch = self._executor, self.action.microbatch
+        executor, microbatch = self.executor, self.action.microbatch
         if not executor.kind.training:
-            executor.made.results[microbatch] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            executor.made.results[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, result)
             return
         part = read_loss(result)
-        if self._keeps and not part.value.requires_grad:
+        if self.keeps and not part.value.requires_grad:
             raise RunError(
                 "the loss needs no gradient: nothing that it is computed from is trainable; where that is so for some "
                 "micro-batches alone, which plain PyTorch's loss.backward() refuses, too, add what is: "
@@ -147,28 +157,56 @@ class ForwardAction:
             saved.take_root(part.value, root_weight(part, share))
 
 
-class BackwardAction:
+class Recomputation(_BoundAction):
+    """R: the forward again, for its graph alone: nothing is sent, counted or written."""
+
+    def __init__(self, executor: Executor, action: Action) -> None:
+        super().__init__(executor, action)
+        self._run = self.bound_run()
+
+    def __call__(self) -> None:
+        executor, action, held = self.executor, self.action, self.held
+        here.at(action)
+        executor.parameters.settle(action.stage)
+        executor.stopwatch.mark()
+        executor.stopwatch.mark()
+        kept, held.kept = held.kept, None
+        assert kept is not None
+        try:
+            with kept.again():
+                outputs, saved = self._run(*kept.inputs)
+            kept.second_is_over(outputs)
+        except BaseException as error:
+            executor.report(error, action, kept.inputs)
+            raise
+        if self.stage.returns_result and saved is not None:
+            part = read_loss(outputs[-1])
+            saved.take_root(part.value, root_weight(part, executor.step.shares[action.microbatch]))
+        held.saved = saved
+        executor.stopwatch.end(action)
+
+
+class BackwardAction(_BoundAction):
     """B or I: gradients of outputs → the stage's backward → slots."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
-        self.action, self.stage, self._executor = action, executor.stage(action), executor
-        self._held = executor.held_by(action)
+        super().__init__(executor, action)
         self._ends_stage = action.op is not Op.I
         self._parameters = list(self.stage.parameters.values())
         self._takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
-        graph = executor.graph
-        self._fed = [
+        stages = executor.graph.stages
+        self.fed = [
             (place, edge)
             for place, edge in enumerate(self.stage.inputs)
-            if isinstance(edge, Edge) and graph.stages[edge.source].has_backward
+            if isinstance(edge, Edge) and stages[edge.source].has_backward
         ]
-        self._slots = self._bound_outputs()
+        self.slots = self.bound_outputs()
 
-    def _bound_outputs(self) -> list[int]:
-        return [self._executor.slot(edge, Op.B, self.action.microbatch) for _, edge in self._fed]
+    def bound_outputs(self) -> list[int]:
+        return [self.executor.slot(edge, Op.B, self.action.microbatch) for _, edge in self.fed]
 
     def __call__(self) -> None:
-        executor, action, held = self._executor, self.action, self._held
+        executor, action, held = self.executor, self.action, self.held
         here.at(action)
         if self._ends_stage:
             executor.parameters.before(action)
@@ -191,28 +229,90 @@ class BackwardAction:
             if new:
                 give_own_memory(new, (gradients, returned))
             held.later = saved.deferred
-        self._give(returned)
+        self.give(returned)
         executor.stopwatch.end(action)
         if self._ends_stage:
             executor.parameters.after(action)
 
-    def _give(self, returned: Sequence[Any]) -> None:
-        slots = self._executor.slots
-        for (place, _), slot in zip(self._fed, self._slots, strict=True):
+    def give(self, returned: Sequence[Any]) -> None:
+        slots = self.executor.slots
+        for (place, _), slot in zip(self.fed, self.slots, strict=True):
             slots[slot] = returned[place]
 
 
-class LeftOut:
-    """An action after F of a micro-batch without weight, which is not run: the others that sum its gradients hear."""
+class WeightsAction(_BoundAction):
+    """W; of a stage that cannot leave anything to it, nothing."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
-        self.action, self._executor = action, executor
+        super().__init__(executor, action)
+        self._parameters = list(self.stage.parameters.values())
 
     def __call__(self) -> None:
-        parameters, action = self._executor.parameters, self.action
+        executor, action = self.executor, self.action
+        here.at(action)
+        executor.parameters.before(action)
+        later, self.held.later = self.held.later, None
+        executor.stopwatch.mark()
+        executor.stopwatch.mark()
+        if later is not None:
+            new, kept = without_gradient(executor.parameters.in_call(self._parameters)), later.kept
+            try:
+                self.stage.backward.weights(later)
+            except BaseException as error:
+                executor.report(error, action)
+                raise
+            give_own_memory(new, kept)
+        executor.stopwatch.end(action)
+        executor.parameters.after(action)
+
+
+class LeftOut(_BoundAction):
+    """An action after F of a micro-batch without weight, which is not run: the others that sum its gradients hear."""
+
+    def __call__(self) -> None:
+        parameters, action = self.executor.parameters, self.action
         here.at(action)
         if action.op is Op.R:
             parameters.settle(action.stage)
         elif action.op is not Op.I:
             parameters.before(action)
             parameters.after(action)
+
+
+# --- What is on its way to other stages is not written by the next micro-batch. Autograd makes the first gradient of a
+# parameter its ``.grad`` without copying it, where nobody else holds that very tensor; but it may be a view of what
+# goes to a stage before this one, as that of a position embedding of one row is. In plain PyTorch that one is used by
+# then. Here the next micro-batch's gradient is added to ``.grad``, in place, first.
+
+
+def without_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those whose ``.grad`` the next backward may make."""
+    return [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
+
+
+def give_own_memory(parameters: Iterable[nn.Parameter], passing: Any) -> None:
+    """A backward has run, which may have made these parameters' ``.grad``. ``passing``: the gradients that it was given
+    and has returned, in any container."""
+    made = [(one, one.grad) for one in parameters if one.grad is not None]
+    if not made:
+        return
+    taken = {storage_id(local(leaf)) for leaf in pytree.tree_leaves(passing) if _has_memory(leaf)}
+    for parameter, gradient in made:
+        if _has_memory(gradient) and storage_id(local(gradient)) in taken:
+            parameter.grad = gradient.clone()
+
+
+def apart_from(buffers: Sequence[Tensor], value: Any) -> Any:
+    """A value that leaves a stage, with copies of what shares memory with these: the next forward may write them."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if _has_memory(leaf) and not leaf.requires_grad]
+    if not leaves:
+        return value
+    taken = {storage_id(local(buffer)) for buffer in buffers if _has_memory(buffer)}
+    shared = {id(leaf) for leaf in leaves if storage_id(local(leaf)) in taken}
+    return pytree.tree_map(lambda leaf: leaf.clone() if id(leaf) in shared else leaf, value) if shared else value
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided

@@ -19,14 +19,13 @@ from fxpipe.graph.deferred import Deferred
 from fxpipe.graph.loss import StepLoss
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.stage_calls import Saved
-from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
+from fxpipe.graph.stage_graph import Edge, Stage
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.precision import other_types
 from fxpipe.run.actions.group_inputs import GroupInputs, Joined
-from fxpipe.run.actions.recompute import Kept
-from fxpipe.run.actions.side_effects import EffectsOf
+from fxpipe.run.actions.recompute import EffectsOf, Kept
+from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.step.finite import Extremes
-from fxpipe.run.wire.exchange import Exchange, Port
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.lower import Message, alike
@@ -54,10 +53,6 @@ class StepInput:
     extremes: Extremes | None = None
     proves: bool = False
 
-    def extremes_of(self, microbatch: int) -> Extremes | None:
-        """What looks at a micro-batch; of one without weight nothing counts."""
-        return self.extremes if self.shares[microbatch] else None
-
 
 @dataclass
 class StepResult:
@@ -76,9 +71,8 @@ class StepResult:
 class BoundFor:
     """What rows are bound for: all that steps of one plan have in common, whatever the sizes of their batches.
 
-    ``runs``: which micro-batches get a backward: those whose share is not 0, here or, where a stage sees their rows, on
-    another replica. ``autocast``: what is on around the call; each stage's forward has a region of its own, no backward
-    is inside.
+    ``runs``: which micro-batches get a backward: those with weight here or, where a stage sees their rows, on another
+    replica. ``autocast``: what is on around the call: each forward has a region of its own, and no backward is in one.
     """
 
     plan: Plan
@@ -89,16 +83,16 @@ class BoundFor:
 
 @dataclass(slots=True)
 class LeftBehind:
-    """What a stage's actions of one micro-batch, or of a group, leave for those behind them."""
+    """What a stage's actions of one micro-batch, or of a group, leave for those behind them.
+
+    ``saved``: what a forward leaves for its backward. ``joined``: how a group's inputs were put together. ``kept``:
+    what is still to be recomputed. ``later``: what I has left for W.
+    """
 
     saved: Saved | None = None
-    """What a forward leaves for its backward."""
     joined: list[Joined | None] | None = None
-    """How a group's inputs were put together."""
     kept: Kept | None = None
-    """What is still to be recomputed."""
     later: Deferred | None = None
-    """What I has left for W."""
 
 
 @dataclass(eq=False)
@@ -122,7 +116,6 @@ class Executor:
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._rank_of = self.kind.plan.schedule.rank_of
         self._sharing = alike(self.graph.edges, self._rank_of, values_of(self.kind.plan.graphs))
-        self._arrives: set[tuple[Edge, int]] = set()  # what is shared, by the first edge, and taken from its message
         self.slots: list[Any] = []
         """What was made here and not used yet."""
         self._slot_of: dict[tuple[Edge, Op, int], int] = {}
@@ -153,13 +146,6 @@ class Executor:
     def runs(self, op: Op, microbatch: int) -> bool:
         return op is Op.F or self.kind.runs[microbatch]
 
-    def has_backward(self, action: Action) -> bool:
-        """Whether what an action makes is for a backward."""
-        return self.kind.training and self.stage(action).has_backward and self.runs(Op.B, action.microbatch)
-
-    def held_by(self, action: Action) -> LeftBehind:
-        return self.held.setdefault((action.stage, action.microbatch), LeftBehind())
-
     def places(self, action: Action, edge: Edge) -> Sequence[int]:
         """The micro-batches that an edge's values and gradients are numbered by, of those of an action."""
         return action.microbatches[:1] if self.graph.stages[edge.source].gathered else action.microbatches
@@ -189,29 +175,38 @@ class Executor:
     def take(self, edge: Edge, op: Op, microbatch: int) -> Fetch:
         """Takes a value or gradient, from this rank or another."""
         maker = self._rank_of(edge.source if op is Op.F else edge.target, microbatch)
-        if maker == self.rank:
-            return partial(take_out, self.slots, self.slot(edge, op, microbatch))
-        shared = self._shared(edge, microbatch) if op is Op.F else ()
-        if len(shared) > 1 and (shared[0], microbatch) in self._arrives:
+        shared = self._shared(edge, microbatch) if op is Op.F and maker != self.rank else (edge,)
+        # of those that share a message the first one that is bound is the first that runs, and takes it for all
+        if maker == self.rank or (edge, op, microbatch) in self._slot_of:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
-        made_by = partial(_in_words, self.graph, edge, maker_op, microbatch)
+        made = Action(edge.source if op is Op.F else edge.target, maker_op, microbatch)
         port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
-        take = partial(_await, port.take, made_by)
-        if len(shared) < 2:
-            return take
-        self._arrives.add((shared[0], microbatch))  # the first one that is bound is the first that runs
-        return partial(_hand_on, take, self.slots, [self.slot(e, op, microbatch) for e in shared if e != edge])
+        others = [self.slot(other, op, microbatch) for other in shared if other != edge]
+        return partial(self._receive, port, made, others)
+
+    def _receive(self, port: Port, made: Action, others: Sequence[int]) -> Any:
+        """Takes what another rank's action has made, for others on this rank, too."""
+        here.awaited = lambda: f"{made} of stage `{self.graph.names[made.stage]}`"
+        try:
+            value = port.take()
+        finally:
+            here.awaited = None
+        for slot in others:
+            self.slots[slot] = value
+        return value
 
     def report(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
         """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
         stage, what = self.stage(action), _WORDS.get(action.op, "backward")
+        first, last = action.microbatch, action.microbatches[-1]
+        which = f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
         with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
             given = zip(stage.input_names, inputs, strict=False)
             error.add_note(
-                f"in the {what} of stage {stage.index} `{stage.name}`, {_named(action)}, "
+                f"in the {what} of stage {stage.index} `{stage.name}`, {which}, "
                 + (f"step {self.step.number}" if self.kind.training else "in evaluate")
-                + "".join(f"\n  {name}: {_told(value)}" for name, value in given)
+                + "".join(f"\n  {name}: {_described(value)}" for name, value in given)
                 + other_types(error, stage.tensors)
             )
 
@@ -228,38 +223,10 @@ def take_out(slots: list[Any], slot: int) -> Any:
     return value
 
 
-def _hand_on(take: Fetch, slots: list[Any], others: Sequence[int]) -> Any:
-    """Takes a value, for others on this rank, too."""
-    value = take()
-    for slot in others:
-        slots[slot] = value
-    return value
-
-
-def _await(take: Fetch, made_by: Callable[[], str]) -> Any:
-    here.awaited = made_by
-    try:
-        return take()
-    finally:
-        here.awaited = None
-
-
-def _named(action: Action) -> str:
-    """An action's micro-batches, in words."""
-    first, last = action.microbatch, action.microbatches[-1]
-    return f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
-
-
 _WORDS = {Op.F: "forward", Op.R: "recomputation", Op.W: "weight gradients"}
 
 
-def _in_words(graph: StageGraph, edge: Edge, op: Op, microbatch: int) -> str:
-    """What makes a message, as the table has it: "2F5 of stage `text`"."""
-    stage = edge.source if op is Op.F else edge.target
-    return f"{Action(stage, op, microbatch)} of stage `{graph.names[stage]}`"
-
-
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     """What a stage was given, without its numbers."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"

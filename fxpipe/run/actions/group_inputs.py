@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,36 +15,30 @@ from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
-from fxpipe.packed import BatchDim, Rule, rule_at
+from fxpipe.packed import BatchDim, rule_at
 from fxpipe.plan.inputs.cuts import joined_input
 from fxpipe.plan.plan import digest_of
+from fxpipe.run.step.batch_digest import Digest
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
 """The data axis, in groups of its own: nothing waits there for gradients that are being summed."""
 
 
-class Like(NamedTuple):
-    """A tensor that gets a gradient, as it is before it is joined with those of other replicas."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 @dataclass(frozen=True)
 class Joined:
     """How a value was put together. ``places``: each tensor's dimension of rows, None for what has none.
 
-    ``likes``: None for what gets no gradient. ``rows``: of each part; ``everyone``: of each replica, where the value is
-    of all of them, else empty.
+    ``likes``: a tensor without memory like each that gets a gradient, as it is before it is joined with those of other
+    replicas; else None. ``rows``: of each part; ``everyone``: of each replica, where the value is of all of them, else
+    empty.
     """
 
-    places: tuple[int | None, ...]
-    likes: tuple[Like | None, ...]
+    places: Sequence[int | None]
+    likes: Sequence[Tensor | None]
     spec: pytree.TreeSpec
-    rows: tuple[int, ...]
-    everyone: tuple[int, ...]
+    rows: Sequence[int]
+    everyone: Sequence[int]
 
 
 class GroupInputs:
@@ -65,26 +59,22 @@ class GroupInputs:
         """A batch input of a group: its rows; what is not split must be the same for all, and is the first's."""
         along = rule_at(self._batch_dim, name)
         if not isinstance(along, int | None):
-            return self._of_packed(name, parts, along, mode)
-        text, flat = f"input {name!r}", [pytree.tree_flatten(part) for part in parts]
-        leaves, places = list[Any](), list[int | None]()
-        for column in zip(*(leaves for leaves, _ in flat), strict=True):
-            is_cut = isinstance(column[0], Tensor) and column[0].dim() and along is not None
-            if not is_cut and not self._is_cut:
-                _check_whole(name, column)
-            places.append(along if is_cut else None)
-            leaves.append(_in_a_row(text, column, places[-1]))
-        if mode == "global":
-            leaves = self._with_others(text, leaves, places, microbatches)
-        return pytree.tree_unflatten(leaves, flat[0][1])
+            if mode == "global" and self._transport.data_size > 1:
+                raise RunError(
+                    f"input {name!r} is packed, and is given to a stage that gathers the rows of all replicas, which "
+                    "have others; use it in front of the boundary, and gather what comes of it, or write "
+                    'gather="batch"'
+                )
+            return joined_input(parts, along)
 
-    def _of_packed(self, name: str, parts: Sequence[Any], rule: Rule, mode: Mode | None) -> Any:
-        if mode == "global" and self._transport.data_size > 1:
-            raise RunError(
-                f"input {name!r} is packed, and is given to a stage that gathers the rows of all replicas, which have "
-                'others; use it in front of the boundary, and gather what comes of it, or write gather="batch"'
-            )
-        return joined_input(parts, rule)
+        def place_of(_: int, column: Sequence[Any]) -> int | None:
+            if along is not None and isinstance(column[0], Tensor) and column[0].dim():
+                return along
+            if not self._is_cut:
+                _check_whole(name, column)
+            return None
+
+        return self._joined(f"input {name!r}", parts, place_of, (), microbatches, mode)[0]
 
     def of_stage(
         self, value: str, maker: str, parts: Sequence[Any], microbatches: range, mode: Mode | None
@@ -93,42 +83,62 @@ class GroupInputs:
 
         ``maker``: the stage that has made it.
         """
-        rows = tuple(self._rows[place] for place in microbatches)
-        rows = rows if len(parts) == len(rows) else (sum(rows),)
+        rows = [self._rows[place] for place in microbatches]
+        rows = rows if len(parts) == len(rows) else [sum(rows)]
+        text = f"{value} of stage {maker!r}"
+
+        def place_of(leaf: int, column: Sequence[Any]) -> int | None:
+            return self._place((value, leaf), f"{text} is gathered, and", column, rows, mode == "global")
+
+        return self._joined(text, parts, place_of, rows, microbatches, mode)
+
+    def _joined(
+        self,
+        text: str,
+        parts: Sequence[Any],
+        place_of: Callable[[int, Sequence[Any]], int | None],
+        rows: Sequence[int],
+        microbatches: range,
+        mode: Mode | None,
+    ) -> tuple[Any, Joined]:
+        """The parts of a group in a row, behind those of other replicas where they are gathered, too."""
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
-        text, flat = f"{value} of stage {maker!r}", [pytree.tree_flatten(part) for part in parts]
-        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
-        places = [self._place(value, n, text, column, rows, bool(everyone)) for n, column in enumerate(columns)]
-        leaves = [_in_a_row(text, column, place) for column, place in zip(columns, places, strict=True)]
-        likes = tuple(_like(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves)
-        if everyone:
-            leaves = self._with_others(text, leaves, places, microbatches)
+        flat = [pytree.tree_flatten(part) for part in parts]
+        leaves, places, likes = list[Any](), list[int | None](), list[Tensor | None]()
+        for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
+            place = place_of(number, column)
+            leaf = _in_a_row(text, column, place)
+            gets_gradient = isinstance(leaf, Tensor) and leaf.requires_grad
+            leaves.append(leaf)
+            places.append(place)
+            likes.append(leaf.new_zeros(()).expand(leaf.shape) if gets_gradient else None)
+        if everyone and self._transport.data_size > 1:
+            self._check_alike(text, leaves, places)
+            pairs = zip(leaves, places, strict=True)
+            leaves = [leaf if place is None else self._of_everyone(leaf, place, everyone) for leaf, place in pairs]
         spec = flat[0][1]
-        return pytree.tree_unflatten(leaves, spec), Joined(tuple(places), likes, spec, rows, everyone)
+        return pytree.tree_unflatten(leaves, spec), Joined(places, likes, spec, rows, everyone)
 
     def cut(self, joined: Joined, gradient: Any) -> list[Any]:
         """The gradient of each part. Where the value is of all replicas, a collective call of them: their sum."""
         leaves: list[Any] = [None] * len(joined.places) if gradient is None else pytree.tree_leaves(gradient)
-        columns = [
-            self._cut_leaf(joined, leaf, like, place)
-            for leaf, like, place in zip(leaves, joined.likes, joined.places, strict=True)
-        ]
+        nothing: list[Any] = [None] * len(joined.rows)
+        columns = []
+        for leaf, like, place in zip(leaves, joined.likes, joined.places, strict=True):
+            if like is None or place is None:
+                columns.append(nothing)
+                continue
+            if joined.everyone and self._transport.data_size > 1:
+                leaf = self._summed(leaf, like, place, joined.everyone)
+            columns.append(nothing if leaf is None else list(torch.split(leaf, list(joined.rows), place)))
         if all(part is None for column in columns for part in column):
-            return [None] * len(joined.rows)
+            return nothing
         return [pytree.tree_unflatten(list(parts), joined.spec) for parts in zip(*columns, strict=True)]
 
-    def _cut_leaf(self, joined: Joined, leaf: Tensor | None, like: Like | None, place: int | None) -> list[Any]:
-        if like is None or place is None:
-            return [None] * len(joined.rows)
-        if joined.everyone and self._transport.data_size > 1:
-            leaf = self._summed(leaf, like, place, joined.everyone)
-        return [None] * len(joined.rows) if leaf is None else list(torch.split(leaf, list(joined.rows), place))
-
     def _place(
-        self, value: str, leaf: int, text: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
+        self, leaf: tuple[str, int], text: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
     ) -> int | None:
         """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
-        text += " is gathered, and"
         if all(part is None for part in column):
             return None
         if not all(isinstance(part, Tensor) and part.dim() for part in column):
@@ -136,26 +146,22 @@ class GroupInputs:
                 f"{text} is one number for each micro-batch, which has no rows to be put in a row; "
                 "gather what it is computed from, and compute it behind the boundary, or make it a mean there"
             )
-        places = self._places.get((value, leaf), range(column[0].dim()))
-        fits = [place for place in places if _sizes(column, place) == list(rows)]
+        places = self._places.get(leaf, range(column[0].dim()))
+        has_rows = len({part.dim() for part in column}) == 1
+        fits = [place for place in places if has_rows and [part.shape[place] for part in column] == list(rows)]
         is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
         if len(fits) == 1 or (fits and is_alone):
             return fits[0]
-        shapes = ", ".join(str(list(part.shape)) for part in column)
-        text += f" has shapes {shapes} for micro-batches of {list(rows)} rows:"
+        text += f" has shapes {_shapes(column)} for micro-batches of {list(rows)} rows:"
         if not fits:
             raise RunError(
                 f"{text} none of its dimensions is that of its rows; give it one in front of the boundary (where it "
                 "holds k values for each row, by .unflatten(0, (-1, k)))"
             )
-        if (value, leaf) in self._places:
-            raise RunError(
-                f"{text} dimensions {fits[0]} and {fits[1]} are both as long as it has rows, so that it holds numbers "
-                "between rows of one micro-batch; gather what it is computed from, and compute it behind the boundary"
-            )
         raise RunError(
-            f"{text} dimensions {fits[0]} and {fits[1]} could both be that of its rows, and what makes it cannot run "
-            "without numbers to show which; make them differ, with another number of micro-batches or rows"
+            f"{text} dimensions {fits[0]} and {fits[1]} could both be that of its rows: make them differ, with another "
+            "number of micro-batches or rows; or, where it holds numbers between rows of one micro-batch, gather what "
+            "it is computed from, and compute it behind the boundary"
         )
 
     # over the replicas
@@ -166,17 +172,6 @@ class GroupInputs:
             mine = sum(self._rows[place] for place in microbatches)
             self._everyone[microbatches] = self._transport.gather_int("data", mine)
         return self._everyone[microbatches]
-
-    def _with_others(
-        self, text: str, leaves: Sequence[Any], places: Sequence[int | None], microbatches: range
-    ) -> list[Any]:
-        """A value with the rows of all replicas, in the order of the data axis."""
-        everyone = self._rows_of_everyone(microbatches)
-        if self._transport.data_size == 1:
-            return list(leaves)
-        self._check_alike(text, leaves, places)
-        pairs = zip(leaves, places, strict=True)
-        return [leaf if place is None else self._of_everyone(leaf, place, everyone) for leaf, place in pairs]
 
     def _check_alike(self, text: str, leaves: Sequence[Any], places: Sequence[int | None]) -> None:
         """RunError on all replicas where their rows do not go together. A collective call of them."""
@@ -192,7 +187,7 @@ class GroupInputs:
                 "front of the boundary"
             )
 
-    def _of_everyone(self, tensor: Tensor, place: int, everyone: tuple[int, ...]) -> Tensor:
+    def _of_everyone(self, tensor: Tensor, place: int, everyone: Sequence[int]) -> Tensor:
         padded = _padded(tensor.detach(), place, max(everyone))
         mine = padded.flatten().view(torch.uint8)
         given = mine.new_empty(len(everyone) * mine.numel())
@@ -201,12 +196,12 @@ class GroupInputs:
         parts = [piece[:count].movedim(0, place) for piece, count in zip(pieces, everyone, strict=True)]
         return torch.cat(parts, place).requires_grad_(tensor.requires_grad)
 
-    def _summed(self, gradient: Tensor | None, like: Like, place: int, everyone: tuple[int, ...]) -> Tensor:
+    def _summed(self, gradient: Tensor | None, like: Tensor, place: int, everyone: Sequence[int]) -> Tensor:
         """The own rows of a gradient, summed over the replicas."""
         own, longest = everyone[self._transport.data_rank], max(everyone)
         if gradient is None:  # nothing here came of it, and the others wait for that
             shape = [sum(everyone) if i == place % len(like.shape) else n for i, n in enumerate(like.shape)]
-            gradient = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            gradient = like.new_zeros(shape)
         padded = [_padded(part, place, longest) for part in torch.split(gradient, list(everyone), place)]
         total = torch.empty_like(padded[0])
         self._perform("reduce_scatter", total.view(-1), torch.stack(padded).view(-1))
@@ -226,8 +221,8 @@ def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
     return padded
 
 
-def _like(tensor: Tensor) -> Like:
-    return Like(tensor.shape, tensor.dtype, tensor.device)
+def _shapes(column: Sequence[Tensor]) -> str:
+    return ", ".join(str(list(part.shape)) for part in column)
 
 
 def _beside(tensor: Tensor, place: int) -> tuple[int, ...]:
@@ -242,32 +237,18 @@ def _in_a_row(text: str, column: Sequence[Any], place: int | None) -> Any:
     if place is None:
         return column[0]
     if len({_beside(part, place) for part in column}) > 1:
-        shapes = ", ".join(str(list(part.shape)) for part in column)
         raise RunError(
-            f"{text} is gathered, and has shapes {shapes}, which differ beside its rows; pad it to one size in all "
-            "micro-batches, in the batch or in front of the boundary"
+            f"{text} is gathered, and has shapes {_shapes(column)}, which differ beside its rows; pad it to one "
+            "size in all micro-batches, in the batch or in front of the boundary"
         )
     return concatenated(column, place)
 
 
-def _sizes(column: Sequence[Tensor], place: int) -> list[int]:
-    """The parts' sizes in a dimension; none where they have not as many dimensions."""
-    return [part.shape[place] for part in column] if len({part.dim() for part in column}) == 1 else []
-
-
 def _check_whole(name: str, column: Sequence[Any]) -> None:
     """RunError where micro-batches were given other values of what a group takes once."""
-    first = column[0]
-    if name != ITEMS and not all(_is_same(part, first) for part in column[1:]):
+    first, *others = (Digest([{name: part}]).numbers() for part in column)
+    if name != ITEMS and any(other != first for other in others):
         raise RunError(
             f"input {name!r} has no rows and is not the same for all micro-batches, but a stage that runs once for all "
             "of them takes it; pass one value for all, or one with a row for each row of the batch"
         )
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)

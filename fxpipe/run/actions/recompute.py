@@ -8,21 +8,20 @@ R  begins where F began, with F's random numbers, and leaves everything but its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.stage_graph import Stage
+from fxpipe.graph.opaque_call import opaque_calls
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
-from fxpipe.run.actions.side_effects import EffectsOf, has_numbers
-from fxpipe.run.step.batch_digest import Digest
-from fxpipe.torch_compat import pytree, version_of
+from fxpipe.torch_compat import BATCH_STATISTICS, pytree, version_of
 from fxpipe.trace.state.closeness import is_repeated
 from fxpipe.trace.state.replay import checkpoints_that_keep
-from fxpipe.trace.state.snapshot import State
+from fxpipe.trace.state.snapshot import Numbers, Snapshot, State
 
 T = TypeVar("T")
 
@@ -39,57 +38,45 @@ class Kept:
     """
 
     def __init__(
-        self, stage: Stage, inputs: Sequence[Any], effects: EffectsOf, device: torch.device, proves: bool
+        self, stage: Stage, inputs: Sequence[Any], effects: SideEffects, device: torch.device, proves: bool
     ) -> None:
-        self._stage, self._device, self._proves = stage, device, proves
+        self._stage, self._effects, self._device, self._proves = stage, effects, device, proves
         self.inputs = [without_graph(value) for value in inputs]
-        self._versions = [_versions(value) for value in self.inputs]
+        self._versions = _versions(self.inputs)
         self._parameters = [(one, version_of(one)) for one in stage.parameters.values()]
-        self._written: list[nn.Parameter] = []
-        self._effects_of, self._effects = effects, effects.of(stage)
-        self._start = self._state()
-        self._others = [] if self._effects is None else self._effects.versions()
-        self._bumped = frozenset[int]()
-        self._made: list[Tensor] = []
+        self._start, self._others = effects.state(device), effects.versions()
 
-    def _state(self) -> State:
-        """Of what forward changes beside parameters. A stage that is no module is known to draw random numbers only."""
-        if self._effects is None:
-            return State([], [], [self._device])
-        return State([self._effects.snapshot()], self._effects.writes, [self._device])
-
-    def first(self, run: Callable[[], T]) -> T:
-        """The first run. What autograd saves is dropped, unless the stage's own code wants it: then it runs anew from
-        where it began, as do all later ones, and its graph is dropped behind it."""
-        if id(self._stage.module) in self._effects_of.needing_graphs:
-            return run()
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _is_gone):
-                return run()
-        except RuntimeError as error:
-            if _HOOKS not in str(error):
-                raise
-        self._start.restore(self._start.bumped())
-        self._effects_of.needing_graphs[id(self._stage.module)] = self._stage.module
-        return run()
+    def first(self, run: Callable[..., T], inputs: Sequence[Any]) -> T:
+        """The first run. What autograd saves is dropped, unless the stage's own code differentiates: then it runs anew
+        from where it began, as do all later ones, and its graph is dropped behind it."""
+        if not self._effects.needs_graph:
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _is_gone):
+                    return run(*inputs)
+            except RuntimeError as error:  # torch.func and torch.vmap say so where they meet them
+                if _HOOKS not in str(error):
+                    raise
+            self._start.restore(self._start.bumped())
+            self._effects.needs_graph = True
+        return run(*inputs)
 
     def first_is_over(self, outputs: Sequence[Any]) -> None:
         """The forward has run."""
-        self._written = [one for one, version in self._parameters if version_of(one) != version]
-        self._parameters = [(one, version) for one, version in self._parameters if version_of(one) == version]
+        written = [version_of(one) != version for one, version in self._parameters]
+        self._written = [one for (one, _), was in zip(self._parameters, written, strict=True) if was]
+        self._parameters = [each for each, was in zip(self._parameters, written, strict=True) if not was]
         self._bumped = self._start.bumped()
-        if self._effects is not None and not self._effects.is_known:
-            self._effects.learn(self._start)
-        elif self._effects is not None:
+        if self._effects.is_known:
             self._effects.check(self._others, self._stage.name)
-        if self._proves:
-            self._made = [leaf.clone() for leaf in _plain(outputs)]
+        else:
+            self._effects.learn(self._start)
+        self._made = [leaf.clone() for leaf in _plain(outputs)] if self._proves else []
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Around the second run, which begins where the first one did; afterwards all is as it is now. RunError where
         what the stage was given has been written since."""
-        if [_versions(value) for value in self.inputs] != self._versions:
+        if _versions(self.inputs) != self._versions:
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
                 "it out of place (x = x + 1 for x += 1), or leave the stage out of recompute="
@@ -100,8 +87,9 @@ class Kept:
                 "hook does that makes an optimizer's step in backward; make it behind forward_backward(...), or leave "
                 "the stage out of recompute="
             )
+        # nn.Embedding(max_norm=) writes its parameter, in the second run, too
         copies = [(one, one.detach().clone()) for one in self._written]
-        now, before = self._state(), self._unseen()
+        now = self._effects.state(self._device)
         self._start.restore(self._bumped)
         try:
             with checkpoints_that_keep():
@@ -110,18 +98,6 @@ class Kept:
             now.restore(now.bumped())
             for parameter, copy in copies:
                 parameter.data.copy_(copy)
-        twice = next((name for name, number in self._unseen().items() if number != before[name]), None)
-        if twice is not None:
-            raise RunError(
-                f"stage {self._stage.name!r} cannot be recomputed: its forward writes its parameter {twice!r} by "
-                ".data, and would do so twice; write it behind forward_backward(...), or under torch.no_grad() without "
-                ".data, or leave the stage out of recompute="
-            )
-
-    def _unseen(self) -> dict[str, int]:
-        """A number for each parameter, which shows a write that autograd does not see."""
-        named = self._stage.parameters.items() if self._proves else ()
-        return Digest([{name: one for name, one in named if has_numbers(one)}]).numbers()
 
     def second_is_over(self, outputs: Sequence[Any]) -> None:
         """RunError where it has made something else than the first one."""
@@ -131,23 +107,137 @@ class Kept:
         if len(again) != len(self._made) or not all(map(is_repeated, again, self._made)):
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: run again from the same inputs, random numbers and "
-                "buffers, it makes something else. It writes what it is given by .data, or depends on what is kept "
-                "outside of its modules or inside of their Python objects: a global, an iterator, an array, a file; "
-                "keep that in attributes or buffers of a submodule, or leave the stage out of recompute="
+                "buffers, it makes something else. It writes an input or a parameter by .data, or depends on what is "
+                "kept outside of its modules or inside of their Python objects: a global, an iterator, an array, a "
+                "file; keep that in attributes or buffers of a submodule, or leave the stage out of recompute="
             )
 
 
 _HOOKS = "saved tensor hooks"
-"""What torch says where ``torch.func`` and ``torch.vmap`` meet them."""
 
 
 def _is_gone(nothing: None) -> Tensor:
     raise RuntimeError(f"{_HOOKS} have dropped it")
 
 
-def _versions(value: Any) -> list[int]:
-    return [version_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def _versions(values: Sequence[Any]) -> list[int]:
+    return [version_of(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _plain(outputs: Sequence[Any]) -> list[Tensor]:
-    return [local(leaf.detach()) for leaf in pytree.tree_leaves(list(outputs)) if has_numbers(leaf)]
+    return [local(leaf.detach()) for leaf in pytree.tree_leaves(list(outputs)) if _has_numbers(leaf)]
+
+
+def _has_numbers(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor whose numbers operators can look at: not sparse, quantized, or of a class of its own."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        return False
+    return type(local(value)) in (Tensor, nn.Parameter) and not value.is_meta
+
+
+# --- what a forward changes beside its result, so that running it again can leave all as it was ---
+
+
+class SideEffects:
+    """What the forward of a stage changes of what its modules hold, found out in the first one of each step.
+
+    Tensors that it writes, attributes, containers and generators of random numbers. A later forward that writes a
+    tensor which the first one did not is an error: its numbers were not kept.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._module = nn.ModuleList(modules)
+        self._written, self._is_new = dict[int, Tensor](), True
+        self.needs_graph = False  # whether forward differentiates
+        self._last: Snapshot | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: in between the user may have put other tensors in place, or set what forward goes by."""
+        self.is_known = False
+        held = (tensor for tensor in self._snapshot().tensors() if not isinstance(tensor, nn.Parameter))
+        # all of them until the step's first forward has shown which it writes
+        self._writes = [one for one in held if type(one) is Tensor and _has_numbers(one) and not one.is_inference()]
+        self._others: list[Tensor] = []
+
+    def _snapshot(self) -> Snapshot:
+        """Of what is no tensor, too: any forward may be the first to change it. The last one, where nothing is another
+        since: to look is much cheaper than to take one."""
+        if self._last is None or self._last.has_generators or any(self._last.changes()):
+            self._last = Snapshot(self._module)
+        return self._last
+
+    def state(self, device: torch.device) -> State:
+        """What forward changes beside parameters, as it is now; random numbers, too."""
+        return State([self._snapshot()], self._writes, [device])
+
+    def learn(self, before: State) -> None:
+        """The first forward is over, which began at ``before``."""
+        statistics = {
+            id(buffer)
+            for part in self._module.modules()
+            if isinstance(part, BATCH_STATISTICS)  # which it may begin to write when the user unfreezes them
+            for buffer in part.buffers(recurse=False)
+        }
+        known = statistics | set(self._written)
+        before.numbers = [one for one in before.numbers if id(one.tensor) in known or self._shows(one)]
+        self._written = {id(one.tensor): one.tensor for one in before.numbers}
+        self._others = [tensor for tensor in self._writes if id(tensor) not in self._written]
+        self._writes, self.is_known, self._is_new = list(self._written.values()), True, False
+
+    def _shows(self, one: Numbers) -> bool:
+        """Whether a tensor was written: on a GPU the numbers are looked at, which waits for them, in the first step."""
+        return one.was_bumped or ((self._is_new or one.tensor.is_cpu) and one.was_written)
+
+    def versions(self) -> list[int]:
+        """Of the tensors that the step's first forward did not write."""
+        return list(map(version_of, self._others))
+
+    def check(self, versions: Sequence[int], stage: str) -> None:
+        """RunError where a forward, which began at these ``versions``, has written what the first one did not."""
+        for tensor, version in zip(self._others, versions, strict=True):
+            if version_of(tensor) != version:
+                raise RunError(
+                    f"stage {stage!r} has written a tensor of shape {list(tensor.shape)} that its module holds, and "
+                    "did not in its first forward, so that it cannot be recomputed from where it began; leave it out "
+                    "of recompute="
+                )
+
+
+class EffectsOf:
+    """The side effects of the stages that this process runs, from step to step."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, SideEffects]] = {}  # by identity, with what must live as long
+
+    def begin(self) -> None:
+        """A step begins."""
+        for _, effects in self._known.values():
+            effects.begin()
+
+    def keep(self, graphs: Iterable[StageGraph]) -> None:
+        """Lets go of all stages but these."""
+        wanted = {id(stage.module) for graph in graphs for stage in graph}
+        self._known = {key: known for key, known in self._known.items() if key in wanted}
+
+    def of(self, stage: Stage) -> SideEffects:
+        call = stage.module
+        if id(call) not in self._known:
+            module = getattr(call, "__self__", call)  # of a function what it is a method of, as ``model.encode``
+            # what opaque methods call is a part of the stage's module, and what they hold is not
+            owners = [_Shallow(part.owner) for part in opaque_calls(call) if part.is_method]
+            self._known[id(call)] = call, SideEffects([*([module] if isinstance(module, nn.Module) else []), *owners])
+        return self._known[id(call)][1]
+
+
+class _Shallow(nn.Module):
+    """A module as it is without its submodules, for whoever goes through a module's parts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = (module,)  # in a tuple: it is not a part of this one
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        yield prefix, self._module[0]

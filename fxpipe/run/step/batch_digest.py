@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.transport import Transport
 from fxpipe.parameters.dtensors import local
-from fxpipe.run.step.to_host import ToHost
+from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import pytree
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,55 +29,31 @@ class Digest:
     """
 
     def __init__(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        self._parts: dict[str, list[_Part]] = {}
-        sums = _Sums()
+        self._parts: dict[str, list[str | tuple[torch.device, int]]] = {}
         self.with_rows: set[str] = set()
         """The inputs that hold tensors with dimensions, and so may differ from row to row."""
-        for batch in batches:
-            for name, value in batch.items():
-                if value is not None:
-                    leaves = pytree.tree_leaves(value)
-                    self._parts.setdefault(name, []).extend(map(sums.part_of, leaves))
-                    self.with_rows |= {name for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-        self._arriving = sums.started()
+        tensors: dict[torch.device, list[Tensor]] = {}
+        for name, value in (item for batch in batches for item in batch.items() if item[1] is not None):
+            parts = self._parts.setdefault(name, [])
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and leaf.dim():
+                    self.with_rows.add(name)
+                if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                    tensor = local(leaf.detach())
+                    beside = tensors.setdefault(tensor.device, [])
+                    parts.append((tensor.device, len(beside)))
+                    beside.append(tensor)
+                else:  # of other objects than dense tensors and plain values, the type alone
+                    parts.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)
+        self._arriving = {device: to_host(_sums_of(held, device)) for device, held in tensors.items()}
 
     def numbers(self) -> dict[str, int]:
         """Input → a number of 56 bits. Waits until the sums are there."""
-        sums = {device: arriving.wait().tolist() for device, arriving in self._arriving.items()}
+        sums = {device: arriving().tolist() for device, arriving in self._arriving.items()}
         return {
-            name: number_of([part if isinstance(part, str) else sums[part.device][part.place] for part in parts])
+            name: digest_of([repr([part if isinstance(part, str) else sums[part[0]][part[1]] for part in parts])])
             for name, parts in self._parts.items()
         }
-
-
-@dataclass(frozen=True)
-class _OnDevice:
-    """Where a tensor's sum is."""
-
-    device: torch.device
-    place: int
-
-
-_Part = str | _OnDevice
-
-
-@dataclass
-class _Sums:
-    """Sums of tensors, each on the tensor's own device."""
-
-    tensors: dict[torch.device, list[Tensor]] = field(default_factory=dict)
-
-    def part_of(self, leaf: Any) -> _Part:
-        """A leaf's part of its input's number: of other objects than dense tensors and plain values, the type alone."""
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            tensor = local(leaf.detach())
-            mine = self.tensors.setdefault(tensor.device, [])
-            mine.append(tensor)
-            return _OnDevice(tensor.device, len(mine) - 1)
-        return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
-
-    def started(self) -> dict[torch.device, ToHost]:
-        return {device: ToHost(_sums_of(tensors, device)) for device, tensors in self.tensors.items()}
 
 
 @torch.no_grad()
@@ -121,11 +96,27 @@ def _shifted(z: Tensor, by: int) -> Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
-def together(numbers: Mapping[str, int]) -> int:
-    """One number for those of several inputs."""
-    return number_of(sorted(numbers.items()))
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """What gives a copy of a tensor as it is now: making it does not wait, and the call waits for what stood in front
+    of it on the device, and for nothing behind it."""
+    if not tensor.is_cuda:
+        copy = tensor.detach().clone()  # the user may write into theirs
+        return lambda: copy
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    copy.copy_(tensor.detach(), non_blocking=True)
+    copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait
 
 
-def number_of(plain: Any) -> int:
-    """A hash of plain data, by how it is written: 56 bits."""
-    return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=7).digest(), "little")
+def differing(transport: Transport, fact: Any) -> list[Any]:
+    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
+
+    A collective call of the data axis.
+    """
+    alike = len(set(transport.gather_int("data", digest_of([repr(fact)])))) == 1
+    return [] if alike else transport.gather("data", fact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +13,8 @@ from torch import Tensor
 from fxpipe.distributed.transport import Transport
 from fxpipe.parameters.dtensors import local
 from fxpipe.progress import warn
-from fxpipe.run.step.to_host import ToHost
+from fxpipe.run.step.batch_digest import to_host
 from fxpipe.torch_compat import pytree
-
-_COMPARABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Broken(NamedTuple):
@@ -36,36 +34,27 @@ class Extremes:
     """
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[int, int, Sequence[Tensor]]] = []
-        self._losses: list[tuple[int, int, Tensor]] = []
+        self._found: list[tuple[int, int, bool, Sequence[Tensor]]] = []  # stage, micro-batch, whether it is a loss
 
     def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
         """Looks at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
         alone = len(values) == 1 and isinstance(values[0], Tensor)
-        seen = set()
-        for leaf in values if alone else pytree.tree_leaves(values):
+        leaves = values if alone else pytree.tree_leaves(values)
+        for leaf in {id(leaf): leaf for leaf in leaves}.values():  # several stages may be given one value
             numbers = _plain(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-            if numbers is None:
-                continue
-            if not alone:
-                place = (numbers.data_ptr(), numbers.shape, numbers.stride())  # several stages may be given one value
-                if place in seen:
-                    continue
-                seen.add(place)
-            self._outputs.append((stage, microbatch, torch.aminmax(numbers)))
+            if numbers is not None:
+                self._found.append((stage, microbatch, False, torch.aminmax(numbers)))
 
     def add_loss(self, stage: int, microbatch: int, loss: Tensor) -> None:
         """Keeps a micro-batch's loss, a number that nobody writes."""
-        self._losses.append((stage, microbatch, loss))
+        if (number := _plain(loss)) is not None:
+            self._found.append((stage, microbatch, True, (number,)))
 
     def broken(self, replica: int, rank: int) -> list[Broken]:
         """What was not finite. Waits for the device."""
-        found = [(stage, microbatch, False, ends) for stage, microbatch, ends in self._outputs]
-        losses = [(stage, microbatch, _plain(loss)) for stage, microbatch, loss in self._losses]
-        found += [(stage, microbatch, True, (loss,)) for stage, microbatch, loss in losses if loss is not None]
         return [
             Broken(replica, microbatch, stage, is_loss, rank)
-            for stage, microbatch, is_loss, ends in found
+            for stage, microbatch, is_loss, ends in self._found
             if not all(math.isfinite(end.item()) for end in ends)
         ]
 
@@ -78,7 +67,7 @@ def _plain(tensor: Tensor) -> Tensor | None:
         return None
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers.resolve_conj())
-    return numbers if numbers.dtype in _COMPARABLE else None
+    return numbers if numbers.is_floating_point() and numbers.itemsize > 1 else None  # float8 has no order
 
 
 @dataclass(frozen=True)
@@ -87,25 +76,16 @@ class _FinishedStep:
     and of all replicas."""
 
     number: int
-    loss: ToHost
+    loss: Callable[[], Tensor]
+    """Waits for it."""
     extremes: Extremes
     names: Sequence[str]
-    group: int = 1
-    sees_replicas: bool = False
-
-    def described(self, microbatch: int) -> str:
-        """Whose loss it is, in words."""
-        last = microbatch + self.group - 1
-        return f"micro-batch {microbatch}" if self.group == 1 else f"the group of micro-batches {microbatch}-{last}"
-
-    def feeds(self, one: Broken, loss: Broken) -> bool:
-        """Whether a loss is of the micro-batch that something was found in."""
-        alike = self.sees_replicas or one.replica == loss.replica
-        return alike and loss.microbatch <= one.microbatch < loss.microbatch + self.group
+    group: int
+    sees_replicas: bool
 
 
 class Watch:
-    """Tells the first loss that is not finite, or every one where ``raises``.
+    """Warns of the first loss that is not finite, or finds every one where ``raises``.
 
     The loss of a step is the same number on all ranks. So each of them knows by itself, one call late, that there is
     something to report; only then do they meet, and report what was not finite, and where. ``leads``: whether of
@@ -116,8 +96,7 @@ class Watch:
         self._transport, self._raises, self._leads = transport, raises, leads
         self._extremes: Extremes | None = None
         self._last: _FinishedStep | None = None
-        self._warned = False  # whether this rank's pipe group knows
-        self._over = False  # whether all ranks have met: a warning is given once
+        self._over = False  # a warning is given once
 
     def begin(self) -> Extremes | None:
         """A step begins; where its stages' outputs are to be looked at."""
@@ -130,43 +109,26 @@ class Watch:
         Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.
         """
         if not self._raises:
-            self.warn("all")
+            self.warn()
         if self._extremes is not None:
-            self._last = _FinishedStep(number, ToHost(loss), self._extremes, names, group, sees_replicas)
-        return self._look("all") if self._raises else ""
+            self._last = _FinishedStep(number, to_host(loss), self._extremes, names, group, sees_replicas)
+        return self.cause() if self._raises else ""
 
-    def warn(self, scope: str) -> None:
-        """Warns of what was not finite in the last step, on one rank, and once. A collective call of "pipe", or "all"
-        ranks."""
-        warned = self._warned
-        text = self._look(scope)
-        speaks = self._leads and self._transport.ranks(scope)[0] == self._transport.rank
-        if text and speaks and not warned:
+    def warn(self) -> None:
+        """Warns of what was not finite in the last step, on one rank, and once. A collective call of all ranks."""
+        text = self.cause()
+        if text and self._leads and self._transport.ranks("all")[0] == self._transport.rank:
             warn(text, RuntimeWarning)
 
     def cause(self) -> str:
-        """What was not finite, on every rank: of a step that an optimizer leaves out."""
-        return self._look("all")
-
-    def _look(self, scope: str) -> str:
-        last, everywhere = self._last, scope == "all"
-        if last is None or (self._warned and not everywhere):
-            return ""
-        loss = last.loss.wait().item()
-        if everywhere:
-            self._last = None
-        if math.isfinite(loss):
+        """What was not finite in the last step, the same on every rank; empty where all was, or it was asked before."""
+        last, self._last = self._last, None
+        if last is None or math.isfinite(loss := last.loss().item()):
             return ""
         mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)
-        everyone = self._transport.gather(scope, (self._warned, mine))
-        if everywhere and not self._raises:
-            self._over = True
-        broken = [one for _, found in everyone for one in found]
-        if any(warned for warned, _ in everyone):
-            return ""
-        if not everywhere and self._transport.data_size > 1 and not any(one.is_loss for one in broken):
-            return ""  # it was another replica's
-        self._warned = not self._raises
+        everyone = self._transport.gather("all", mine)
+        self._over = not self._raises
+        broken = [one for found in everyone for one in found]
         return _text(last, loss, broken, self._transport.data_size > 1, len(everyone) > 1)
 
 
@@ -175,14 +137,20 @@ def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: 
     head = f"the loss of step {step.number} is {loss}"
     if not losses:
         return f"{head}, though that of each of its micro-batches is finite: their sum or its count is not"
-    first = losses[0]
-    stage = min((one for one in broken if step.feeds(one, first)), key=lambda one: (one.stage, *one))
-    place = step.described(first.microbatch) + f" of replica {first.replica}" * replicas
-    within = f"micro-batch {stage.microbatch} of replica {stage.replica}" if step.sees_replicas else ""
-    within = within or (f"micro-batch {stage.microbatch}" if step.group > 1 else "it")
+    first, *others = dict.fromkeys(one[:2] for one in losses)  # (replica, micro-batch)
+    replica, microbatch = first
+    last = microbatch + step.group - 1
+    # of what this loss is computed from, the output of the first stage that is not finite
+    feeding = [one for one in broken if microbatch <= one.microbatch <= last]
+    feeding = [one for one in feeding if step.sees_replicas or one.replica == replica]
+    stage = min(feeding, key=lambda one: (one.stage, *one))
+    place = f"micro-batch {microbatch}" if last == microbatch else f"the group of micro-batches {microbatch}-{last}"
+    place += f" of replica {replica}" * replicas
+    within = "it" if step.group == 1 else f"micro-batch {stage.microbatch}"
+    if step.sees_replicas:
+        within = f"micro-batch {stage.microbatch} of replica {stage.replica}"
     where = f"stage {stage.stage} `{step.names[stage.stage]}`" + f", on rank {stage.rank}," * ranks
-    others = len({one[:2] for one in losses}) - 1
     return (
-        f"{head}: {place} is the first{f' of {others + 1}' if others else ''} whose loss is not finite, and the output "
-        f"of {where} is the first in {within} that is not (all counted from 0)"
+        f"{head}: {place} is the first{f' of {len(others) + 1}' if others else ''} whose loss is not finite, and the "
+        f"output of {where} is the first in {within} that is not (all counted from 0)"
     )

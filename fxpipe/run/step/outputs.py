@@ -1,10 +1,9 @@
-"""Outputs: those of micro-batches, put together as the whole batch's."""
+"""Outputs: those of micro-batches, put together as the whole batch's; their numbers over the data axis, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +15,12 @@ from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.plan.inputs.rows import is_entries
 from fxpipe.progress import log
+from fxpipe.run.step.batch_digest import differing
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_mapping, shown
+
+Where = tuple[Any, ...]
+"""Where a value is in an output: its key, or its place, in each container around it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,61 +30,17 @@ class Entries:
     values: Sequence[Any]
 
 
-Where = tuple[Any, ...]
-"""Where a value is in an output: its key, or its place, in each container around it."""
-
-
-def _called(where: Where) -> str:
-    return f"output {'.'.join(map(str, where))!r}" if where else "an output"
-
-
+@dataclass
 class OutputRows:
     """Where outputs have their rows, where the sizes of an earlier step have left no doubt of it."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Where, int], int] = {}
-        self._entries: dict[Where, bool] = {}
-        self._apart: set[Where] = set()
-
-    def apart(self, where: Where, shapes: str | None) -> bool:
-        """Whether an output is given as a list, a tensor for each micro-batch: once its ``shapes`` have shown that its
-        rows are in no place that could be meant, always."""
-        if shapes is not None and where not in self._apart:
-            self._apart.add(where)
-            log(f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes}")
-        return where in self._apart
-
-    def of(self, leaf: Where, parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> int | None:
-        """The dimension of the rows of a leaf; None where none is. RunError in doubt."""
-        fits, key = _fitting(parts, rows, along), (leaf, parts[0].dim())
-        if len(fits) == 1:
-            self._known[key] = fits[0]
-        if len(fits) < 2 or len(parts) == 1:
-            return self._known.get(key, fits[0]) if fits else None
-        if self._known.get(key) not in fits:
-            raise RunError(
-                f"{_called(leaf)} has shape {list(parts[0].shape)} for a micro-batch of {rows[0]} rows, so that "
-                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows; make them differ: with another "
-                f"number of micro-batches or rows, or by .unsqueeze(0) where its rows are in dimension 0"
-            )
-        return self._known[key]
-
-    def are_entries(self, where: Where, parts: Sequence[Sequence[Any]], rows: RowsOf) -> bool:
-        """Whether lists, one of each micro-batch, have an entry for each row. RunError in doubt."""
-        if len(parts) == 1:  # it is what it is
-            return _may_be_entries(parts, rows)
-        found = _are_entries(parts, rows)
-        if found is not None:
-            self._entries[where] = found
-        if where not in self._entries:
-            shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(parts[0]) if isinstance(leaf, Tensor)]
-            raise RunError(
-                f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
-                f"{rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have "
-                "an entry for each row, or all rows in each of its tensors; make them differ, with another "
-                "number of micro-batches or rows; or return a dict of tensors where each has all rows"
-            )
-        return self._entries[where]
+    dims: dict[tuple[Where, int], int] = field(default_factory=dict)
+    """(where, number of dimensions) → the dimension of rows."""
+    entries: dict[Where, bool] = field(default_factory=dict)
+    """Whether lists have an entry for each row."""
+    apart: set[Where] = field(default_factory=set)
+    """What is given as a list, a tensor for each micro-batch: once shapes have shown that its rows are in no place that
+    could be meant, always."""
 
 
 @dataclass(frozen=True)
@@ -99,32 +58,49 @@ class RowsOf:
     packed: Sequence[tuple[int, Sequence[int]]] = ()
     in_lists: bool = False
 
+    def dims_in(self, column: Sequence[Tensor]) -> list[int]:
+        """The dimensions in which the parts have their micro-batches' rows, or those of a packed input."""
+        packed = [dim for dim, sizes in self.packed if _are(column, dim, sizes)]
+        own = [dim for dim in (*self.along, 0) if _are(column, dim, self.sizes)] if self.along or not packed else []
+        return list(dict.fromkeys(dim % column[0].dim() for dim in (*own, *packed)))
 
-def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: OutputRows, where: Where = ()) -> Any:
+    def may_be_entries(self, parts: Sequence[Sequence[Any]]) -> bool:
+        """Whether lists are as long as there are rows, and of a kind that is returned for each row."""
+        as_rows = [len(part) for part in parts] == list(self.sizes)
+        return as_rows and (self.in_lists or all(is_mapping(entry) for part in parts for entry in part))
+
+    def are_entries(self, parts: Sequence[Sequence[Any]]) -> bool | None:
+        """Whether lists, one of each micro-batch, have an entry for each row; None in doubt.
+
+        Else each is a container: of one structure in all micro-batches, of tensors with their rows, or of one shape.
+        """
+        if not self.may_be_entries(parts):
+            return False
+        if len(set(self.sizes)) > 1 or len({str(pytree.tree_structure(part)) for part in parts}) > 1:
+            return True
+        columns = list(zip(*map(pytree.tree_leaves, parts), strict=True))
+        tensors = [column for column in columns if all(isinstance(one, Tensor) for one in column)]
+        tall = [column for column in tensors if all(one.dim() for one in column)]
+        if not tall:
+            return None if tensors else self.in_lists and isinstance(parts[0], list)
+        without_rows = [column for column in tall if not self.dims_in(column)]
+        if len(without_rows) == len(tall) or any(len({one.shape for one in column}) > 1 for column in without_rows):
+            return True
+        if self.in_lists and self.sizes[0] == 1 and all(map(is_mapping, parts[0])):
+            return True  # what detectors return, if with one box for each image
+        entries_differ = all(len(set(map(_shapes_in, part))) > 1 for part in parts)
+        return False if entries_differ and not without_rows else None
+
+
+def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: OutputRows) -> Any:
     """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
     A list with an entry for each row is put together as one, in ``Entries``; tensors whose rows are in no place that
     could be meant, as a row for each image, are a list of them. ``places``: what earlier calls have shown
-    of where outputs have their rows. ``where`` these are in the output.
+    of where outputs have their rows.
     RunError for an output whose rows are in more than one place that could be meant.
     """
-    first = outputs[0]
-    if all(map(is_entries, outputs)) and places.are_entries(where, outputs, rows):
-        return Entries(type(first)(entry for part in outputs for entry in part))
-    flat = [_children(output) for output in outputs]
-    if len({str(spec) for _, spec in flat}) > 1:
-        raise RunError(
-            f"{_called(where)} has another structure for each micro-batch or group of them, which cannot be put "
-            f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors "
-            "with rows"
-        )
-    if flat[0][1].is_leaf():
-        return _join_leaf(outputs, shares, where, partial(_rows_along, places, where, outputs, rows))
-    columns = zip(*(children for children, _ in flat), strict=True)
-    children = range(len(flat[0][0]))
-    names = list(first) if is_mapping(first) and len(first) == len(children) else children
-    joined = [join(column, shares, rows, places, (*where, name)) for name, column in zip(names, columns, strict=True)]
-    return pytree.tree_unflatten(joined, flat[0][1])
+    return _Joining(shares, rows, places).join(outputs, ())
 
 
 def without_entries(output: Any) -> Any:
@@ -132,53 +108,196 @@ def without_entries(output: Any) -> Any:
     return pytree.tree_map_only(Entries, lambda entries: entries.values, output)
 
 
-def _children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    def is_leaf(node: Any) -> bool:
-        return node is not output or isinstance(node, Sum)
+@dataclass(frozen=True)
+class _Joining:
+    """Of one call. ``where``, in its methods: where the values are in the output."""
 
-    children, spec = pytree.tree_flatten(output, is_leaf=is_leaf)
-    return children, spec
+    shares: Sequence[float]
+    rows: RowsOf
+    known: OutputRows
+
+    def join(self, outputs: Sequence[Any], where: Where) -> Any:
+        first = outputs[0]
+        if all(map(is_entries, outputs)) and self._are_entries(outputs, where):
+            return Entries(type(first)(entry for part in outputs for entry in part))
+
+        def children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
+            found, spec = pytree.tree_flatten(output, is_leaf=lambda node: node is not output or isinstance(node, Sum))
+            return found, spec
+
+        flat = [children(output) for output in outputs]
+        spec = flat[0][1]
+        if len({str(spec) for _, spec in flat}) > 1:
+            raise RunError(
+                f"{_called(where)} has another structure for each micro-batch or group of them, which cannot be put "
+                f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or "
+                "tensors with rows"
+            )
+        if spec.is_leaf():
+            return self._join_leaf(outputs, where)
+        columns = list(zip(*(found for found, _ in flat), strict=True))
+        names = list(first) if is_mapping(first) and len(first) == len(columns) else range(len(columns))
+        joined = [self.join(column, (*where, name)) for name, column in zip(names, columns, strict=True)]
+        return pytree.tree_unflatten(joined, spec)
+
+    def _are_entries(self, parts: Sequence[Sequence[Any]], where: Where) -> bool:
+        """Whether lists, one of each micro-batch, have an entry for each row. RunError in doubt."""
+        if len(parts) == 1:  # it is what it is
+            return self.rows.may_be_entries(parts)
+        found = self.rows.are_entries(parts)
+        if found is not None:
+            self.known.entries[where] = found
+        if where not in self.known.entries:
+            shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(parts[0]) if isinstance(leaf, Tensor)]
+            raise RunError(
+                f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
+                f"{self.rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could "
+                "have an entry for each row, or all rows in each of its tensors; make them differ, with another "
+                "number of micro-batches or rows; or return a dict of tensors where each has all rows"
+            )
+        return self.known.entries[where]
+
+    def _join_leaf(self, column: Sequence[Any], where: Where) -> Any:
+        first = column[0]
+        if isinstance(first, Sum):
+            return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
+        if not isinstance(first, Tensor):
+            return first
+        if not first.dim():
+            if not _is_mean(first):
+                return torch.stack(list(column)).sum()
+            weighted = [part * share for part, share in zip(column, self.shares, strict=True) if share]
+            return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
+        along = self._rows_along(column, where)
+        if along is None:
+            return Entries(list(column))
+        if len({part.shape[:along] + part.shape[along + 1 :] for part in column}) > 1:
+            raise RunError(
+                f"{_called(where)} has shapes {_shapes(column)}, one for each micro-batch or group of them, which are "
+                f"of different sizes beside their rows, in dimension {along}: what is computed between the rows of "
+                "one, such as logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which "
+                "puts one under the other; or return what it is computed from, and compute it of evaluate's output"
+            )
+        return torch.cat(list(column), along)
+
+    def _rows_along(self, column: Sequence[Tensor], where: Where) -> int | None:
+        """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first; None
+        where there is none.
+
+        Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
+        """
+        if where in self.known.apart:
+            return None
+        fits, key, sizes = self.rows.dims_in(column), (where, column[0].dim()), list(self.rows.sizes)
+        if len(fits) == 1:
+            self.known.dims[key] = fits[0]
+        if fits:
+            along = self.known.dims.get(key)
+            if len(column) > 1 and along not in fits:
+                raise RunError(
+                    f"{_called(where)} has shapes {_shapes(column)} for micro-batches of {sizes} rows, so that "
+                    f"dimensions {fits[0]} and {fits[1]} could both be that of its rows, or of those of a packed "
+                    "input; make them differ: with another number of micro-batches or rows, or by .unsqueeze(0) where "
+                    "its rows are in dimension 0"
+                )
+            return fits[0] if along is None else along
+        if len({part.dim() for part in column}) > 1:
+            raise RunError(
+                f"{_called(where)} has as many dimensions as rows allow, shapes {_shapes(column)} for micro-batches "
+                f"of {sizes} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which "
+                "dimension is meant"
+            )
+        per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
+        if len(per_row) == 1 and per_row.pop()[1] == 0:
+            # what a recurrent network returns is times × rows
+            several = [sizes, *(each for _, each in self.rows.packed)]
+            dims = [dim for dim in range(1, column[0].dim()) for each in several if _are(column, dim, each)]
+            if dims and len(column) > 1 and any(part.shape[dims[0]] != 1 for part in column):
+                raise RunError(
+                    f"{_called(where)} of shapes {_shapes(column)} has as many in dimension {dims[0]} as there are "
+                    "rows, which are looked for in dimension 0: return it transposed, with its rows there; or, where "
+                    "it has several for each row, with .unflatten(0, (-1, several)); or leave it out: "
+                    'evaluate(outputs="loss")'
+                )
+            return 0
+        self.known.apart.add(where)
+        log(
+            f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {_shapes(column)} for "
+            f"micro-batches of {sizes} rows"
+        )
+        return None
 
 
-def _may_be_entries(parts: Sequence[Sequence[Any]], rows: RowsOf) -> bool:
-    """Whether lists are as long as there are rows, and of a kind that is returned for each row."""
-    as_rows = [len(part) for part in parts] == list(rows.sizes)
-    return as_rows and (rows.in_lists or all(map(is_mapping, (entry for part in parts for entry in part))))
+def _called(where: Where) -> str:
+    return f"output {'.'.join(map(str, where))!r}" if where else "an output"
 
 
-def _are_entries(parts: Sequence[Sequence[Any]], rows: RowsOf) -> bool | None:
-    """Whether lists, one of each micro-batch, have an entry for each row; None in doubt.
-
-    Else each is a container: of one structure in all micro-batches, of tensors with their rows, or of one shape.
-    """
-    if not _may_be_entries(parts, rows):
-        return False
-    if len(set(rows.sizes)) > 1 or len({str(pytree.tree_structure(part)) for part in parts}) > 1:
-        return True
-    columns = list(zip(*map(pytree.tree_leaves, parts), strict=True))
-    tensors = [column for column in columns if all(isinstance(one, Tensor) for one in column)]
-    tall = [column for column in tensors if all(one.dim() for one in column)]
-    if not tall:
-        return None if tensors else rows.in_lists and isinstance(parts[0], list)
-    with_rows = [column for column in tall if _have_rows(column, rows)]
-    if not with_rows:
-        return True
-    if not all(len({one.shape for one in column}) == 1 or _have_rows(column, rows) for column in tall):
-        return True
-    of_dicts = all(map(is_mapping, parts[0]))
-    if rows.in_lists and of_dicts and rows.sizes[0] == 1:  # what detectors return, if with one box for each image
-        return True
-    vary = all(len({_shapes(entry) for entry in part}) > 1 for part in parts)
-    return False if vary and len(with_rows) == len(tall) else None
+def _shapes(column: Sequence[Tensor]) -> str:
+    return ", ".join(str(list(part.shape)) for part in column)
 
 
-def _have_rows(column: Sequence[Tensor], rows: RowsOf) -> bool:
-    """Whether an output has its micro-batch's rows, or those of a packed input."""
-    return bool(_fitting(column, rows.sizes, rows.along)) or any(_are(column, *each) for each in rows.packed)
-
-
-def _shapes(entry: Any) -> tuple[tuple[int, ...], ...]:
+def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor))
+
+
+def _are(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:
+    """Whether the parts are of one number of dimensions, and of these sizes in one of them."""
+    dims = {part.dim() for part in parts}
+    has_dim = len(dims) == 1 and all(-each <= dim < each for each in dims)
+    return has_dim and [part.shape[dim] for part in parts] == list(sizes)
+
+
+def _is_mean(number: Tensor) -> bool:
+    return number.is_floating_point() or number.is_complex()
+
+
+# --- over ranks ---
+
+
+def over_replicas(transport: Transport, output: Any, is_of_all: bool = False) -> Any:
+    """A replica's output with the whole batch's numbers in it. A collective call of the replicas that have an output.
+
+    A 0-dimensional tensor of fractions is this replica's part of a mean, weighted already by its share of the whole
+    batch, so that the parts only add up; and so do counts (integers), and the total and count of a ``Sum``.
+    ``is_of_all``: each replica's output is that of all rows, so that counts and sums are the whole batch's as they are.
+    RunError on all of them where they have different numbers.
+    """
+    if transport.data_size == 1:
+        return output
+    leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum))
+
+    def numbers_in(leaf: Any) -> Sequence[Any]:
+        """What of a leaf is added up."""
+        if isinstance(leaf, Sum):
+            return () if is_of_all else leaf
+        is_number = isinstance(leaf, Tensor) and not leaf.dim() and (_is_mean(leaf) or not is_of_all)
+        return (leaf,) if is_number else ()
+
+    numbers = [number for leaf in leaves for number in numbers_in(leaf)]
+    kinds = [str(one.dtype) if isinstance(one, Tensor) else type(one).__name__ for one in numbers]
+    if everyone := differing(transport, f"{spec} of {', '.join(kinds)}" if numbers else "none"):
+        raise RunError(
+            f"the replicas' outputs have different numbers, which cannot be averaged: {'; '.join(everyone)}. "
+            "Evaluate batches of one kind on all replicas"
+        )
+    if not numbers:
+        return output
+    tensors = [torch.as_tensor(one).to(transport.device, torch.complex128) for one in numbers]
+    message = torch.view_as_real(torch.stack(tensors))
+    transport.all_reduce("data", message)
+    sums = iter(map(_of_type, numbers, message))
+    for place, leaf in enumerate(leaves):
+        if totals := [next(sums) for _ in numbers_in(leaf)]:
+            leaves[place] = Sum(*totals) if isinstance(leaf, Sum) else totals[0]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _of_type(number: Any, total: Tensor) -> Any:
+    """A total, [real, imaginary] in double precision, of the type that its number has."""
+    if not isinstance(number, Tensor):
+        return type(number)(total[0].item())
+    value = torch.view_as_complex(total) if number.is_complex() else total[0]
+    return value.to(number.device, number.dtype)
 
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
@@ -192,95 +311,3 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
     for buffer in buffers:
         transport.broadcast("pipe", buffer, rank)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), unpack(meta, buffers))
-
-
-def _join_leaf(
-    column: Sequence[Any], shares: Sequence[float], where: Where, rows_along: Callable[[], int | None]
-) -> Any:
-    first = column[0]
-    if isinstance(first, Sum):
-        return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
-    if not isinstance(first, Tensor):
-        return first
-    if first.dim():
-        along = rows_along()
-        if along is None:
-            return Entries(list(column))
-        _check_beside_rows(column, along, where)
-        return torch.cat(list(column), along)
-    if not first.is_floating_point() and not first.is_complex():
-        return torch.stack(list(column)).sum()
-    weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
-    return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
-
-
-def _check_beside_rows(column: Sequence[Tensor], along: int, where: Where) -> None:
-    """RunError for parts of other sizes in another dimension than that of their rows, which are no tensor together."""
-    beside = {part.shape[:along] + part.shape[along % part.dim() + 1 :] for part in column}
-    if len(beside) > 1:
-        shapes = ", ".join(str(list(part.shape)) for part in column)
-        raise RunError(
-            f"{_called(where)} has shapes {shapes}, one for each micro-batch or group of them, which are of different "
-            f"sizes beside their rows, in dimension {along}: what is computed between the rows of one, such as "
-            "logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which puts one "
-            "under the other; or return what it is computed from, and compute it of evaluate's output"
-        )
-
-
-def _rows_along(places: OutputRows, leaf: Where, column: Sequence[Tensor], rows: RowsOf) -> int | None:
-    """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first; None where
-    there is none.
-
-    Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
-    """
-    sizes = rows.sizes
-    if places.apart(leaf, None):
-        return None
-    packed = {along % column[0].dim() for along, each in rows.packed if _are(column, along, each)}
-    place = places.of(leaf, column, sizes, rows.along) if rows.along or not packed else None
-    found = packed if place is None else packed | {place}
-    if len(found) > 1 and len(column) > 1:
-        raise RunError(
-            f"{_called(leaf)} of shapes {', '.join(str(list(part.shape)) for part in column)} has the batch's rows or "
-            f"those of a packed input in dimensions {' and '.join(map(str, sorted(found)))}; make them differ, with "
-            "another number of micro-batches or rows"
-        )
-    if found:
-        return found.pop()
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
-    if len({tensor.dim() for tensor in column}) > 1:
-        raise RunError(
-            f"{_called(leaf)} has as many dimensions as rows allow, shapes {shapes} for micro-batches of "
-            f"{list(sizes)} rows: squeeze() drops the dimension of a single row, too; "
-            "write squeeze(-1), or which dimension is meant"
-        )
-    per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
-    if len(per_row) == 1 and per_row.pop()[1] == 0:
-        _check_none_beside(column, [sizes, *(each for _, each in rows.packed)], leaf)
-        return 0
-    places.apart(leaf, f"{shapes} for micro-batches of {list(sizes)} rows")
-    return None
-
-
-def _check_none_beside(column: Sequence[Tensor], several: Sequence[Sequence[int]], where: Where) -> None:
-    """RunError where what may hold several for each row in its first dimension has rows in another one."""
-    places = [place for place in range(1, column[0].dim()) for sizes in several if _are(column, place, sizes)]
-    if places and len(column) > 1 and any(part.shape[places[0]] != 1 for part in column):
-        raise RunError(
-            f"{_called(where)} of shapes {', '.join(str(list(part.shape)) for part in column)} has as many in "
-            f"dimension {places[0]} as there are rows, which are looked for in dimension 0: return it transposed, "
-            "with its rows there; or, where it has several for each row, with .unflatten(0, (-1, several)); or "
-            'leave it out: evaluate(outputs="loss")'
-        )
-
-
-def _fitting(parts: Sequence[Tensor], rows: Sequence[int], along: Sequence[int]) -> list[int]:
-    """Those of the inputs' dimensions, ``along``, and of the first, in which each part has its own number of rows."""
-    dims = parts[0].dim()
-    candidates = dict.fromkeys(place % dims for place in (*along, 0) if -dims <= place < dims)
-    return [place for place in candidates if all(part.dim() == dims for part in parts) and _are(parts, place, rows)]
-
-
-def _are(parts: Sequence[Tensor], place: int, rows: Sequence[int]) -> bool:
-    has_place = all(-part.dim() <= place < part.dim() for part in parts)
-    return has_place and [part.shape[place] for part in parts] == list(rows)

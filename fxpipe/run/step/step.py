@@ -5,23 +5,24 @@ agree on the batch → weigh the micro-batches → play this rank's row → comb
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from fxpipe.distributed.activity import Alike, announced
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import FxpipeError
+from fxpipe.distributed.transport import failing_together
+from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.like import cast_batch
 from fxpipe.graph.loss import StepLoss, Sum, loss_in
-from fxpipe.graph.modes import evaluating
+from fxpipe.graph.modes import Autocast, evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
 from fxpipe.packed import Packed
@@ -32,43 +33,75 @@ from fxpipe.plan.inputs.rows import entries_of, is_entries, pieces_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.run.actions.bind import Bound, bind
-from fxpipe.run.actions.executor import BoundFor, Executor, StepInput, StepResult
+from fxpipe.run.actions.executor import Executor, StepInput, StepResult
 from fxpipe.run.actions.group_inputs import GroupInputs
-from fxpipe.run.actions.side_effects import EffectsOf
-from fxpipe.run.failing import Failing
+from fxpipe.run.actions.recompute import EffectsOf
+from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.outputs import OutputRows, RowsOf, from_rank, join, without_entries
-from fxpipe.run.step.replicas import over_replicas
+from fxpipe.run.step.outputs import OutputRows, RowsOf, from_rank, join, over_replicas, without_entries
 from fxpipe.run.step.step_outcome import (
     ItemNumbers,
-    News,
+    LossMessage,
     StepOutcome,
-    check_kind,
     conclude,
     of_groups,
     shares_of,
     weights_of,
 )
 from fxpipe.run.timeline_recorder import TimelineRecorder
-from fxpipe.run.wire.exchange import Exchange
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
 
 MOST_BOUND = 32
-"""Plans, and which of their micro-batches have weight, that calls are kept bound for."""
+"""So many sets of a plan's micro-batches that have weight calls are kept bound for."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a step leaves. ``bytes_of``: what each edge carries, where it is the first step of a plan.
-    ``broken``: what was not finite, where that is to be raised; all ranks have it, and nothing is under way."""
+class Failing:
+    """Whether this rank has failed, and how, and what it then does to others."""
 
-    loss: Tensor
-    metrics: Mapping[str, Tensor]
-    bytes_of: Mapping[Edge, int] | None
-    broken: str
+    def __init__(self, transport: Metered, exchange: Exchange) -> None:
+        self._transport = transport
+        self._reason: str | None = None
+        self.drops = [exchange.drop]
+        """What lets go of what is under way."""
+
+    def together(self, *spare: type[BaseException]) -> AbstractContextManager[None]:
+        """What fails inside fails on every rank. ``spare``: errors after which one can go on; see the transport's."""
+        return failing_together(self._transport, self._give_up, spare, self._drop)
+
+    def check_open(self) -> None:
+        """RunError where an earlier step has failed."""
+        if self._reason is not None:
+            raise RunError(f"an earlier step failed ({self._reason}); compile again")
+
+    def close(self) -> None:
+        """Nothing runs from now on."""
+        self._reason = self._reason or "it was closed"
+
+    def _drop(self) -> None:
+        for drop in self.drops:
+            drop()
+
+    def _give_up(self, reason: str) -> None:
+        self._drop()
+        if self._transport.pipe_rank is not None:
+            self._reason = reason.splitlines()[0] if reason else "unknown"
+        self._transport.abort(reason)
+
+
+@dataclass
+class _Known:
+    """What calls of a plan leave for the next ones of it."""
+
+    plan: Plan
+    bound: Callable[[tuple[bool, ...], bool, tuple[Autocast, ...]], Bound]
+    """By which micro-batches get a backward, whether it trains, and autocast."""
+    calls: int = 0
+    is_sized: bool = False  # whether a message said what edges carry
+    outcomes: dict[int | None, StepOutcome] = field(default_factory=dict)
+    # the last one; where losses may be of another form in each kind of batch, of each kind
 
 
 class Steps:
@@ -89,76 +122,69 @@ class Steps:
         leads = not any(number for axis, number in place.items() if axis not in ("pipe", "data"))
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
-        number = transport.number
-        self._which = f", of compile {number}" if number > 1 else ""
+        # behind the names of calls that are announced
+        self.which = f", of compile {transport.number}" if transport.number > 1 else ""
         self.sync = True
         self._unsummed = False  # whether the last call has left gradients that are not summed yet
         self.seed, self.number = state.seed, 0
         """What random numbers come from, and how many steps were made: the next one's number."""
-        self._outcomes: dict[tuple[int, int | None], StepOutcome] = {}
+        self._plans: dict[int, _Known] = {}  # by id
         self._trained: set[int] = set()  # the kinds, of those known, that steps were made with
-        self._bound: dict[Hashable, Bound] = {}
-        self._news = News(transport, state.device)
-        failing.drops.append(self._news.drop)
-        self._sized: set[int] = set()  # the ids of the plans, of known kinds, of which a message said what edges carry
+        self._message = LossMessage(transport, state.device)
+        failing.drops.append(self._message.drop)
+        if transport.pipe_rank is None:  # where one can go on behind a step that has failed: earlier gradients stay
+            failing.drops.append(state.reducer.drop)
         self._effects, self._places = EffectsOf(), OutputRows()
+        self._executor_of = partial(
+            Executor, exchange=exchange, device=state.device, parameters=state.reducer, effects=self._effects
+        )
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
 
     # the course of a step
 
-    def train(self, calls: Sequence[Call], split_evenly: bool, alike: Alike) -> Trained:
-        """Forward, backward and gradient reduction of one batch, once ``recorder.begin`` was called. A collective call
-        of all ranks.
-
-        ``alike``: what they must have beside the batch.
-        """
-        with announced(f"forward_backward, step {self.number}{self._which}", alike=alike):
-            return self._train(calls, split_evenly)
-
-    def _train(self, calls: Sequence[Call], split_evenly: bool) -> Trained:
+    def train(self, calls: Sequence[Call], split_evenly: bool) -> tuple[StepOutcome, Mapping[Edge, int] | None]:
+        """Forward, backward and gradient reduction of one batch, once ``recorder.begin`` was called; and what each edge
+        carries, where it is the first step of a plan. A collective call of all ranks."""
         agreed, batches = self._agree(calls, split_evenly, training=True)
-        passed = self.recorder.passed
+        plan, known, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
         with self._failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self._failing.together(FxpipeError):
-            check_rows(self._transport, agreed.plan, self._gradients.way.zero)
-        with self._failing.together(), self._keeping_earlier_gradients():
-            known, is_new = self._outcomes.get(self._same_loss(agreed)), agreed.kind not in self._trained
-            self._gradients.begin(agreed.plan.graphs, self._row(agreed.plan), self.sync, self._is_sum is not False)
-            runs = self._runs(agreed, shares)
+            check_rows(self._transport, plan, self._gradients.way.zero)
+        with self._failing.together():
+            # its losses are of one form, or may be of another in each kind of batch
+            form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
+            outcome, is_new = known.outcomes.get(form), agreed.kind not in self._trained
+            self._gradients.begin(plan.graphs, self._row(plan), self.sync, self._is_sum is not False)
+            bound = self._bound(known, agreed, shares)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
             self._effects.begin()
-            bound = self._bound_for(agreed, tuple(runs))
             passed("preparing")
-            self._news.listen(known, agreed.plan.output_ranks[0])
+            self._message.listen(outcome, plan.output_ranks[0])
             made = self._play(agreed, bound, step)
             passed("messages")
             self._gradients.flush()
             passed("reduction")
-            outcome = self._outcome(agreed, made, known)
+            outcome = known.outcomes[form] = self._outcome(plan, made, outcome)
             passed("loss")
             self._gradients.end(outcome.factor)
             passed("reduction")
             self._unsummed = not self.sync
-            bytes_of = self._bytes_of(agreed.plan, made) if is_new else None
-            graph = agreed.plan.graph
-            broken = self.watch.end(self.number, outcome.loss, graph.names, agreed.plan.group, graph.sees_replicas)
+            bytes_of = None
+            if is_new and not known.is_sized:
+                known.is_sized = True
+                mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
+                bytes_of = {e: size for part in self._transport.gather("pipe", mine) for e, size in part.items()}
+            graph = plan.graph
+            broken = self.watch.end(self.number, outcome.loss, graph.names, plan.group, graph.sees_replicas)
             passed("rest")
             self._trained.add(agreed.kind)
-            self.recorder.keep(self.number, agreed.plan.schedule, [one.stopwatch for one in made])
+            self.recorder.keep(self.number, plan.schedule, [one.stopwatch for one in made])
             self.number += 1
-        return Trained(outcome.loss, outcome.metrics, bytes_of, broken)
-
-    @contextlib.contextmanager
-    def _keeping_earlier_gradients(self) -> Iterator[None]:
-        """Where one process plays all ranks, one can go on behind a step that has failed."""
-        try:
-            yield
-        except BaseException:
-            if self._transport.pipe_rank is None:
-                self._gradients.drop()
-            raise
+        if broken:  # nothing is under way, and all ranks raise it: one can go on
+            raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
+        return outcome, bytes_of
 
     @property
     def has_unsummed(self) -> bool:
@@ -169,15 +195,15 @@ class Steps:
         """Forward only, in eval mode: the output on the ranks that have it ("last"), or on "all"; or the "loss" alone,
         on all. As collective."""
         asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
-        with evaluating(self._module), announced(asked + self._which):
+        with evaluating(self._module), announced(asked + self.which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
             with self._failing.together():
-                self.watch.warn("pipe")
                 check_rows(self._transport, agreed.plan, 0)
                 shares = self._shares(agreed, batches, training=False)
+                self.watch.warn()
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
-                    made = self._play(agreed, self._bound_for(agreed, tuple(self._runs(agreed, shares))), step)
+                    made = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
                 return self._output(agreed, made, shares, outputs)
 
     def _agree(
@@ -186,66 +212,64 @@ class Steps:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks."""
         self._failing.check_open()
         self._transport.begin_step()
-        self.compare_batches(everywhere=True)
+        with self._failing.together(*self._alike):  # the pipe group raises together; others must not wait for it
+            self._check.compare()
         proposal, given = self.agreement.propose(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group; but other replicas are mid-step then, and must not wait.
         with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(proposal, given)
         self._forget()
-        self._check.note(agreed.plan, agreed.kind, self.number, training, given)
+        known = self._plans.get(id(agreed.plan))
+        if known is None:
+            bound = partial(bind, agreed.plan, self._transport.pipe_rank, self._executor_of)
+            known = self._plans[id(agreed.plan)] = _Known(agreed.plan, lru_cache(MOST_BOUND)(bound))
+        self._check.note(known.calls, agreed.kind, self.number, training, given)
+        known.calls += 1
         return agreed, self.agreement.batches(agreed, proposal, given)
 
     def _forget(self) -> None:
         """Drops what is kept of kinds of batch that are not known any more; the same on all ranks of a pipe group."""
         kinds, self.agreement.dropped = self.agreement.dropped, []
+        if not kinds:
+            return
         self._trained.difference_update(kinds)
-        if kinds:
-            self._check.counts.keep(self.agreement.plans)
-            plans = set(map(id, self.agreement.plans))
-            outcomes, known = self._outcomes.items(), {None, *self._trained}
-            self._outcomes = {key: one for key, one in outcomes if key[0] in plans and key[1] in known}
-            self._sized &= plans
-            self._bound = {key: bound for key, bound in self._bound.items() if id(bound.kind.plan) in plans}
-            self._exchange.keep(self.agreement.kinds, {m for n in self.agreement.wire_layouts for m in (n, ~n)})
-            self._effects.keep(self.agreement.graphs)
+        plans = set(map(id, self.agreement.plans))
+        self._plans = {key: known for key, known in self._plans.items() if key in plans}
+        for known in self._plans.values():
+            for kind in kinds:
+                known.outcomes.pop(kind, None)
+        self._exchange.forget()
+        self._effects.keep(self.agreement.graphs)
 
     def replan(self, planner: Planner) -> None:
         """Takes up another planner's plans, between two steps of all ranks. Messages may have other layouts then."""
         self.agreement.replan(planner)
-        self._exchange.keep((), ())
-        self._bound.clear()
-        self._sized.clear()
-        self._check.counts.keep(())
-        self._outcomes.clear()
+        self._exchange.forget()
+        self._plans.clear()
 
-    def compare_batches(self, everywhere: bool) -> None:
-        """Compares what an earlier call has left. The pipe group raises together; other groups must not wait for it."""
-        with self._failing.together(*self._alike):
-            self._check.compare(everywhere)
-
-    def _shares(self, agreed: AgreedBatch, batches: Sequence[Mapping[str, Any]], training: bool) -> tuple[float, ...]:
+    def _shares(self, agreed: AgreedBatch, batches: Sequence[Mapping[str, Any]], training: bool) -> Sequence[float]:
         """Each micro-batch's part of the weight of the step, over all replicas where it is more than whether it is 0:
         where the loss is made, or an input is weighted by it. Where the loss is of a group, its micro-batches have the
         group's."""
-        weights = weights_of(self._transport, agreed, self._options.loss_weight, batches)
-        weights = of_groups(weights, agreed.plan.group)
+        group = agreed.plan.group
+        weights = of_groups(weights_of(self._transport, agreed, self._options.loss_weight, batches), group)
         matters = self._transport.pipe_rank in agreed.plan.output_ranks or self._items.items is not None
-        shares, group = shares_of(self._transport, weights, training, over_replicas=matters), agreed.plan.group
-        return shares if group == 1 else tuple(share for share in shares for _ in range(group))
-
-    def _runs(self, agreed: AgreedBatch, shares: Sequence[float]) -> Sequence[bool]:
-        """Which micro-batches get a backward. A collective call of the data axis where stages see other replicas'."""
-        mine = [share != 0 for share in shares]
-        if not agreed.plan.graph.sees_replicas or self._options.loss_weight is None:
-            return mine
-        if all(self._transport.gather_int("data", int(all(mine)))):
-            return mine
-        return [any(runs) for runs in zip(*self._transport.gather("data", mine), strict=True)]
+        shares = shares_of(self._transport, weights, training, over_replicas=matters)
+        return [share for share in shares for _ in range(group)]
 
     def _row(self, plan: Plan) -> Sequence[Action]:
         """What this process runs of the table."""
         rank, rows = self._transport.pipe_rank, plan.schedule.rows
         return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
+
+    def _bound(self, known: _Known, agreed: AgreedBatch, shares: Sequence[float]) -> Bound:
+        """The calls for a plan, for whichever of its micro-batches get a backward. A collective call of the data axis
+        where stages see other replicas'."""
+        runs = [share != 0 for share in shares]
+        may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
+        if may_differ and not all(self._transport.gather_int("data", int(all(runs)))):
+            runs = [any(each) for each in zip(*self._transport.gather("data", runs), strict=True)]
+        return known.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
     def _input(
         self,
@@ -272,7 +296,9 @@ class Steps:
 
     def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> list[StepResult]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
-        self._exchange.begin(agreed.kind, _numbers(agreed, step.shares), bound.receives)
+        # micro-batches of one number make messages of the same layout; of one without weight no gradient may come
+        layouts = zip(agreed.wire_layouts, step.shares, strict=True)
+        self._exchange.begin(agreed.kind, [each if share else ~each for each, share in layouts], bound.receives)
         made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
         self.recorder.passed(ACTIONS)
         self._exchange.finish()
@@ -283,90 +309,61 @@ class Steps:
         self._gradients.watch(stopwatch)
         return stopwatch
 
-    def _bound_for(self, agreed: AgreedBatch, runs: tuple[bool, ...]) -> Bound:
-        """The calls for a plan, for whichever of its micro-batches have weight; bound where they are not."""
-        pattern = agreed.pattern
-        autocast = pattern.ambient.autocast
-        key = id(agreed.plan), runs, pattern.training, autocast  # of what is bound, which keeps the plan
-        bound = self._bound.pop(key, None)
-        if bound is None:
-            kind = BoundFor(agreed.plan, runs, pattern.training, autocast)
-            bound = bind(kind, self._transport.pipe_rank, partial(self._executor, kind))
-        self._bound[key] = bound  # the last that was used is behind all others
-        if len(self._bound) > MOST_BOUND:
-            del self._bound[next(iter(self._bound))]
-        return bound
-
-    def _executor(self, kind: BoundFor, rank: int) -> Executor:
-        return Executor(kind, rank, self._exchange, self._state.device, self._gradients, self._effects)
-
-    def _same_loss(self, agreed: AgreedBatch) -> tuple[int, int | None]:
-        """Of a call, the same for those whose losses are of one form: the ``id`` of its plan, and where that does not
-        show all the kind of batch."""
-        is_fixed = agreed.plan.fixes_loss and self._options.parallelize is None
-        return id(agreed.plan), None if is_fixed else agreed.kind
-
-    def _outcome(self, agreed: AgreedBatch, made: Sequence[StepResult], known: StepOutcome | None) -> StepOutcome:
-        """The loss of the step, the same on every rank."""
-        ranks, microbatches = agreed.plan.output_ranks, len(agreed.plan.graphs)
+    def _outcome(self, plan: Plan, made: Sequence[StepResult], known: StepOutcome | None) -> StepOutcome:
+        """The loss of the step, the same on every rank. RunError: gradients of means and of sums cannot be accumulated
+        together, nor in a type without room for sums."""
+        ranks, precision = plan.output_ranks, self._options.precision
         mine = [one.loss for one in made if one.rank in ranks]
         at_output = StepLoss.of_ranks(mine) if mine else None
         with label("loss"):
-            outcome = conclude(self._transport, at_output, ranks, microbatches, self._news, known)
-        self._outcomes[self._same_loss(agreed)] = outcome
-        check_kind(outcome, self._is_sum, self._options.precision)
-        self._is_sum = outcome.is_sum
+            outcome = conclude(self._transport, at_output, ranks, len(plan.graphs), self._message, known)
+        is_sum = outcome.kind.is_sum
+        if self._is_sum not in (None, is_sum):
+            raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
+        if is_sum and precision is not None and precision.reduce == torch.float16:
+            raise RunError(
+                "gradients of a fxpipe.Sum are summed before they are divided by its count, for which float16 has no "
+                "room; write Precision(reduce=torch.bfloat16) or float32"
+            )
+        self._is_sum = is_sum
         return outcome
-
-    def _bytes_of(self, plan: Plan, made: Sequence[StepResult]) -> dict[Edge, int] | None:
-        """What each edge carries, from all ranks; once for a plan."""
-        if id(plan) in self._sized:
-            return None
-        self._sized.add(id(plan))
-        mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
-        return {edge: size for part in self._transport.gather("pipe", mine) for edge, size in part.items()}
 
     def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
         """The whole batch's output, out of the micro-batches'."""
+        plan, transport, device, output = agreed.plan, self._transport, self._state.device, None
         results = {place: result for one in made for place, result in one.results.items()}
-        ranks, output = agreed.plan.output_ranks, None
-        if len(ranks) > 1 and self._transport.pipe_rank is not None:  # each of them has some
-            parts = [from_rank(rank, results, self._transport, self._state.device) for rank in ranks]
-            here = parts if self._transport.pipe_rank in ranks else []
+        ranks = plan.output_ranks
+        if len(ranks) > 1 and transport.pipe_rank is not None:  # each of them has some
+            parts = [from_rank(rank, results, transport, device) for rank in ranks]
+            here = parts if transport.pipe_rank in ranks else []
             results = {place: result for part in here for place, result in part.items()}
         if results:
             places = sorted(results)  # one for each group, where a group makes it
-            sizes = of_groups(agreed.sizes, agreed.plan.group)
             ordered, shares = [results[place] for place in places], [shares[place] for place in places]
-            made_by = agreed.plan.graph[agreed.plan.graph.output_stage].gathered
+            sizes, made_by = of_groups(agreed.sizes, plan.group), plan.graph[plan.graph.output_stage].gathered
             is_of_all = made_by is not None and made_by.modes == {"global"}
             if is_of_all:
-                sizes = tuple(map(sum, zip(*self._transport.gather("data", list(sizes)), strict=True)))
+                sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
             joined = join(ordered, shares, self._rows_of(agreed, sizes), self._places)
-            output = without_entries(over_replicas(self._transport, joined, is_of_all))
+            output = without_entries(over_replicas(transport, joined, is_of_all))
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count
-        if outputs == "last" or self._transport.pipe_rank is None:
+        if outputs == "last" or transport.pipe_rank is None:
             return output
-        return from_rank(ranks[0], output, self._transport, self._state.device)
+        return from_rank(ranks[0], output, transport, device)
 
-    def _rows_of(self, agreed: AgreedBatch, sizes: tuple[int, ...]) -> RowsOf:
+    def _rows_of(self, agreed: AgreedBatch, sizes: Sequence[int]) -> RowsOf:
         """The rows of the outputs, each of a micro-batch, or of a group of them."""
-        batch_dim, group = self._options.batch_dim, agreed.plan.group
+        batch_dim = self._options.batch_dim
         pieces = pieces_of(batch_dim, agreed.sizes, agreed.counts)
         entries = entries_of(agreed.pattern.shapes[0], batch_dim)
-        packed = [
-            (one.rule.dim, of_groups(pieces[path], group), is_entries(one.like))
-            for path, one in entries.items()
-            if isinstance(one.rule, Packed)
-        ]
         along = sorted({one.rule for one in entries.values() if isinstance(one.rule, int) and any(one.shapes)})
-        tensors = [(dim, sizes) for dim, sizes, is_list in packed if not is_list]
-        return RowsOf(sizes, along, tensors, any(is_list for *_, is_list in packed))
-
-
-def _numbers(agreed: AgreedBatch, shares: Sequence[float]) -> Sequence[int]:
-    """A number for each micro-batch, by the layout of its messages: of one without weight no gradient may come."""
-    return [layout if share else ~layout for layout, share in zip(agreed.wire_layouts, shares, strict=True)]
+        packed, in_lists = list[tuple[int, Sequence[int]]](), False
+        for path, one in entries.items():
+            if isinstance(one.rule, Packed) and is_entries(one.like):
+                in_lists = True
+            elif isinstance(one.rule, Packed):
+                packed.append((one.rule.dim, of_groups(pieces[path], agreed.plan.group)))
+        return RowsOf(sizes, along, packed, in_lists)

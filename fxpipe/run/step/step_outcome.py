@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.agree.agreement import AgreedBatch
 from fxpipe.plan.inputs.label_count import Items, as_number
-from fxpipe.precision import Precision
-from fxpipe.run.step.replicas import differing
+from fxpipe.run.step.batch_digest import differing
+from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
 
@@ -32,45 +33,45 @@ class StepOutcome:
     loss: Tensor
     factor: Tensor | None
     metrics: Mapping[str, Tensor]
-    is_sum: bool
-    dtype: torch.dtype
+    kind: LossKind
 
 
-class News:
-    """The step's loss on its way to a rank that does not make it, which listens for it from the step's beginning on.
+class LossMessage:
+    """The step's loss and metrics on their way to the ranks that do not make them.
 
-    Where losses of its form are known: of others it is not known yet how much there is to send.
+    Where losses of the same form are known, these listen for them from the step's beginning on.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
-        self._under: tuple[Work, Tensor] | None = None
+        self._listening: tuple[Work, Tensor] | None = None
 
     def listen(self, known: StepOutcome | None, output_rank: int) -> None:
         """A step begins on all ranks of a pipe group."""
         if known is not None and self._transport.pipe_rank not in (None, output_rank):
-            message = self.empty(known.metrics)
-            self._under = self._transport.tell("pipe", message, output_rank), message
+            numbers = self.empty(known.kind)
+            self._listening = self._transport.tell("pipe", numbers, output_rank), numbers
 
-    def empty(self, names: Collection[str]) -> Tensor:
-        """Room for what there is to send."""
-        return torch.empty(2 + len(names), dtype=torch.float64, device=self._device)
+    def empty(self, kind: LossKind) -> Tensor:
+        """[loss, factor, metrics ...]; float64, as a number of items may be too large for less."""
+        return torch.empty(2 + len(kind.metrics), dtype=torch.float64, device=self._device)
 
-    def heard(self) -> Tensor | None:
-        """What there was to send; None where nobody listened."""
-        if self._under is None:
-            return None
+    def exchange(self, numbers: Tensor, output_rank: int) -> Tensor:
+        """The numbers of the output rank, on every rank of a pipe group."""
+        if self._listening is None:
+            self._transport.tell("pipe", numbers, output_rank).wait()
+            return numbers
+        (work, numbers), self._listening = self._listening, None
         here.awaited = lambda: "the loss of the step"
         try:
-            self._under[0].wait()
+            work.wait()
         finally:
             here.awaited = None
-        message, self._under = self._under[1], None
-        return message
+        return numbers
 
     def drop(self) -> None:
         """The step has failed."""
-        self._under = None
+        self._listening = None
 
 
 def conclude(
@@ -78,7 +79,7 @@ def conclude(
     step: StepLoss | None,
     output_ranks: tuple[int, ...],
     microbatches: int,
-    news: News,
+    message: LossMessage,
     known: StepOutcome | None,
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
@@ -88,112 +89,125 @@ def conclude(
     its gradients. ``known``: an outcome of the same form; with it nothing but numbers travels.
     """
     if known is None:
-        kind = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
-        gathered = [item for item in transport.gather("pipe", kind) if item is not None]
-        is_sum, dtype, names = max(gathered, key=lambda item: (item[0], not item[1]))[2]  # of those with weight
+        mine = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
+        gathered = [item for item in transport.gather("pipe", mine) if item is not None]
+        kind = LossKind(*max(gathered, key=lambda item: (item[0], not item[1]))[2])  # of those with weight
         for _, is_empty, other in gathered:
             if not is_empty:
-                LossKind(*other).check(LossKind(is_sum, dtype, names), "micro-batch")
+                LossKind(*other).check(kind, "micro-batch")
     else:
-        is_sum, dtype, names = known.is_sum, known.dtype, tuple(known.metrics)
+        kind = known.kind
         if step is not None and not step.is_empty:
-            step.kind.check(LossKind(is_sum, dtype, names), "step")
+            step.kind.check(kind, "step")
+    is_sum, dtype, names = kind
     if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
-        return StepOutcome(step.value(), None, step.metrics(), is_sum, dtype)
+        return StepOutcome(step.value(), None, step.metrics(), kind)
 
-    # [loss or total, count, metrics ...], then [loss, factor, metrics ...]; float64, as a number of items may be too
-    # large for less
-    output_rank, message = output_ranks[0], news.empty(names)
+    output_rank, numbers = output_ranks[0], message.empty(kind)
     if step is not None and len(output_ranks) > 1 and transport.pipe_rank is not None:
-        rows = step.rows(names, microbatches, message.device)
+        rows = step.rows(names, microbatches, numbers.device)
         summed = Collective("all_reduce", output_ranks, rows)  # each row is one rank's: nothing is rounded
         transport.start([summed], "the losses").wait()  # behind the gradients that these ranks sum
-        whole = StepLoss.of_rows(LossKind(is_sum, dtype, names), rows)
-        step = whole if transport.pipe_rank == output_rank else None
+        step = StepLoss.of_rows(kind, rows) if transport.pipe_rank == output_rank else None
     if step is not None:
-        _check_alike(transport, is_sum, names)
-        numbers = step.numbers(names, message.device)
-        transport.all_reduce("data", numbers)
-        total = torch.where(numbers[1] == 0, 1.0, numbers[1])
-        torch.cat([(numbers[0] / total).view(1), (1 / total).view(1), numbers[2:]], out=message)
-    heard = news.heard()
-    if heard is not None:
-        message = heard
-    elif known is not None:
-        transport.tell("pipe", message, output_rank).wait()
-    else:
-        transport.broadcast("pipe", message, output_rank)
-    loss, factor = message[0].to(dtype), message[1]
-    metrics = {name: message[2 + place].to(metric_dtype(dtype)) for place, name in enumerate(names)}
-    return StepOutcome(loss, factor if is_sum else None, metrics, is_sum, dtype)
+        if transport.data_size > 1 and (others := differing(transport, (is_sum, names))):
+            raise RunError(
+                "the replicas' losses come with different metrics, or as a fxpipe.Sum on one and as a mean on another: "
+                f"(is a Sum, metrics) are {shown(others)}; return the same on all"
+            )
+        sums = step.numbers(names, numbers.device)  # loss or total, count, metrics ...
+        transport.all_reduce("data", sums)
+        count = torch.where(sums[1] == 0, 1.0, sums[1])
+        torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]], out=numbers)
+    loss, factor, *metrics = message.exchange(numbers, output_rank)
+    named = {name: metric.to(metric_dtype(dtype)) for name, metric in zip(names, metrics, strict=True)}
+    return StepOutcome(loss.to(dtype), factor if is_sum else None, named, kind)
 
 
-def check_kind(outcome: StepOutcome, earlier: bool | None, precision: Precision | None) -> None:
-    """RunError: gradients of means and of sums cannot be accumulated together, nor in a type without room for sums.
+# --- The loss as it is handed to the user, who by habit would call backward on it ---
 
-    ``earlier``: whether the losses of earlier steps were sums; None before the first.
+
+class DetachedLoss(Tensor):
+    """A plain detached tensor, but for ``.backward()``, which says that it has been run.
+
+    Whatever is made from it, copied or pickled is a plain tensor, and it says that its class is, for loggers that go by
+    that. What it is multiplied or divided by a number has no graph, as torch says where backward is called on it.
     """
-    if earlier not in (None, outcome.is_sum):
-        raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
-    if outcome.is_sum and precision is not None and precision.reduce == torch.float16:
+
+    # as torch's notes on extending it have it
+    __torch_function__ = plain_results
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RunError(
-            "gradients of a fxpipe.Sum are summed before they are divided by its count, for which float16 has no "
-            "room; write Precision(reduce=torch.bfloat16) or float32"
+            "gradients are there already: the call that returned this loss has run forward and backward; leave "
+            ".backward() out. Gradients of several calls add up; for their mean give one call the larger batch, with "
+            "more microbatches=, or scale .grad before the optimizer steps. In place of a GradScaler, whose scale they "
+            "were never multiplied by, write compile(..., precision=fxpipe.Precision())"
         )
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Tensor]:  # type: ignore[override]
+        return Tensor
 
-def _check_alike(transport: Transport, is_sum: bool, names: tuple[str, ...]) -> None:
-    """Replicas add up their losses and metrics, so they must have the same."""
-    everyone = [] if transport.data_size == 1 else differing(transport, (is_sum, names))
-    if len({one for one, _ in everyone}) > 1:
-        raise RunError("the loss is a fxpipe.Sum on one replica and a mean on another; return the same kind on all")
-    if everyone:
-        raise RunError(
-            f"the replicas' losses come with different metrics: {[one for _, one in everyone]}; return the same on all"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.detach(), memo)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach(), spec)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.detach())
+
+
+def detached(value: Any) -> Any:
+    """A 0-dimensional tensor without a gradient as a ``DetachedLoss``, on the same memory; anything else unchanged."""
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
+        return value.as_subclass(DetachedLoss)
+    return value
 
 
 # --- Shares: each micro-batch's part of the weight of a step, over all replicas ---
 
-LossWeight = Callable[..., Any]
+N = TypeVar("N", int, float)
 
 
 def weights_of(
-    transport: Transport, agreed: AgreedBatch, loss_weight: LossWeight | None, batches: Sequence[Mapping[str, Any]]
-) -> tuple[float, ...]:
+    transport: Transport,
+    agreed: AgreedBatch,
+    loss_weight: Callable[..., Any] | None,
+    batches: Sequence[Mapping[str, Any]],
+) -> Sequence[float]:
     """The weight of each micro-batch, its rows or what ``loss_weight`` says, the same on every rank of a pipe group."""
     if loss_weight is None or not agreed.has_loss:
-        return tuple(map(float, agreed.sizes))
+        return list(map(float, agreed.sizes))
     weighs = transport.pipe_rank in (None, agreed.plan.output_ranks[0])
     mine = _weighed(loss_weight, batches) if weighs else None
     decided = next(item for item in transport.gather("pipe", mine) if item is not None)
     if isinstance(decided, str):
         raise RunError(decided)
-    return tuple(decided)
+    return list(decided)
 
 
-def _weighed(loss_weight: LossWeight, batches: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | str:
+def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any]]) -> list[float] | str:
     """The weights, or what is wrong with them."""
     if len({tuple(batch) for batch in batches}) > 1:  # by place, an input would be taken for another
         names = shown([list(batch) for batch in batches])
         return f"loss_weight= is given inputs by place, and micro-batches have {names}; pass None for what one lacks"
     try:
         given = [loss_weight(*batch.values()) for batch in batches]
-        weights = tuple(math.nan if isinstance(one, str) else float(one) for one in given)
+        weights = list(map(float, given))
     except Exception as error:
         return f"loss_weight failed: {type(error).__name__}: {error}"
-    if not all(0 <= weight < float("inf") for weight in weights):
+    if not all(0 <= weight < math.inf for weight in weights):
         return f"loss_weight returned {shown(given)}; weights are finite and not negative"
     return weights
 
 
-N = TypeVar("N", int, float)
-
-
 def of_groups(numbers: Sequence[N], size: int) -> tuple[N, ...]:
     """The sum of each group of so many."""
-    if size == 1:
-        return tuple(numbers)
     return tuple(sum(numbers[start : start + size]) for start in range(0, len(numbers), size))
 
 
@@ -202,37 +216,25 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
 
     RunError where replicas make different calls.
     """
-    if transport.data_size == 1 or not over_replicas:
-        return _normalised(weights, sum(weights))
-    everyone = transport.gather_int("data", _reported(sum(weights), training))
-    steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here gives none below 0
-    if len(set(steps)) > 1:
-        trains, evaluates = ([replica for replica, one in enumerate(steps) if one is way] for way in (True, False))
-        raise RunError(
-            f"the replicas {trains} make a step and {evaluates} call evaluate, which all ranks call together: call "
-            "it on every rank, not under `if rank == 0`, and as often on each replica, with "
-            "topo.sampler(dataset), which gives all of them as many rows"
-        )
-    return _normalised(weights, math.fsum(_weight(number) for number in everyone))
-
-
-def _normalised(weights: Sequence[float], total: float) -> tuple[float, ...]:
+    total = sum(weights)
+    if transport.data_size > 1 and over_replicas:
+        # by its bits, which are 0 or more; in evaluation their complement, below 0
+        (bits,) = struct.unpack("<q", struct.pack("<d", total))
+        everyone = transport.gather_int("data", bits if training else ~bits)
+        steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here gives none below 0
+        if len(set(steps)) > 1:
+            trains, evaluates = ([replica for replica, one in enumerate(steps) if one is way] for way in (True, False))
+            raise RunError(
+                f"the replicas {trains} make a step and {evaluates} call evaluate, which all ranks call together: call "
+                "it on every rank, not under `if rank == 0`, and as often on each replica, with "
+                "topo.sampler(dataset), which gives all of them as many rows"
+            )
+        numbers = [max(number, ~number) for number in everyone]
+        total = math.fsum(struct.unpack(f"<{len(numbers)}d", struct.pack(f"<{len(numbers)}q", *numbers)))
     return tuple(weight / total if total else 0.0 for weight in weights)
 
 
-def _reported(weight: float, training: bool) -> int:
-    """A weight by its bits, which is 0 or more in training, and below in evaluation."""
-    bits: int = struct.unpack("<q", struct.pack("<d", weight))[0]
-    return bits if training else ~bits
-
-
-def _weight(number: int) -> float:
-    """What ``_reported`` found."""
-    weight: float = struct.unpack("<d", struct.pack("<q", max(number, ~number)))[0]
-    return weight
-
-
-_CHECKED = 3
+CHECKED_NUMBERS = 3
 """In how many calls it is looked at what number of items the user gives: it waits for the device."""
 
 
@@ -245,28 +247,30 @@ class ItemNumbers:
 
     def add(
         self, graph: StageGraph, batches: Sequence[dict[str, Any]], shares: Sequence[float]
-    ) -> list[dict[str, Any]]:
+    ) -> Sequence[dict[str, Any]]:
         """The micro-batches, each with its share of the number of items: the user's, or else the whole batch's count.
 
         A collective call of the data axis.
         """
         items, rank = self.items, self._transport.pipe_rank
         if items is None:
-            return list(batches)
+            return batches
         is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
-        numbers: list[Any] = [batch.get(ITEMS) for batch in batches]
-        is_given = any(number is not None for number in numbers)
-        if len(set(self._transport.gather_int("data", is_asked + is_asked * is_given))) > 1:
+        given = [batch[ITEMS] for batch in batches if batch.get(ITEMS) is not None]
+        if len(set(self._transport.gather_int("data", is_asked + (is_asked and bool(given))))) > 1:
             raise RunError(
                 f"the loss of some replicas divides by {ITEMS} and that of others does not, or it was given to some; "
                 "pass the same inputs on all"
             )
         if not is_asked:
-            return list(batches)
-        if is_given:
-            self._check(items, next(number for number in numbers if number is not None), batches)
+            return batches
+        numbers: Sequence[Any] = [batch.get(ITEMS) for batch in batches]
+        if given:
+            self._check(items, given[0], batches)
         else:
-            numbers = [self._counted(items, batches)] * len(batches)
+            count = items.count(batches).to(self._transport.device)  # over all replicas: 0-dimensional, float32
+            self._transport.all_reduce("data", count)
+            numbers = [as_number(count.clamp(min=1))] * len(batches)
         return [
             batch | {ITEMS: number * (share or 1.0)}  # nothing comes of one without weight, nor should it divide by 0
             for batch, number, share in zip(batches, numbers, shares, strict=True)
@@ -275,7 +279,7 @@ class ItemNumbers:
     def _check(self, items: Items, number: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
         """RunError, on all replicas, where they were given the numbers of their own parts of the batch."""
         self._given += 1
-        if self._transport.data_size == 1 or self._given > _CHECKED:
+        if self._transport.data_size == 1 or self._given > CHECKED_NUMBERS:
             return
         mine, counts = int(number), items.counts_of(batches)
         mine_and_sums = mine, mine in counts, sum(counts[:1])
@@ -288,9 +292,3 @@ class ItemNumbers:
                 f"{given}, for {whole} labels in all. Leave it out, and it is counted; or add it up over the "
                 "replicas, as by torch.distributed.all_reduce(number, group=topo.group('data'))"
             )
-
-    def _counted(self, items: Items, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """The items of the whole batch, over all replicas: 0-dimensional, float32."""
-        count = items.count(batches).to(self._transport.device)
-        self._transport.all_reduce("data", count)
-        return as_number(count.clamp(min=1))

@@ -1,4 +1,4 @@
-"""Wire exchange: one rank's messages of a step, over a transport.
+"""Exchange: where a rank's instructions send, post and take messages; where one process plays all ranks, a mailbox.
 
 What a message looks like (container, shapes, types, strides) follows from the capture and the shapes of its
 micro-batch, which both ends know. So its description travels once for each of these, in front of the first such
@@ -9,7 +9,7 @@ Where a stage makes values of another shape each time, it travels in front of ea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor
 from fxpipe.distributed.collective import Work
 from fxpipe.distributed.transport import Pair, Transport, member
 from fxpipe.errors import RunError
-from fxpipe.graph.packing import Meta, PlainMeta, TensorMeta, allocate, pack, unpack
+from fxpipe.graph.packing import Meta, PlainMeta, allocate, pack, unpack
 from fxpipe.graph.plain_data import check_length, decode, encode
-from fxpipe.run.wire.exchange import Port
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import bytes_of
 
-_Under = list[tuple[Work, Tensor]]
+_Buffers = list[tuple[Work, Tensor]]
 """Buffers that are under way."""
 
 BURST = 2**18
@@ -47,22 +46,6 @@ class _WireLayout:
         self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels unchanged
 
 
-class _Described:
-    """The layouts of an edge's values, or gradients, by what is the same at both ends."""
-
-    __slots__ = ("by_number", "by_place")
-
-    def __init__(self) -> None:
-        self.by_number: dict[Hashable, _WireLayout] = {}  # of the micro-batch
-        self.by_place: dict[tuple[Hashable, Hashable, int], _WireLayout] = {}
-        """(kind of batch, number, micro-batch) → of what shapes do not describe, as of a part of the batch, whose place
-        there decides how it is aligned, and that the last bit of what is computed of it."""
-
-    def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
-        self.by_number = {number: layout for number, layout in self.by_number.items() if number in numbers}
-        self.by_place = {place: layout for place, layout in self.by_place.items() if place[0] in kinds}
-
-
 class WireExchange:
     """The exchange of one rank among others. ``device``: where the transport's buffers live."""
 
@@ -70,27 +53,32 @@ class WireExchange:
         self.transport, self.device = transport, device
         self._ports: dict[tuple[Message, bool], _Wire] = {}
         self._lines: dict[Pair, _Receives] = {}
-        self._layouts: dict[tuple[int, Op, Pair], _Described] = {}
+        self._layouts: dict[tuple[int, Op, Pair], dict[Hashable, _WireLayout]] = {}
         self.kind: Hashable = None
         self.numbers: Sequence[Hashable] = ()
         """Of the micro-batches of the step that runs."""
         self._receives: Sequence[Port] = ()
-        self.sending: dict[_Wire, _Under] = {}
-        self.arriving: dict[_Wire, tuple[_WireLayout, _Under]] = {}
+        self.sending: dict[_Wire, _Buffers] = {}
+        self.arriving: dict[_Wire, tuple[_WireLayout, _Buffers]] = {}
 
     def port(self, message: Message, varies: bool = False) -> _Wire:
+        """A message's, the same object in all steps. ``varies``: whether it may look otherwise each time; both ends say
+        so alike."""
         if (message, varies) not in self._ports:
             pair = message.sender, message.receiver
             line = self._lines.setdefault(pair, _Receives(self, pair))
-            layouts = self._layouts.setdefault((message.edge, message.op, pair), _Described())
+            layouts = self._layouts.setdefault((message.edge, message.op, pair), {})
             self._ports[message, varies] = _Wire(self, message, line, None if varies else layouts)
         return self._ports[message, varies]
 
-    def keep(self, kinds: Collection[Hashable], numbers: Collection[Hashable]) -> None:
+    def forget(self) -> None:
+        """Forgets what messages look like; both ends of each do."""
         for layouts in self._layouts.values():
-            layouts.keep(kinds, numbers)
+            layouts.clear()
 
     def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
+        """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages have the same layout.
+        ``receives``: what will be posted, in order; the same object in all steps that post the same."""
         self.drop()
         self.kind, self.numbers = kind, numbers
         if receives is not self._receives:
@@ -99,30 +87,22 @@ class WireExchange:
                 line.coming = [wire for wire in receives if isinstance(wire, _Wire) and wire.line is line]
 
     def drop(self) -> None:
+        """Forgets what is under way, without waiting: the step has failed."""
         self.sending.clear()
         self.arriving.clear()
         for line in self._lines.values():
             line.drop()
 
     def finish(self) -> None:
+        """Waits for what is still under way, at the end of a step."""
         for line in self._lines.values():
             while line.waiting:
                 line.waiting[0].take()
-        for port in list(self.arriving):
-            port.take()
-        for works in self.sending.values():
-            for work, _ in works:
-                work.wait()
+        for wire in list(self.arriving):
+            wire.take()
+        for wire in list(self.sending):
+            wire.release()
         self.drop()
-
-    def start(self, pair: Pair, buffer: Tensor) -> tuple[Work, Tensor]:
-        """Starts to send."""
-        buffer = buffer.to(self.device)
-        return self.transport.send(pair, buffer), buffer
-
-    def receive(self, pair: Pair, buffer: Tensor) -> tuple[Work, Tensor]:
-        """Posts a receive."""
-        return self.transport.receive(pair, buffer), buffer
 
 
 class _Receives:
@@ -150,14 +130,12 @@ class _Receives:
         """Posts whatever can be."""
         while self.waiting and (layout := self.waiting[0].layout) is not None:
             self.waiting.popleft().post_like(layout)
-        if not self.waiting:
-            self._post_more()
-        elif self._header is None:
-            self._header = self._receive(HEADER)
-
-    def _post_more(self) -> None:
-        """Posts what comes next, as long as it is small and described. Where it is posted, is planned to be later, at
-        the latest: to post it now cannot make anybody wait."""
+        if self.waiting:
+            if self._header is None:
+                self._header = self._receive(HEADER)
+            return
+        # What comes next, as long as it is small and described. Where it is posted, is planned to be later, at the
+        # latest: to post it now cannot make anybody wait.
         left = BURST if self._exchange.device.type == "cpu" else 0
         while self._place < len(self.coming):
             wire = self.coming[self._place]
@@ -180,19 +158,22 @@ class _Receives:
             work, rest = self._receive(size - len(described))
             work.wait()
             described += bytes_of(rest.cpu())
-        layout = _WireLayout(Meta.of(decode(described, sender), sender), self._exchange.device)
-        self.waiting.popleft().learn(layout).post_like(layout)
+        wire = self.waiting.popleft()
+        wire.post_like(wire.learn(Meta.of(decode(described, sender), sender)))
         self._advance()
 
     def _receive(self, size: int) -> tuple[Work, Tensor]:
-        exchange = self._exchange
-        return exchange.receive(self._pair, torch.empty(size, dtype=torch.uint8, device=exchange.device))
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._exchange.device)
+        return self._exchange.transport.receive(self._pair, buffer), buffer
 
 
 class _Wire:
-    """One message's way between two ranks. ``line``: its pair's. ``layouts``: its edge's; None where it varies."""
+    """One message's way between two ranks, in every step. ``line``: its pair's. ``layouts``: of its edge's values, or
+    gradients, by what is the same at both ends; None where it varies."""
 
-    def __init__(self, exchange: WireExchange, message: Message, line: _Receives, layouts: _Described | None) -> None:
+    def __init__(
+        self, exchange: WireExchange, message: Message, line: _Receives, layouts: dict[Hashable, _WireLayout] | None
+    ) -> None:
         self._exchange, self._message, self.line, self._layouts = exchange, message, line, layouts
         self._pair, self._microbatch = (message.sender, message.receiver), message.microbatch
 
@@ -202,60 +183,66 @@ class _Wire:
         layouts, exchange = self._layouts, self._exchange
         if layouts is None:
             return None
-        place, number = self._microbatch, exchange.numbers[self._microbatch]
-        if layouts.by_place and (layout := layouts.by_place.get((exchange.kind, number, place))) is not None:
-            return layout
-        return layouts.by_number.get(number)
+        number = exchange.numbers[self._microbatch]
+        return layouts.get((exchange.kind, number, self._microbatch)) or layouts.get(number)
 
-    def learn(self, layout: _WireLayout) -> _Wire:
+    def learn(self, meta: Meta) -> _WireLayout:
         """It was described, for all that are like it."""
-        layouts, exchange = self._layouts, self._exchange
-        place, number = self._microbatch, exchange.numbers[self._microbatch]
-        if layouts is not None and layout.meta.is_of_its_place:
-            layouts.by_place[exchange.kind, number, place] = layout
-        elif layouts is not None:
-            layouts.by_number[number] = layout
-        return self
+        exchange, layout = self._exchange, _WireLayout(meta, self._exchange.device)
+        key = exchange.numbers[self._microbatch]
+        if meta.is_of_its_place:
+            # as a part of the batch: its place there decides how it is aligned, and that the last bit of what is
+            # computed of it
+            key = exchange.kind, key, self._microbatch
+        if self._layouts is not None:
+            self._layouts[key] = layout
+        return layout
 
     # sending
 
     def send(self, value: Any) -> None:
-        known, exchange = self.layout, self._exchange
+        """Starts a send; does not wait."""
+        known = self.layout
         if known is not None and known.like is not None and known.like.fits(value):
-            exchange.sending[self] = [exchange.start(self._pair, value.detach())]
+            self._start([value.detach()])
             return
         meta, buffers = pack(value, None if known is None else known.meta)
         header: list[Tensor] = []
         if known is None:
-            header, known = self._header(meta), _WireLayout(meta, exchange.device)
-            self.learn(known)
+            header, known = self._header(meta), self.learn(meta)
         elif known.meta != meta:
             raise RunError(
-                f"{self._message} is {_describe(meta)}, but for a micro-batch of these shapes it was "
-                f"{_describe(known.meta)}; what passes between stages may depend on the shape of a batch, not on its "
+                f"{self._message} is {meta.tree!r:.1000}, but for a micro-batch of these shapes it was "
+                f"{known.meta.tree!r:.1000}; what passes between stages may depend on the shape of a batch, not on its "
                 "values, nor on how many came before"
             )
         if known.like is not None:
             buffers = [value.detach().resolve_neg()]
-        exchange.sending[self] = [exchange.start(self._pair, part) for part in [*header, *buffers]]
+        self._start([*header, *buffers])
+
+    def _start(self, parts: Sequence[Tensor]) -> None:
+        exchange = self._exchange
+        buffers = [part.to(exchange.device) for part in parts]
+        exchange.sending[self] = [(exchange.transport.send(self._pair, buffer), buffer) for buffer in buffers]
 
     def _header(self, meta: Meta) -> list[Tensor]:
         try:
             described = encode(meta.tree)
         except RunError as error:
-            raise RunError(f"{self._message} is {_describe(meta)}: {error}") from None
+            raise RunError(f"{self._message} is {meta.tree!r:.1000}: {error}") from None
         header = len(described).to_bytes(8, "little") + described
         parts = [header[:HEADER].ljust(HEADER), header[HEADER:]]
         return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
     def release(self) -> None:
+        """Frees the buffer of a send that is known to have been received."""
         for work, _ in self._exchange.sending.pop(self, ()):
             work.wait()
 
     # receiving
 
     def post(self) -> None:
-        """Posts ahead, unless what comes, or something in front of it, is not described yet."""
+        """Posts a receive ahead, unless what comes, or something in front of it, is not described yet."""
         if self not in self._exchange.arriving:  # posted with one before it
             self.line.add(self)
 
@@ -263,9 +250,11 @@ class _Wire:
         """Posts ahead; it is this wire's turn."""
         exchange = self._exchange
         buffers = allocate(layout.meta, exchange.device) if layout.like is None else [layout.like.allocate()]
-        exchange.arriving[self] = layout, [exchange.receive(self._pair, buffer) for buffer in buffers]
+        works = [(exchange.transport.receive(self._pair, buffer), buffer) for buffer in buffers]
+        exchange.arriving[self] = layout, works
 
     def take(self) -> Any:
+        """The message's value, once it is here."""
         arriving = self._exchange.arriving
         while self not in arriving:  # in the sender's order, for that is how they come
             self.line.describe_first()
@@ -277,15 +266,52 @@ class _Wire:
         return unpack(layout.meta, [buffer for _, buffer in works])
 
 
-def _describe(meta: Meta) -> str:
-    leaves = [_describe_leaf(leaf) for leaf in meta.leaves]
-    if meta.spec.is_leaf():
-        return leaves[0]
-    return f"{getattr(meta.spec.type, '__name__', 'container')}({', '.join(leaves)})"
+class Mailbox:
+    """The exchange of a process that plays all ranks: values are handed over as they are."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[Message, _Letterbox] = {}
+
+    def port(self, message: Message, varies: bool = False) -> _Letterbox:
+        return self._boxes.setdefault(message, _Letterbox())
+
+    def forget(self) -> None:
+        pass
+
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
+        self.drop()
+
+    def finish(self) -> None:
+        pass  # all that was sent was taken
+
+    def drop(self) -> None:
+        for box in self._boxes.values():
+            box.values.clear()
 
 
-def _describe_leaf(leaf: Any) -> str:
-    if not isinstance(leaf, TensorMeta):
-        return repr(leaf)
-    gradient = ", with a gradient" if leaf.requires_grad else ""
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} of strides {list(leaf.stride)}{gradient}"
+class _Letterbox:
+    """One message's place in a mailbox."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def post(self) -> None:
+        pass
+
+    def take(self) -> Any:
+        return self.values.pop()
+
+    def send(self, value: Any) -> None:
+        self.values.append(value)
+
+    def release(self) -> None:
+        pass
+
+
+Port = _Wire | _Letterbox
+"""One message's way, in every step."""
+
+Exchange = WireExchange | Mailbox
+"""Where a rank's instructions send, post and take messages."""

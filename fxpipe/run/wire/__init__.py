@@ -1,1 +1,0 @@
-"""Wire: the messages of a step."""
