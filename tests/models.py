@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -102,15 +102,31 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-# --- graphs of several shapes ---
+class Layers(nn.Module):
+    """A module with square layers of these ``names``."""
 
-
-class TwoTowers(nn.Module):
-    """img0 → img1 → join ← txt."""
+    names = ""
 
     def __init__(self) -> None:
         super().__init__()
-        self.img0, self.img1, self.txt, self.join = linear(), linear(), linear(), linear()
+        for name in self.names.split():
+            self.add_module(name, linear())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+# --- graphs of several shapes ---
+
+
+class TwoTowers(Layers):
+    """img0 → img1 → join ← txt."""
+
+    names = "img0 img1 txt join"
+
+    def __init__(self) -> None:
+        super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(0.5))
 
     def image_tower(self, image: Tensor) -> Tensor:
@@ -150,12 +166,10 @@ class Chain(nn.Module):
         return F.mse_loss(x, y)
 
 
-class SharedByTwo(nn.Module):
+class SharedByTwo(Layers):
     """One tensor used by two later stages."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g, self.head = linear(), linear(), linear(), linear()
+    names = "a f g head"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = stage_boundary(torch.tanh(self.a(x)))
@@ -259,21 +273,17 @@ class EncoderDecoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class OneStage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = linear(), linear()
+class OneStage(Layers):
+    names = "a b"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.b(torch.tanh(self.a(x))), y)
 
 
-class Diamond(nn.Module):
+class Diamond(Layers):
     """{trunk} → {f} ∥ {g} → {loss}: the two branches share their input, and the trunk uses it, too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.f, self.g = linear(), linear(), linear()
+    names = "trunk f g"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = stage_boundary(torch.tanh(self.trunk(x)))
@@ -281,12 +291,10 @@ class Diamond(nn.Module):
         return F.mse_loss(u * torch.sigmoid(v), y)
 
 
-class UsedOften(nn.Module):
+class UsedOften(Layers):
     """Values used several times by the stage that makes them, and by the last one that reads them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
@@ -297,12 +305,10 @@ class UsedOften(nn.Module):
         return F.mse_loss(w * h + torch.cos(h) * u + h / 3 + u * 0.7, y)
 
 
-class UsedOftenAmid(nn.Module):
+class UsedOftenAmid(Layers):
     """A value used twice by a stage that is neither its maker nor its last reader: a sum in another order."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = stage_boundary(torch.tanh(self.a(x)))
@@ -326,10 +332,8 @@ class FrozenFirst(Chain):
         self.layers[1].requires_grad_(False)
 
 
-class DetachedBranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g, self.head = linear(), linear(), linear(), linear()
+class DetachedBranch(Layers):
+    names = "a f g head"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = stage_boundary(torch.tanh(self.a(x)))
@@ -338,12 +342,10 @@ class DetachedBranch(nn.Module):
         return F.mse_loss(self.head(u) + v, y)
 
 
-class DetachedReceiver(nn.Module):
+class DetachedReceiver(Layers):
     """The first stage trains through one of its two values; nothing comes back for the other."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
@@ -352,12 +354,10 @@ class DetachedReceiver(nn.Module):
         return F.mse_loss(self.g(u) + h, y)
 
 
-class UnusedOutput(nn.Module):
+class UnusedOutput(Layers):
     """``extra`` crosses a boundary and nobody wants it; ``spare`` is a layer that nobody calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.extra, self.f, self.spare, self.head = linear(), linear(), linear(), linear(), linear()
+    names = "a extra f spare head"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
@@ -400,12 +400,10 @@ class MixedValues(nn.Module):
         return F.mse_loss(torch.where(mask, self.head(u), u) + mean * double, y)
 
 
-class OddTensors(nn.Module):
+class OddTensors(Layers):
     """Tensors of other types and shapes: half precision, double, complex, without elements, without dimensions."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
@@ -416,12 +414,10 @@ class OddTensors(nn.Module):
         return F.mse_loss(self.g(u) + total, y)
 
 
-class SameTwice(nn.Module):
+class SameTwice(Layers):
     """One tensor twice in a boundary, and a boundary behind a boundary."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f = linear(), linear()
+    names = "a f"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
@@ -491,12 +487,13 @@ class BatchNorm(nn.Module):
         return F.mse_loss(self.d(h), y)
 
 
-class WrittenBuffer(nn.Module):
+class WrittenBuffer(Layers):
     """Running statistics by hand: buffers written in place in forward."""
+
+    names = "a f g"
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -506,12 +503,13 @@ class WrittenBuffer(nn.Module):
         return F.mse_loss(self.g(u), y)
 
 
-class BufferInBackward(nn.Module):
+class BufferInBackward(Layers):
     """A buffer that is written by each micro-batch, and that the backward of each needs as it was then."""
+
+    names = "a f g"
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
         self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -521,12 +519,13 @@ class BufferInBackward(nn.Module):
         return F.mse_loss(self.g(u), y)
 
 
-class Parametrized(nn.Module):
+class Parametrized(Layers):
     """Spectral norm, which writes its buffers in forward, and weight norm."""
+
+    names = "a"
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = linear()
         self.f = nn.utils.parametrizations.spectral_norm(linear())
         self.g = nn.utils.parametrizations.weight_norm(linear())
 
@@ -593,12 +592,10 @@ class SetsAttributes(nn.Module):
         return self.last_loss
 
 
-class SharedMask(nn.Module):
+class SharedMask(Layers):
     """A mask built by writing into it, used by two stages."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         mask = torch.zeros(x.shape[0], WIDTH, device=x.device)
@@ -609,12 +606,10 @@ class SharedMask(nn.Module):
         return F.mse_loss(self.g(u) * mask, y)
 
 
-class WriteBehind(nn.Module):
+class WriteBehind(Layers):
     """In-place operations behind boundaries, and in front of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g, self.head = linear(), linear(), linear(), linear()
+    names = "a f g head"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.a(x)
@@ -627,12 +622,10 @@ class WriteBehind(nn.Module):
         return F.mse_loss(self.head(v.tanh_()), y)
 
 
-class IndexWrites(nn.Module):
+class IndexWrites(Layers):
     """A result put together by writing into it, by slices and by a mask."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = stage_boundary(self.a(x))
@@ -644,12 +637,10 @@ class IndexWrites(nn.Module):
         return F.mse_loss(self.g(u), y)
 
 
-class WrittenInput(nn.Module):
+class WrittenInput(Layers):
     """The batch itself is written, and read behind a boundary as it was written."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f = linear(), linear()
+    names = "a f"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x.mul_(2).clamp_(-1, 1)
@@ -660,12 +651,10 @@ class WrittenInput(nn.Module):
 # --- inputs, losses, and other modules ---
 
 
-class ColumnBatch(nn.Module):
+class ColumnBatch(Layers):
     """Rows lie along dimension 1 of ``x``, and ``scale`` belongs to no row."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         h = stage_boundary(torch.tanh(self.a(x) * scale))
@@ -673,24 +662,20 @@ class ColumnBatch(nn.Module):
         return F.mse_loss(self.g(u).mean(0) * scale, y)
 
 
-class Bare(nn.Module):
+class Bare(Layers):
     """The loss stage holds no parameter, and the middle stage no input of the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f = linear(), linear()
+    names = "a f"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = stage_boundary(torch.tanh(self.a(x)))
         return F.mse_loss(stage_boundary(self.f(h)), y)
 
 
-class Optional(nn.Module):
+class Optional(Layers):
     """What it computes depends on which inputs there are."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f = linear(), linear()
+    names = "a f"
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None, mode: str = "tanh") -> Tensor:
         h = stage_boundary(torch.tanh(self.a(x)) if mode == "tanh" else torch.relu(self.a(x)))
@@ -749,12 +734,10 @@ class Causal(nn.Module):
         return F.mse_loss(self.f(attended).view(rows, length, width), y)
 
 
-class OneLayerEverywhere(nn.Module):
+class OneLayerEverywhere(Layers):
     """The same layer in three stages: owned, and its gradients added up, by three ranks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = linear(), linear()
+    names = "layer head"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for _ in range(3):
@@ -762,10 +745,8 @@ class OneLayerEverywhere(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
-class DictLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+class DictLoss(Layers):
+    names = "a f g"
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         h = stage_boundary(torch.tanh(self.a(x)))
@@ -773,12 +754,10 @@ class DictLoss(nn.Module):
         return {"loss": F.mse_loss(out, y), "error": (out - y).abs().mean(), "output": out}
 
 
-class Features(nn.Module):
+class Features(Layers):
     """Returns no loss: it is for a ``loss_fn``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, x: Tensor, scale: float = 1.0, invert: bool = False) -> Tensor:
         h = stage_boundary(torch.tanh(self.a(x)))
@@ -795,12 +774,10 @@ def features_and_target(rows: int, generator: torch.Generator) -> Inputs:
     return {"x": batch["x"], "invert": True, "target": batch["y"]}
 
 
-class Nested(nn.Module):
+class Nested(Layers):
     """One input is a dict of tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def forward(self, batch: dict[str, Tensor], weight: Tensor) -> Tensor:
         h = stage_boundary(torch.tanh(self.a(batch["x"])))
@@ -848,12 +825,10 @@ def tower(inputs: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, WIDTH), nn.Tanh())
 
 
-class Join(nn.Module):
+class Join(Layers):
     """The last stage of two towers given as callables; its inputs in the order of the edges."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = linear()
+    names = "mix"
 
     def forward(self, y: Tensor, v: Tensor, t: dict[str, Any]) -> Tensor:
         if float(t["text"].detach().sum()) > 1e9:  # a branch on a tensor's value, which nothing can trace
@@ -966,7 +941,7 @@ CASES: dict[str, Case] = {
 # --- models that draw random numbers: their stages can be called one by one ---
 
 
-class Parted(nn.Module):
+class Parted(Layers):
     """A model whose stages are its ``parts``, each from the values of the one before to those of the next."""
 
     def parts(self) -> list[Callable[..., Any]]:
@@ -982,9 +957,10 @@ class Parted(nn.Module):
 class Dropouts(Parted):
     """nn.Dropout, F.dropout, F.dropout in a stage that writes in place, none at all."""
 
+    names = "a b c d"
+
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = linear(), linear(), linear(), linear()
         self.drop = nn.Dropout(0.4)
 
     def parts(self) -> list[Callable[..., Any]]:
@@ -1006,9 +982,7 @@ class Dropouts(Parted):
 class Noise(Parted):
     """Noise drawn once, in the second stage, and used there and in the last."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.f, self.g = linear(), linear(), linear()
+    names = "a f g"
 
     def parts(self) -> list[Callable[..., Any]]:
         return [self.first, self.second, self.last]

@@ -198,29 +198,25 @@ def longformer() -> nn.Module:
     )
 
 
+SPEECH = {
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "conv_dim": (8, 8),
+    "conv_kernel": (4, 3),
+    "conv_stride": (2, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    **dict.fromkeys(["hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"], 0.0),
+    **dict.fromkeys(["final_dropout", "mask_time_prob"], 0.0),
+}
+
+
 def wav2vec2() -> nn.Module:
-    return transformers.Wav2Vec2ForSequenceClassification(
-        transformers.Wav2Vec2Config(
-            hidden_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=32,
-            conv_dim=(8, 8),
-            conv_kernel=(4, 3),
-            conv_stride=(2, 2),
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            layerdrop=0.5,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            activation_dropout=0.0,
-            feat_proj_dropout=0.0,
-            final_dropout=0.0,
-            mask_time_prob=0.0,
-            classifier_proj_size=8,
-        )
-    )
+    config = transformers.Wav2Vec2Config(**SPEECH, num_hidden_layers=4, layerdrop=0.5)
+    return transformers.Wav2Vec2ForSequenceClassification(config)
 
 
 THREE = (1, 2, 3)
@@ -256,27 +252,12 @@ def bare(study: Study) -> Study:
     return replace(study, boundaries={name: rule for name, rule in cuts.items() if rule})
 
 
-SPEECH = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "conv_dim": (8, 8),
-    "conv_kernel": (4, 3),
-    "conv_stride": (2, 2),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "classifier_proj_size": 8,
-    "vocab_size": 20,
-    **dict.fromkeys(["hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"], 0.0),
-    **dict.fromkeys(["final_dropout", "layerdrop", "mask_time_prob"], 0.0),
-    "ctc_loss_reduction": "mean",
-}
-
-
 def hubert() -> nn.Module:
-    return transformers.HubertForCTC(transformers.HubertConfig(**SPEECH))
+    return transformers.HubertForCTC(
+        transformers.HubertConfig(
+            **SPEECH, num_hidden_layers=3, layerdrop=0.0, vocab_size=20, ctc_loss_reduction="mean"
+        )
+    )
 
 
 def spoken(counts: Sequence[int], g: torch.Generator) -> Inputs:

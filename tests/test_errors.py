@@ -13,14 +13,6 @@ from fxpipe import errors
 PAGE = Path(__file__).parents[1] / "examples" / "errors.md"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["TraceError", "PartitionError", "ScheduleError", "TopologyError", "RunError", "CheckpointError"],
-)
-def test_every_error_is_an_fxpipe_error(name: str) -> None:
-    assert issubclass(getattr(errors, name), errors.FxpipeError)
-
-
 def test_every_error_is_shown_on_the_page_which_is_run() -> None:
     shown = "".join(re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE))
     kinds = {kind.__name__ for kind in errors.FxpipeError.__subclasses__() if kind.__module__ == errors.__name__}
@@ -31,11 +23,8 @@ def test_every_error_is_shown_on_the_page_which_is_run() -> None:
     ("name", "known", "end"),
     [
         ("1f1", ["gpipe", "1f1b"], '; did you mean "1f1b"?'),
-        ("GPipe", ["gpipe", "1f1b"], '; did you mean "gpipe"?'),
         ("zigzag", ["gpipe", "1f1b"], '; known: "gpipe", "1f1b"'),
-        ("zigzag", ("b", "a", "b"), '; known: "b", "a"'),
         ("zigzag", [], ""),
-        (3, ["a", 1], '; known: "a", "1"'),
     ],
 )
 def test_nearest_names_the_likeliest_or_else_the_first(name: str, known: list[str], end: str) -> None:
@@ -50,8 +39,8 @@ def test_of_many_names_the_first_are_listed_and_the_rest_counted() -> None:
     assert errors.nearest("z" * 10**6, ["gpipe"]) == '; known: "gpipe"'
 
 
-@pytest.mark.parametrize("cls", [errors.FxpipeError, errors.RunError, errors.ScheduleError])
-def test_a_long_message_keeps_its_beginning_and_its_end(cls: type[errors.FxpipeError]) -> None:
+def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
+    cls = errors.ScheduleError
     told = str(cls("begin " + "x" * 10**6 + " end"))
     assert len(told) < errors.MOST_TOLD + 1
     assert told.startswith("begin xxx")

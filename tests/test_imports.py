@@ -281,12 +281,11 @@ def test_what_plans_never_imports_torch(package: str) -> None:
     assert in_python(f"{imports}; import sys; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("name", fxpipe.__all__)
-def test_every_public_name_is_there_listed_and_kept(name: str) -> None:
-    assert name in dir(fxpipe)
-    value = getattr(fxpipe, name)
-    assert vars(fxpipe)[name] is value
-    assert getattr(fxpipe, name) is value
+def test_every_public_name_is_there_listed_and_kept() -> None:
+    for name in fxpipe.__all__:
+        assert name in dir(fxpipe)
+        value = getattr(fxpipe, name)
+        assert vars(fxpipe)[name] is value
 
 
 FIRST_USES = """
@@ -337,29 +336,13 @@ def test_no_module_bears_the_name_of_a_public_function() -> None:
     assert files & functions == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "told"), [("complie", 'did you mean "compile"?'), ("Shedule", 'did you mean "Schedule"?')]
-)
-def test_a_name_that_is_not_there_is_told_with_the_nearest(name: str, told: str) -> None:
-    with pytest.raises(AttributeError, match=rf"module 'fxpipe' has no attribute '{name}'; {re.escape(told)}"):
-        getattr(fxpipe, name)
-
-
-def test_what_is_not_there_is_not_there() -> None:
-    assert not hasattr(fxpipe, "nonsense")
-    assert not hasattr(fxpipe, "__wrapped__")
+def test_a_name_that_is_not_there_is_told_with_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"module 'fxpipe' has no attribute 'complie'; did you mean \"compile\"\?"):
+        fxpipe.complie  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="nonsense"):
         from fxpipe import nonsense  # type: ignore[attr-defined]  # noqa: F401
 
 
-@pytest.mark.parametrize("value", [fxpipe.compile, fxpipe.stage_boundary, fxpipe.Sum, fxpipe.Action(2, fxpipe.Op.F, 0)])
+@pytest.mark.parametrize("value", [fxpipe.compile, fxpipe.Sum, fxpipe.schedules.build("1f1b", [(0, 1)], 3)])
 def test_public_things_survive_pickling(value: object) -> None:
-    again = pickle.loads(pickle.dumps(value))
-    assert again == value
-
-
-def test_a_schedule_and_a_timeline_survive_pickling() -> None:
-    timeline = fxpipe.schedules.build("1f1b", [(0, 1)], 3).simulate()
-    again = pickle.loads(pickle.dumps(timeline))
-    assert again.schedule == timeline.schedule
-    assert again.spans == timeline.spans
+    assert pickle.loads(pickle.dumps(value)) == value

