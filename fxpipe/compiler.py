@@ -16,7 +16,7 @@ from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import clock_of
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import Transport, failing_together
+from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware
@@ -186,7 +186,13 @@ def compile(
     check_model(model, options)
     topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
     connected = connect(topology, options.timeout, options.facts)
-    _tell_what_is_left_out(connected, topology)
+    left = [f"{name} {size}" for name, size in topology.axes if size > 1 and ROLES[name] != "pipe"]
+    if connected.pipe_rank is None and left:
+        warn(
+            f"one process plays every pipe rank, of one replica: {', '.join(left)} of the topology is left out; start "
+            f"{topology.world_size} processes, with torchrun or fxpipe.launch, for all of it",
+            UserWarning,
+        )
     transport = Metered(connected, topology, clock_of(connected.device))
     planner = Planner.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
@@ -201,16 +207,6 @@ def compile(
         planner = take_own_part(planner, topology, transport, owners, init_fn, weights, seed)
         state = make_rank_state(planner, topology, transport, owners, seed)
     return ForwardBackward(topology, transport, state)
-
-
-def _tell_what_is_left_out(transport: Transport, topology: Topology) -> None:
-    left = [f"{name} {size}" for name, size in topology.axes if size > 1 and ROLES[name] != "pipe"]
-    if transport.pipe_rank is None and left:
-        warn(
-            f"one process plays every pipe rank, of one replica: {', '.join(left)} of the topology is left out; start "
-            f"{topology.world_size} processes, with torchrun or fxpipe.launch, for all of it",
-            UserWarning,
-        )
 
 
 def preview(
@@ -283,4 +279,4 @@ def preview(
             "element-wise optimizer such as AdamW"
         )
     planner = with_previewed_plan(Planner.empty(model, options, topo, torch.device("cpu")), options)
-    return preview_of(planner, planner.shown[0], stepping)
+    return preview_of(planner, planner.shown, stepping)

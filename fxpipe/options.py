@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import CodeType
 from typing import Any, Literal, cast
 
 from fxpipe.errors import RunError
@@ -29,7 +27,6 @@ from fxpipe.validation import (
     is_whole,
     list_of,
     one_or_each,
-    shown,
 )
 
 AUTO = "auto"
@@ -82,18 +79,8 @@ class Options:
             value = getattr(self, field.name)
             if value is not field.default:
                 check(RunError, _KINDS, **{field.name: value})
-        if self.microbatches is not None and self.microbatches < 1:
-            raise RunError(f"microbatches={self.microbatches}; at least 1 is needed")
         check_counted(self.batch_dim)
-        if self.zero not in (0, 1, 2, 3):
-            raise RunError(f"zero={self.zero!r}; write 0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
-        if self.zero_scope not in ("node", "data"):
-            raise RunError(f'zero_scope={self.zero_scope!r}; write "node" or "data"')
-        if not 0 < self.bucket_cap_mb < math.inf:
-            raise RunError(f"bucket_cap_mb={self.bucket_cap_mb}; write a size above 0, in MiB")
         if self.memory_per_rank is not None:
-            if not 0 < self.memory_per_rank < 1e30:
-                raise RunError(f"memory_per_rank={shown(self.memory_per_rank)}; write a number above 0, in bytes")
             object.__setattr__(self, "memory_per_rank", float(self.memory_per_rank))  # numpy's own are not JSON's
         if not isinstance(self.recompute, str):
             given = self.recompute
@@ -104,10 +91,6 @@ class Options:
                 'recompute="auto" recomputes as little as fits memory_per_rank=, which is not given; write '
                 "memory_per_rank=40e9, in bytes, or recompute=True"
             )
-        if not 0 < self.timeout < 10**7:
-            raise RunError(f"timeout={self.timeout}; write a number of seconds above 0, such as timeout=300")
-        if self.precision is not None and not isinstance(self.precision, Precision):
-            raise RunError(f"precision is {self.precision!r}; write fxpipe.Precision(compute=torch.bfloat16)")
         if self.parallelize is not None:
             self._check_parallelize()
 
@@ -128,17 +111,8 @@ class Options:
         return int(self.bucket_cap_mb * 2**20)
 
     @property
-    def in_common(self) -> str:
-        """What, beside the program and its schedule, must be the same on all ranks, in words."""
-        return (
-            f"batch_dim={describe_value(self.batch_dim)}, loss_weight {'given' if self.loss_weight else 'not given'}, "
-            f"zero={self.zero}, zero_scope={self.zero_scope}, bucket_cap_mb={self.bucket_cap_mb}, {self.precision}, "
-            f"check_batches={self.check_batches}, error_if_nonfinite={self.error_if_nonfinite}"
-        )
-
-    @property
     def facts(self) -> dict[str, str]:
-        """Option → its value in words, of those that must be the same on all ranks. Of functions names and code
+        """Option → its value in words, of those that must be the same on all ranks. Of functions names and lines
         are compared, and not what they close over; the programs that come of all this are compared later."""
         fields = [field for field in dataclasses.fields(self) if field.name not in _OF_ONE_RANK]
         return {field.name: describe_value(getattr(self, field.name)) for field in fields}
@@ -171,7 +145,7 @@ _OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
 
 _KINDS: Mapping[str, Expected] = {
     "loss_fn": Expected(callable, "a function (output, target) -> loss"),
-    "microbatches": Expected(is_whole, "a whole number"),
+    "microbatches": Expected(lambda value: is_whole(value) and value > 0, "a whole number of at least 1"),
     "batch_dim": Expected(
         is_batch_dim, "a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or fxpipe.Offsets()"
     ),
@@ -180,19 +154,27 @@ _KINDS: Mapping[str, Expected] = {
         'a dict stage name -> pipe rank, or several, (0, 1, 2), or "all"',
     ),
     "tracer": Expected(is_text, "a name out of fxpipe.TRACERS"),
-    "auto_opaque": Expected(is_flag, "True or False"),
     "example_args": Expected(is_list, "the inputs as a tuple, (x,) where there is one"),
     "example_kwargs": Expected(
         lambda value: is_mapping(value) and all(map(is_text, value)), "a dict input name -> value"
     ),
-    "zero": Expected(is_whole, "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"),
-    "bucket_cap_mb": Expected(is_number, "a size in MiB"),
+    "zero": Expected(
+        lambda value: is_whole(value) and 0 <= value <= 3,
+        "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
+    ),
+    "zero_scope": Expected(lambda value: value in ("node", "data"), '"node" or "data"'),
+    "bucket_cap_mb": Expected(lambda value: is_number(value) and 0 < value < math.inf, "a size above 0, in MiB"),
+    "precision": Expected(
+        lambda value: isinstance(value, Precision), "fxpipe.Precision(...), as fxpipe.Precision(compute=torch.bfloat16)"
+    ),
     "loss_weight": Expected(callable, "a function of a micro-batch's inputs"),
     "recompute": Expected(
         lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
         'True, False, "auto" or a list of stage names',
     ),
-    "memory_per_rank": Expected(is_number, "a number of bytes, such as 80e9"),
+    "memory_per_rank": Expected(
+        lambda value: is_number(value) and 0 < value < 1e30, "a number of bytes above 0, such as 80e9"
+    ),
     "hardware": Expected(
         lambda value: isinstance(value, Hardware) or is_text(value),
         'the name of a GPU, such as "h100", or fxpipe.Hardware(...)',
@@ -200,10 +182,12 @@ _KINDS: Mapping[str, Expected] = {
     "init_fn": Expected(callable, "a function (module) -> None"),
     "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),
     "stage_compiler": Expected(callable, "a function such as torch.compile"),
-    "check_batches": Expected(is_flag, "True or False"),
-    "check_capture": Expected(is_flag, "True or False"),
-    "error_if_nonfinite": Expected(is_flag, "True or False"),
-    "timeout": Expected(is_number, "a number of seconds"),
+    **dict.fromkeys(
+        ("auto_opaque", "check_batches", "check_capture", "error_if_nonfinite"), Expected(is_flag, "True or False")
+    ),
+    "timeout": Expected(
+        lambda value: is_number(value) and 0 < value < 10**7, "a number of seconds above 0, such as 300"
+    ),
     "passes": Expected(
         lambda value: list_of(callable)(value) and len(value) > 0, "a list of functions Program -> Program"
     ),
@@ -215,7 +199,7 @@ _PLAIN = (str, int, float, type(None), Precision, Hardware)
 
 
 def describe_value(value: Any) -> str:
-    """Without addresses, and of a function its name and a digest of its code: what it closes over may be a rank's."""
+    """Without addresses, and of a function its name and first line: what it closes over may be a rank's."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{describe_value(key)}: {describe_value(one)}' for key, one in value.items()))}}}"
     if isinstance(value, list | tuple):
@@ -225,28 +209,10 @@ def describe_value(value: Any) -> str:
     if isinstance(value, Packed | Offsets):
         given = {field.name: getattr(value, field.name) for field in fields(value)}
         return f"{type(value).__name__} {describe_value(given)}"
-    return _function(value) if callable(value) else f"a {type(value).__name__}"
-
-
-def _function(value: Callable[..., Any]) -> str:
     while isinstance(value, functools.partial):
         value = value.func
+    if not callable(value):
+        return f"a {type(value).__name__}"
     name = getattr(value, "__qualname__", type(value).__qualname__).rpartition("<locals>.")[2]
-    runs = value if isinstance(value, type) else getattr(value, "forward", value)
-    called = (vars(cls).get("__call__") for cls in type(runs).__mro__)
-    code: CodeType | None = next(filter(None, (getattr(one, "__code__", None) for one in (runs, *called))), None)
-    return f"{name}, code {_digest(code)}," if code is not None else name
-
-
-def _digest(code: CodeType) -> str:
-    code_text = repr((code.co_code, code.co_names, [_constant(one) for one in code.co_consts]))
-    return hashlib.blake2b(code_text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-def _constant(value: Any) -> str:
-    if isinstance(value, CodeType):
-        return _digest(value)
-    if isinstance(value, tuple | frozenset):
-        parts = list(map(_constant, value))
-        return str(parts if isinstance(value, tuple) else sorted(parts))
-    return repr(value)
+    code = getattr(value, "__code__", None)
+    return name if code is None else f"{name} of line {code.co_firstlineno}"

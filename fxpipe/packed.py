@@ -153,32 +153,9 @@ def rule_at(batch_dim: BatchDim, path: str) -> Rule:
 
 def check_counted(batch_dim: BatchDim) -> None:
     """RunError for counts that would be those of other rows."""
-    rules = counted(batch_dim)
-    for path, rule in rules.items():
-        if rule.of is not None and (rule.of == path or not _has_rows(rule_at(batch_dim, rule.of))):
+    for path, rule in counted(batch_dim).items():
+        if rule.of is not None and not isinstance(rule_at(batch_dim, rule.of), int | Packed | Offsets):
             raise RunError(f"{path!r} is counted of={rule.of!r}, which is not cut into rows; name a packed input")
-        wanted = _of_what_is_read(rule, rules)
-        if wanted is not None and rule.of is None:
-            raise RunError(
-                f"the counts of {path!r} are read from what has other rows than the batch, and would be counted for "
-                f"the batch's; write of={wanted!r}"
-            )
-
-
-def _of_what_is_read(rule: Packed | Offsets, rules: Mapping[str, Packed | Offsets]) -> str | None:
-    """The packed input for whose rows counts are that are read from one input alone; None for the batch's rows.
-
-    An input by whose numbers it is counted itself, such as position_ids that begin anew, may count the batch's.
-    """
-    read = list(read_by(rule)) if isinstance(rule, Packed) else []
-    source = rules.get(read[0]) if len(read) == 1 else None
-    if source is None or isinstance(source, Offsets):
-        return None if source is None else source.of
-    return None if source.counts == 1 or read[0] in read_by(source) else read[0]
-
-
-def _has_rows(rule: Rule) -> bool:
-    return isinstance(rule, int | Packed | Offsets)
 
 
 def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:

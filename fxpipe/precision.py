@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -75,16 +73,3 @@ def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
     """``exact`` where rounding it to a type gives ``values``, and ``values`` elsewhere."""
     return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))
-
-
-def other_types(error: BaseException, tensors: Mapping[str, Tensor]) -> str:
-    """The end of a message about types that do not go together, where a buffer is not of the parameters' type."""
-    floating = {name: one for name, one in tensors.items() if one.is_floating_point()}
-    own = {one.dtype for one in floating.values() if isinstance(one, nn.Parameter)}
-    other = next((name for name, one in floating.items() if own and one.dtype not in own), None)
-    if other is None or not re.search("dtype|scalar type|bias type", str(error)):
-        return ""
-    return (
-        f"\nparameters are {next(iter(own))}, and buffers, such as {other}, stay {tensors[other].dtype}: cast a buffer "
-        "where forward uses it, as in x * self.cos.to(x.dtype)"
-    )

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -20,7 +17,6 @@ from torch import nn
 import fxpipe
 from fxpipe.options import Options, TracerName, Zero, ZeroScope
 from fxpipe.schedules import ScheduleName
-from tests.thinned import ALL
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
 
@@ -57,35 +53,16 @@ def test_options_are_frozen() -> None:
         Options().zero = 2  # type: ignore[misc]
 
 
-def by_rows(x: torch.Tensor, of: frozenset[str] = frozenset()) -> bool:
-    return len(x) in {1, 2, 3} or "a" in {"a", "b", "c"} or (lambda y: y > 1.5)(x)
-
-
-def test_what_functions_are_compared_by_is_the_same_in_every_process_and_tells_two_lambdas_apart() -> None:
+def test_functions_are_compared_by_their_names_and_lines() -> None:
     class Rows:
         def __call__(self, x: torch.Tensor) -> float:
             return float(len(x))
 
-    assert re.fullmatch(r"Rows, code [0-9a-f]{16},", Options(loss_weight=Rows()).facts["loss_weight"])
     assert Options(hardware=fxpipe.Hardware(link=2.0)).facts["hardware"].startswith("Hardware(flops=None,")
-    given = {"loss_weight": by_rows, "loss_fn": nn.MSELoss(), "stage_compiler": torch.compile, "init_fn": by_rows}
-    facts = Options(**given).facts  # type: ignore[arg-type]
-    assert re.fullmatch(r"by_rows, code [0-9a-f]{16},", facts["loss_weight"])
-    assert re.fullmatch(r"MSELoss, code [0-9a-f]{16},", facts["loss_fn"])
-    program = "import sys; sys.path[:0] = ['.']; from tests.test_options import by_rows; from fxpipe.options import "
-    program += "describe_value; print(describe_value(by_rows))"
-    assert {told_with_seed(program, seed) for seed in ((1, 2) if ALL else (1,))} == {facts["loss_weight"]}
-    mean, total, whole = lambda x: x.mean(), lambda x: x.sum(), lambda x: 2 * x.sum()
-    assert len({Options(loss_weight=one).facts["loss_weight"] for one in (mean, total, whole)}) == 3
-    assert len({Options(loss_weight=lambda x, k=k: k * x).facts["loss_weight"] for k in range(3)}) == 1
-
-
-def told_with_seed(program: str, seed: int) -> str:
-    """What a new process prints, whose strings have other hashes."""
-    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100, env=environment
-    ).stdout.strip()
+    assert [Options(loss_fn=one()).facts["loss_fn"] for one in (Rows, nn.MSELoss)] == ["Rows", "MSELoss"]
+    weights = [Options(loss_weight=lambda x, k=k: k * x) for k in range(2)] + [Options(loss_weight=lambda x: x)]
+    first, second, other = (one.facts["loss_weight"] for one in weights)
+    assert first == second != other
 
 
 def test_what_compile_alone_needs_is_not_held_beyond_it() -> None:
@@ -104,13 +81,13 @@ def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | No
     ("option", "told"),
     [
         ({"microbatches": "4"}, "microbatches is '4'; it is a whole number"),
-        ({"microbatches": 0}, "microbatches=0; at least 1 is needed"),
-        ({"zero": 4}, "zero=4; write 0, 1"),
+        ({"microbatches": 0}, "microbatches is 0; it is a whole number of at least 1"),
+        ({"zero": 4}, "zero is 4; it is 0, 1"),
         ({"check_batches": "no"}, "check_batches is 'no'; it is True or False"),
         ({"batch_dim": "1"}, "batch_dim is '1'; it is a dimension"),
         ({"placement": [0, 1]}, "placement is [0, 1]; it is a dict stage name -> pipe rank"),
-        ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; it is a size in MiB"),
-        ({"memory_per_rank": 0}, "memory_per_rank=0; write a number above 0"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; it is a size above 0, in MiB"),
+        ({"memory_per_rank": 0}, "memory_per_rank is 0; it is a number of bytes above 0"),
         ({"example_kwargs": (torch.ones(2),)}, "it is a dict input name -> value"),
         ({"passes": fxpipe.passes.partition}, "it is a list of functions Program -> Program"),
         ({"tracer": fxpipe.TRACERS["export"]}, "it is a name out of fxpipe.TRACERS"),

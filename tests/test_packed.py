@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.options import Options
@@ -55,9 +53,8 @@ def test_options_are_told_alike_on_all_ranks_though_each_has_a_function_of_its_o
         return {"boxes": Packed(lambda ids: ids.sum(1), dim=1), "cu": Offsets()}
 
     mine, its, other = (Options(batch_dim=one) for one in (rules(), rules(), {"boxes": Packed(lambda ids: ids[0])}))
-    assert (mine.facts, mine.in_common) == (its.facts, its.in_common)
+    assert mine.facts == its.facts
     assert mine.facts["batch_dim"] != other.facts["batch_dim"]
-    assert mine.in_common != other.in_common
     assert "dim: 1" in mine.facts["batch_dim"].replace("'", "")
 
 
@@ -77,11 +74,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Options(batch_dim={"a": Packed("x", of="b"), "b": None}),
         "'a' is counted of='b', which is not cut into rows",
     ),
-    "of another's rows": (
-        lambda: Options(batch_dim={"grid": GRID, "patches": Packed(lambda grid: grid.prod(1))}),
-        "the counts of 'patches' are read from what has other rows than the batch, and would be counted for the "
-        "batch's; write of='grid'",
-    ),
 }
 
 
@@ -91,15 +83,6 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(name: str) -> None:
     with pytest.raises(RunError) as caught:
         make()
     assert message in str(caught.value)
-
-
-def test_what_counts_tell_of_the_batchs_rows_may_be_read_from_what_they_count() -> None:
-    def begins(position_ids: Tensor) -> Tensor:
-        return torch.cat([(position_ids[0] == 0).nonzero()[:, 0], torch.tensor(position_ids.shape[1:])]).diff()
-
-    words = Packed(begins, dim=1)
-    Options(batch_dim={"input_ids": words, "position_ids": words})
-    Options(batch_dim={"lists": Packed(1), "words": Packed(lambda lists: [len(one) for one in lists])})
 
 
 @pytest.mark.parametrize(

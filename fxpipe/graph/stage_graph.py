@@ -104,12 +104,6 @@ class Stage:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     @property
-    def staying(self) -> tuple[str, ...]:
-        """The parameters whose gradients I makes; of a compiled stage, once it has run."""
-        in_input = getattr(self.deferring, "in_input", None)
-        return self.in_input if in_input is None else in_input(self.parameters)
-
-    @property
     def input_names(self) -> list[str]:
         """What its inputs are called: batch inputs as the model calls them, values as their makers do."""
         return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
@@ -280,7 +274,7 @@ class StageGraph(Tabular):
         notes = [*runs, *[f"recomputed: {again}"] * bool(again)]
         notes += [f"captured by {self.origin}"] if self.origin else []
         notes += [self.labels] if self.labels else []
-        notes += [_told_in_input(stage, names) for stage in self.stages if (names := stage.staying)]
+        notes += [_told_in_input(stage, names) for stage in self.stages if (names := stage.in_input)]
         return "\n".join([grid, *notes])
 
     def __repr__(self) -> str:

@@ -39,29 +39,27 @@ _WRAPPERS = {
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     """RunError for what is no model, and for options that do not go with it: what would be ignored is refused."""
-    if not isinstance(model, (nn.Module, StageGraph)):
-        made = f"; write {model.__name__}(...)" if isinstance(model, type) and issubclass(model, nn.Module) else ""
-        raise RunError(f"model is {shown(model)}; it is an nn.Module, or a fxpipe.StageGraph{made}")
-    instead = _WRAPPERS.get(type(model).__name__) if isinstance(model, nn.Module) else None
-    if instead is not None and type(model).__module__.startswith("torch."):
-        raise RunError(f"model is a {type(model).__name__}; {instead}")
     if isinstance(model, StageGraph):
         if options.loss_fn is not None:
             raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
         if options.boundaries:
             raise RunError("boundaries= is for traced models; the user's own stages are cut already")
-        names = model.inputs
-    else:
-        lazy = next((name for name, tensor in all_tensors(model).items() if is_lazy(tensor)), None)
-        if lazy is not None:
-            raise RunError(f"{lazy} has no shape yet; call the model once on a batch before compiling it")
-        parameters = Request.signature(model, options.loss_fn).parameters
-        names = tuple(parameters)
-        if options.loss_fn is not None and "target" in inspect.signature(model.forward).parameters:
-            raise RunError("forward itself takes 'target', which loss_fn= would take from it; rename the argument")
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return  # any name may come
-    check_names(options.batch_dim, names)
+        check_names(options.batch_dim, model.inputs)
+        return
+    if not isinstance(model, nn.Module):
+        made = f"; write {model.__name__}(...)" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+        raise RunError(f"model is {shown(model)}; it is an nn.Module, or a fxpipe.StageGraph{made}")
+    name = type(model).__name__
+    if name in _WRAPPERS and type(model).__module__.startswith("torch."):
+        raise RunError(f"model is a {name}; {_WRAPPERS[name]}")
+    lazy = next((name for name, tensor in all_tensors(model).items() if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise RunError(f"{lazy} has no shape yet; call the model once on a batch before compiling it")
+    parameters = Request.signature(model, options.loss_fn).parameters
+    if options.loss_fn is not None and "target" in inspect.signature(model.forward).parameters:
+        raise RunError("forward itself takes 'target', which loss_fn= would take from it; rename the argument")
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):  # else any name may come
+        check_names(options.batch_dim, tuple(parameters))
 
 
 def with_first_plan(
@@ -74,7 +72,8 @@ def with_first_plan(
     sample = _sample(planner, options)
     planner.plan(first_pattern(planner, options, answers), sample)
     captures = planner.captures
-    if captures is None or not (planner.leaves_unused or (keeps_part and captures.first_tracer == "symbolic")):
+    is_symbolic = captures is not None and captures.first is not None and captures.first.tracer == "symbolic"
+    if captures is None or not (planner.leaves_unused or (keeps_part and is_symbolic)):
         return planner
     wrong = captures.wrong
     with evaluating(planner.module):
@@ -94,8 +93,7 @@ def answers_of_example(planner: Planner, options: Options) -> tuple[Answers, ...
     questions = None if planner.captures is None else planner.captures.questions
     if questions is None or not questions.asked:
         return ()
-    parts = _microbatches(planner, options)
-    return tuple(map(questions.answers, parts if planner.items is None else planner.items.given(parts)))
+    return tuple(map(questions.answers, _numbered(planner, options)))
 
 
 def first_pattern(planner: Planner, options: Options, answers: tuple[Answers, ...] = ()) -> Pattern:
@@ -105,11 +103,10 @@ def first_pattern(planner: Planner, options: Options, answers: tuple[Answers, ..
         inputs = tuple(required_names(planner.signature))
         return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags, ambient=Ambient.now())
     parts = _microbatches(planner, options)
-    if items is not None:
-        parts = list(map(with_number, parts))
-    described = [describe(part, exact=True) for part in parts]
-    if items is not None:
-        described = [items.described(one) for one in described]
+    if items is None:
+        described = [describe(part, exact=True) for part in parts]
+    else:
+        described = [items.described(describe(with_number(part), exact=True)) for part in parts]
     pattern = pattern_of(described, True, options.loss_fn, flags, Ambient.now())
     return dataclasses.replace(pattern, answers=answers, asks=not any(map(_is_meta, pytree.tree_leaves(parts))))
 
@@ -144,8 +141,13 @@ def _sample(planner: Planner, options: Options) -> Sample | str:
     """The example's micro-batches with their numbers; or why none are run."""
     if not options.has_example:
         return "no example batch"
+    return Sample(_numbered(planner, options), options.batch_dim)
+
+
+def _numbered(planner: Planner, options: Options) -> list[dict[str, Any]]:
+    """The micro-batches of the example, with the number of their labels where these are counted."""
     parts = _microbatches(planner, options)
-    return Sample(parts if planner.items is None else planner.items.given(parts), options.batch_dim)
+    return parts if planner.items is None else planner.items.given(parts)
 
 
 def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:

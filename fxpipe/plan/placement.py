@@ -15,8 +15,6 @@ from fxpipe.torch_compat import BATCH_STATISTICS
 Place = int | Sequence[int]
 """A rank, or ranks that take a stage's micro-batches in turn."""
 
-_GATHERED = "its boundary gathers inputs, and all that is computed stands behind it; "
-
 
 def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
     """The rank, or ranks, of each stage: as wanted, or in topological order, balanced by parameters.
@@ -24,7 +22,7 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["a
     PartitionError where there are more ranks than stages, a name is unknown, or a rank would have no stage.
     """
     if len(graph) < ranks and wanted is None:
-        none = "" if len(graph) > 1 else _GATHERED if graph[0].gathered else "no stage_boundary was reached; "
+        none = "" if len(graph) > 1 or graph[0].gathered else "no stage_boundary was reached; "
         raise PartitionError(
             f"{ranks} pipe ranks, but the model has {len(graph)} stage{'s' * (len(graph) > 1)} "
             f"({', '.join(graph.names)}); {none}"

@@ -29,7 +29,7 @@ class Plan:
     order: tuple[Step, ...]
     """All ranks' instructions in one order that a single process can run."""
     program: str
-    """What was compiled, in words: the program and compile's options."""
+    """What was compiled, in words. That ranks have the same options was compared before."""
     captures: tuple[Pattern, ...] = ()
     """The captures that its graphs come from, as ``Captures`` keeps them."""
 

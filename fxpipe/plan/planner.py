@@ -18,7 +18,7 @@ from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.ranks import Placement
-from fxpipe.graph.stage_graph import Stage, StageGraph
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture.capture_check import Sample
@@ -30,7 +30,7 @@ from fxpipe.plan.inputs.label_count import Items
 from fxpipe.plan.inputs.pattern import Flags, Pattern, flags_of
 from fxpipe.plan.placement import check_replicated, place
 from fxpipe.plan.plan import Plan, values_of
-from fxpipe.plan.stage_compiler import compiled_in_halves, compiled_lazily, is_compiled
+from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import Tables, tells_bytes
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
@@ -42,12 +42,6 @@ from fxpipe.trace import Request
 
 WORTH_IT = 0.01
 """The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
-
-
-def _is_same(plan: Plan, made_for: Pattern, captures: Sequence[Pattern], pattern: Pattern) -> bool:
-    """Whether a plan made for one pattern, of these captures, is that of another."""
-    alike = (made_for.training, made_for.microbatches) == (pattern.training, pattern.microbatches)
-    return alike and plan.captures == captures
 
 
 class Adopting(Protocol):
@@ -69,24 +63,20 @@ class Planner:
     options: Options
     captures: Captures | None
     """Where the stages of a model come from; None for the user's own."""
+    tables: Tables
+    """What chooses the table of the next plan."""
     parallel: Adopting | None = None
     """The modules that ``parallelize`` has made, once there are any."""
-    again: frozenset[str] | None = None
-    """The names of the stages that are recomputed, once that is decided."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
     places: dict[Hashable, Places] = field(default_factory=dict)
     """In which dimension gathered values have their rows."""
-    shown: list[Pattern] = field(default_factory=list)
-    """The pattern of the first plan, with its shapes."""
-    by_shapes: list[Costs] = field(default_factory=list)
-    """What the stages take, once that is asked for: derived from the shapes of the example."""
 
     @staticmethod
     def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Planner:
         """Before the first plan. ``device``: where a model that is on no device yet will run."""
         options = options.for_calls()
         captures = Captures.empty(model, options, topology, device) if isinstance(model, nn.Module) else None
-        return Planner(model, topology, options, captures)
+        return Planner(model, topology, options, captures, Tables(options, captures))
 
     @property
     def ranks(self) -> int:
@@ -135,10 +125,10 @@ class Planner:
         return not _held(self.first.graph).issuperset(saved.union(map(id, self.module.parameters())) - {id(None)})
 
     @property
-    def tables(self) -> Tables:
-        """What chooses the table of the next plan."""
-        first = self.first if self.plans else None
-        return Tables(self.options, self.captures, first, self.again, self.shown, self.by_shapes)
+    def shown(self) -> Pattern:
+        """The pattern of the first plan, with its shapes."""
+        assert self.tables.shown is not None
+        return self.tables.shown
 
     @property
     def graphs(self) -> list[StageGraph]:
@@ -150,31 +140,28 @@ class Planner:
         """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
         return any(pattern.shapes for pattern in self.plans)
 
-    def is_of_shapes(self, pattern: Pattern) -> bool:
-        """Whether the plan that was made for a pattern holds for its shapes alone."""
-        return pattern in self.plans  # another is kept under the pattern without them
-
     def plan(self, pattern: Pattern, sample: Sample | str = LATER, at_compile: bool = False) -> Plan:
         """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none.
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         ``at_compile``: its stages may use what no stage of the first plan does: see ``hold_what_all_use``.
         """
-        known = self._known(pattern)
+        known = self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
         if known is not None:
             return known
         captured = self._captured(pattern, sample)
         if not self.plans:
-            self.shown[:] = [pattern]
+            self.tables.shown = pattern
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
         used = () if self.captures is None else tuple(self.captures.used)
-        same = self._same(pattern, used)
-        if same is not None:
-            self.plans[key] = same
-            return same
+        for other, plan in self.plans.items():  # one may be made from these captures
+            same = (other.training, other.microbatches) == (pattern.training, pattern.microbatches)
+            if used and same and plan.captures == used:
+                self.plans[key] = plan
+                return plan
         graphs = self._placed(captured, pattern.inputs)
-        text = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, f"{text}\n{self.options.in_common}", captured[0].costs)
+        program = "\n".join(dict.fromkeys(one.text for one in captured))
+        plan = self._scheduled(graphs, pattern, program, captured[0].costs)
         plan = dataclasses.replace(plan, captures=used)
         if self.plans:
             self._check_same_stages(plan, at_compile)
@@ -197,13 +184,6 @@ class Planner:
         graphs = _each_once(first.graphs, wider)
         self.plans[key] = dataclasses.replace(first, graph=joint(graphs), graphs=tuple(graphs))
 
-    def _known(self, pattern: Pattern) -> Plan | None:
-        return self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
-
-    def _same(self, pattern: Pattern, used: Sequence[Pattern]) -> Plan | None:
-        """The plan that was made from these captures."""
-        return next((plan for other, plan in self.plans.items() if used and _is_same(plan, other, used, pattern)), None)
-
     def keep(self, wanted: Collection[Plan]) -> None:
         """Drops all plans but these and the first one, and the captures that only dropped ones were made from."""
         kept = {id(plan) for plan in (self.first, *wanted)}
@@ -211,8 +191,7 @@ class Planner:
             del self.plans[pattern]
         self.places.clear()  # a later plan of the same pattern may be of another capture
         if self.captures is not None:
-            plans = {id(plan): plan for plan in self.plans.values()}.values()
-            self.captures.keep({one for plan in plans for one in plan.captures})
+            self.captures.keep({one for plan in self.plans.values() for one in plan.captures})
         if self.parallel is not None:
             self.parallel.keep(self.graphs)
 
@@ -284,10 +263,12 @@ class Planner:
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        if family.costs is not None and not tells_bytes(family.costs) and self.by_shapes:
-            family = dataclasses.replace(family, costs=family.costs.or_else(self.by_shapes[0]))
+        by_shapes = self.tables.by_shapes
+        if family.costs is not None and not tells_bytes(family.costs) and by_shapes is not None:
+            family = dataclasses.replace(family, costs=family.costs.or_else(by_shapes))
         options = dataclasses.replace(self.options, schedule=family)
-        planner = dataclasses.replace(self, options=options, again=self.first.graph.recomputed, plans={})
+        tables = dataclasses.replace(self.tables, options=options, again=self.first.graph.recomputed)
+        planner = dataclasses.replace(self, options=options, tables=tables, plans={})
         made: dict[int, Plan] = {}
         for pattern, plan in self.plans.items():
             if pattern.training and id(plan) not in made:
@@ -303,17 +284,19 @@ class Planner:
     def without_tracers(self, wrong: Mapping[Wrong, str]) -> Planner:
         """Before the first plan; these tracers, with what is wrong of them, are not tried."""
         captures = None if self.captures is None else self.captures.without_tracers(wrong)
-        return dataclasses.replace(self, captures=captures, plans={}, by_shapes=[])
+        return dataclasses.replace(self, captures=captures, tables=Tables(self.options, captures), plans={})
 
     def with_tensors_of_module(self, parallel: Adopting | None = None) -> Planner:
         """The same plans; their stages hold what the module now holds, and nothing that it has let go of.
 
         ``parallel``: the modules that ``parallelize`` has made, which the stages are to run, of later plans, too.
         """
+        captures = None if self.captures is None else self.captures.with_tensors_of_module()
         planner = dataclasses.replace(
             self,
             model=self.model.with_tensors_of_module() if isinstance(self.model, StageGraph) else self.model,
-            captures=None if self.captures is None else self.captures.with_tensors_of_module(),
+            captures=captures,
+            tables=dataclasses.replace(self.tables, captures=captures),
             parallel=parallel or self.parallel,
             plans={},
         )
@@ -342,7 +325,7 @@ class Planner:
     ) -> Plan:
         """The plan that runs the table of these graphs. ``costs``: those of the search, whose table it is then."""
         graph = joint(graphs)
-        schedule = self.tables.schedule(graph, pattern, costs)
+        schedule = self.tables.schedule(graph, pattern, costs, self.first if self.plans else None)
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
@@ -364,7 +347,21 @@ class Planner:
                 f"{schedule.name} has backwards in two halves, I and W, which stages under parallelize= cannot run; "
                 'write schedule="1f1b", or leave out parallelize='
             )
-        return tuple(_each_once(graphs, lambda graph: _with_halves(graph, split, _halved)))
+
+        def halved(graph: StageGraph) -> StageGraph:
+            if not split and not any(stage.deferring or stage.in_input for stage in graph):
+                return graph
+            stages = [dataclasses.replace(stage, deferring=None, in_input=()) for stage in graph]
+            for index in split:
+                stage, compiled = stages[index], stages[index].function
+                stages[index] = (
+                    dataclasses.replace(stage, deferring=compiled.in_halves)
+                    if isinstance(compiled, Compiled)
+                    else defer_weights(stage)
+                )
+            return dataclasses.replace(graph, stages=tuple(stages))
+
+        return tuple(_each_once(graphs, halved))
 
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """A later capture must leave every stage and every tensor where it is."""
@@ -381,18 +378,6 @@ class Planner:
 def _held(graph: StageGraph) -> set[int]:
     """The tensors that stages use, by identity."""
     return {id(tensor) for stage in graph for tensor in stage.tensors.values()}
-
-
-def _halved(stage: Stage) -> Stage:
-    return compiled_in_halves(stage) if is_compiled(stage) else defer_weights(stage)
-
-
-def _with_halves(graph: StageGraph, split: Collection[int], halve: Callable[[Stage], Stage]) -> StageGraph:
-    """``graph``; these stages, and no others, with what I and W need."""
-    if not split and not any(stage.deferring or stage.in_input for stage in graph):
-        return graph
-    plain = [dataclasses.replace(stage, deferring=None, in_input=()) for stage in graph]
-    return dataclasses.replace(graph, stages=tuple(halve(s) if s.index in split else s for s in plain))
 
 
 def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> list[StageGraph]:

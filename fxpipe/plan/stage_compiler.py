@@ -11,7 +11,6 @@ import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -30,6 +29,7 @@ from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
 from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
 
 StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Piece = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
@@ -39,12 +39,12 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
     called with the same arguments for the same tuple. Only processes that run the stage compile it, once: a compiler
     that distinguishes shapes, as ``torch.compile`` does, is asked again by its own guards.
     """
-    if is_compiled(stage):
+    if isinstance(stage.function, Compiled):
         return stage
     original = stage.module if isinstance(stage.module, fx.GraphModule) else stage.function
     if isinstance(original, fx.GraphModule):
         _check_writes(original, stage.name)
-    return dataclasses.replace(stage, function=_Compiled(stage.name, original, stage_compiler))
+    return dataclasses.replace(stage, function=Compiled(stage.name, original, stage_compiler))
 
 
 def _check_writes(module: fx.GraphModule, name: str) -> None:
@@ -61,18 +61,7 @@ def _check_writes(module: fx.GraphModule, name: str) -> None:
             )
 
 
-def is_compiled(stage: Stage) -> bool:
-    """Whether ``compiled_lazily`` has made it."""
-    return isinstance(stage.function, _Compiled)
-
-
-def compiled_in_halves(stage: Stage) -> Stage:
-    """A stage that ``compiled_lazily`` has made, with the function of ``Stage.deferring``, compiled in three."""
-    assert isinstance(stage.function, _Compiled)
-    return dataclasses.replace(stage, deferring=stage.function.in_halves)
-
-
-class _Compiled:
+class Compiled:
     """A stage's function, or a graph that was made of it, compiled when it is first called."""
 
     def __init__(self, name: str, original: Callable[..., Any], stage_compiler: StageCompiler) -> None:
@@ -99,9 +88,9 @@ class _Compiled:
         return function
 
     @cached_property
-    def in_halves(self) -> InHalves:
+    def in_halves(self) -> Callable[..., tuple[Any, ...]]:
         """The same in three: its forward, and the two halves of its backward."""
-        return InHalves(self._original, lambda module: _Compiled(self._name, module, self._stage_compiler))
+        return in_halves(self._original, lambda module: Compiled(self._name, module, self._stage_compiler))
 
     def __repr__(self) -> str:
         return f"stage {self._name}, compiled by {self._stage_compiler!r}"
@@ -110,54 +99,40 @@ class _Compiled:
 Compile = Callable[[fx.GraphModule], Callable[..., Any]]
 
 
-class InHalves:
+class _Here(threading.local):
+    """What this thread is in: a micro-batch's forward, the backward of a call."""
+
+    deferred: Deferred | None = None
+    call: _HalvedCall | None = None
+
+
+_here = _Here()
+
+
+def in_halves(original: Callable[..., Any], compile: Compile) -> Callable[..., tuple[Any, ...]]:
     """A stage's function with a ``Deferred`` in front of its inputs, compiled in three when it first runs.
 
     ``compile`` makes a callable of a graph of operators; it is given forward, I and W of each graph that TorchDynamo
     makes of ``original``, none of which needs gradients.
     """
 
-    def __init__(self, original: Callable[..., Any], compile: Compile) -> None:
-        self._original, self._compile = original, compile
-        self._function = torch.compile(original, backend=self._backend)
-        self._left: set[int | str] = set()
-        self._has_run = False
-
-    def __call__(self, deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
-        before, _here.deferred = _here.deferred, deferred
-        try:
-            outputs: tuple[Any, ...] = self._function(*inputs)
-        finally:
-            _here.deferred = before
-        deferred.leave(_WhenItRuns(self._tell))
-        return outputs
-
-    def in_input(self, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-        """Those whose gradients I makes; none before a W has run, nor where none of what ran is known: FSDP's, whole,
-        in a function without names for them."""
-        if not self._has_run or (self._left and self._left.isdisjoint([*map(id, parameters.values()), *parameters])):
-            return ()
-        trained = {name: id(parameter) for name, parameter in parameters.items() if parameter.requires_grad}
-        return tuple(name for name, number in trained.items() if self._left.isdisjoint((name, number)))
-
-    def _tell(self) -> None:
-        self._has_run = True
-
-    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What TorchDynamo calls with a graph that it has captured."""
-        graph = _CutGraph(inputs, self._compile, self._are_left)
+        graph = _CutGraph(inputs, compile)
         function = aot_compiled(module, inputs, graph.forward, graph.backward)
         return lambda *inputs: graph.run(function, inputs)
 
-    def _are_left(self, parameters: Collection[Tensor], whether: bool) -> None:
-        """Kept by name, too, where a graph knows it: FSDP's whole parameters are not the stage's, which are shards."""
-        changed = {number for number in map(id, parameters) if (number in self._left) != whether}
-        if not changed:
-            return
-        whole = self._original
-        named = whole.named_parameters(remove_duplicate=False) if isinstance(whole, fx.GraphModule) else ()
-        keys = changed | {name for name, parameter in named if id(parameter) in changed}
-        self._left = self._left | keys if whether else self._left - keys
+    function = torch.compile(original, backend=backend)
+
+    def run(deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
+        before, _here.deferred = _here.deferred, deferred
+        try:
+            outputs: tuple[Any, ...] = function(*inputs)
+            return outputs
+        finally:
+            _here.deferred = before
+
+    return run
 
 
 class _CutGraph:
@@ -167,31 +142,24 @@ class _CutGraph:
     it is, and whatever comes back to the stand-ins, by any way, W adds to it.
     """
 
-    def __init__(
-        self, inputs: Sequence[Any], compile: Compile, are_left: Callable[[Collection[Tensor], bool], None]
-    ) -> None:
-        self._compile, self._are_left = compile, are_left
+    def __init__(self, inputs: Sequence[Any], compile: Compile) -> None:
+        self._compile = compile
         self._kinds = [(value.dim(), value.dtype) if isinstance(value, Tensor) else None for value in inputs]
-        self._leaves = [
-            place
-            for place, value in enumerate(inputs)
-            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-        ]
+        tensors = [(place, value) for place, value in enumerate(inputs) if isinstance(value, Tensor)]
+        self._leaves = [place for place, value in tensors if value.requires_grad and value.is_leaf]
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        deferred, parameters = _here.deferred, {place: inputs[place] for place in self._leaves}
-        if deferred is None:
-            return function(*inputs)
         plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
-        waiting = {place: parameter for place, parameter in parameters.items() if plain and _may_wait(parameter)}
-        self._are_left([parameter for place, parameter in parameters.items() if place not in waiting], False)
-        if not waiting:
+        # A hook is to see a gradient once, and whole: it may not come late then. Hooks behind ``.grad`` run after W.
+        leaves = [(place, inputs[place]) for place in self._leaves]
+        waiting = {place: p for place, p in leaves if plain and p.is_leaf and not has_gradient_hooks(p)}
+        if _here.deferred is None or not waiting:
             return function(*inputs)
-        call = _HalvedCall(self, deferred, waiting)
+        call = _HalvedCall(self, _here.deferred, waiting)
         results = function(*(call.stand_ins.get(place, value) for place, value in enumerate(inputs)))
         for node in call.nodes(results):
             node.register_prehook(call.comes)
-        deferred.leave(call)
+        call.deferred.leave(call)
         return results
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -204,27 +172,23 @@ class _CutGraph:
 
         @cache
         def cut(waiting: frozenset[int]) -> _Cut:
-            return self._cut(module, waiting if fits else frozenset())
+            halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), waiting if fits else ())
+            return _Cut(halves, waiting, self._piece(halves.of_input), self._piece(halves.of_weights))
 
         def run(*given: Any) -> list[Any]:
             call, _here.call = _here.call, None  # first: what comes now may fail
-            if call is None or call.graph is not self:
-                parts = cut(frozenset(self._leaves))
-                values = parts.input(given)
-                values |= parts.of_weights(values)
-                return [None if name is None else values[name] for name in parts.halves.gradients]
-            parts = cut(frozenset(call.parameters))
+            is_halved = call is not None and call.graph is self
+            parts = cut(frozenset(call.parameters if call is not None and is_halved else self._leaves))
             values = parts.input(given)
-            call.keep({name: values[name] for name in parts.needed}, parts.weights)
-            self._are_left([call.parameters[place] for place in parts.by_weights], True)
+            if call is not None and is_halved:
+                call.keep({name: values[name] for name in parts.needed}, parts.weights)
+            else:
+                values |= parts.of_weights(values)
+            late = parts.waits if is_halved else ()
             gradients = enumerate(parts.halves.gradients)
-            return [None if name is None or place in parts.waits else values[name] for place, name in gradients]
+            return [None if name is None or place in late else values[name] for place, name in gradients]
 
         return run
-
-    def _cut(self, module: fx.GraphModule, later: Collection[int]) -> _Cut:
-        halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), later)
-        return _Cut(halves, later, self._piece(halves.of_input), self._piece(halves.of_weights))
 
     def _compiled(self, module: fx.GraphModule) -> Callable[..., Any]:
         @cache
@@ -243,13 +207,12 @@ class _CutGraph:
     def _fits(self, module: fx.GraphModule) -> bool:
         """Whether the backward's results are the gradients of what the graph was given, one for one."""
         results: Any = module.graph.output_node().args[0]
-        if len(results) != len(self._kinds):
-            return False
         made = [None if node is None else node.meta["val"] for node in results]
-        pairs = zip(made, self._kinds, strict=True)
-        return all(value is None or (value.dim(), value.dtype) == kind for value, kind in pairs)
+        return len(made) == len(self._kinds) and all(
+            value is None or (value.dim(), value.dtype) == kind for value, kind in zip(made, self._kinds, strict=True)
+        )
 
-    def _piece(self, part: BackwardPart) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    def _piece(self, part: BackwardPart) -> Piece:
         """I or W, from values by name to values by name."""
         if not part.does_anything:
             return lambda values: {}
@@ -257,34 +220,20 @@ class _CutGraph:
         return lambda values: dict(zip(part.gives, function(*[values[name] for name in part.takes]), strict=True))
 
 
-@dataclass(frozen=True)
 class _Cut:
     """A backward in two. ``later``: the places of the parameters whose gradients are W's to give."""
 
-    halves: Halves
-    later: Collection[int]
-    of_input: Callable[[Mapping[str, Any]], dict[str, Any]]
-    of_weights: Callable[[Mapping[str, Any]], dict[str, Any]]
-
-    @cached_property
-    def waits(self) -> dict[int, str]:
+    def __init__(self, halves: Halves, later: Collection[int], of_input: Piece, of_weights: Piece) -> None:
+        self.halves, self._of_input, self.of_weights = halves, of_input, of_weights
+        self.waits = {place: name for place, name in enumerate(halves.gradients) if place in later and name}
         """By place, the gradients that W gives."""
-        return {place: name for place, name in enumerate(self.halves.gradients) if place in self.later and name}
-
-    @cached_property
-    def needed(self) -> set[str]:
+        self.needed = {*halves.of_weights.takes, *self.waits.values()} - {*halves.of_weights.gives}
         """What W takes of I's values, or hands on as it is."""
-        return {*self.halves.of_weights.takes, *self.waits.values()} - {*self.halves.of_weights.gives}
-
-    @cached_property
-    def by_weights(self) -> list[int]:
-        """The parameters whose gradients I does not make."""
-        return [place for place in self.later if self.halves.gradients[place] not in self.halves.of_input.gives]
 
     def input(self, given: Sequence[Any]) -> dict[str, Any]:
         """I: all values by name, of what the backward was given."""
         values = dict(zip(self.halves.given, given, strict=True))
-        return values | self.of_input(values)
+        return values | self._of_input(values)
 
     def weights(self, held: dict[str, Any]) -> dict[int, Any]:
         """W: gradients by place."""
@@ -296,9 +245,8 @@ class _HalvedCall:
     """One call of a graph: its parameters by their places, their stand-ins, and what is left for its W."""
 
     def __init__(self, graph: _CutGraph, deferred: Deferred, parameters: Mapping[int, Tensor]) -> None:
-        self.graph, self.parameters = graph, parameters
+        self.graph, self.deferred, self.parameters = graph, deferred, parameters
         self.stand_ins = {place: parameter.detach().requires_grad_() for place, parameter in parameters.items()}
-        self._deferred = deferred
         self._held: dict[str, Any] = {}
         self._versions: list[int] = []
         self._weights: Callable[[dict[str, Any]], dict[int, Any]] | None = None
@@ -314,11 +262,10 @@ class _HalvedCall:
                 continue
             seen.add(node)
             following = [next_node for next_node, _ in node.next_functions if next_node is not None]
-            if isinstance(node, BackwardCFunction):
-                if not ends.isdisjoint(following):
-                    yield node
-            else:
+            if not isinstance(node, BackwardCFunction):
                 waiting += following
+            elif not ends.isdisjoint(following):
+                yield node
 
     def comes(self, gradients: Any) -> None:
         """Its backward is the next that runs in this thread."""
@@ -326,7 +273,7 @@ class _HalvedCall:
 
     def keep(self, held: dict[str, Any], weights: Callable[[dict[str, Any]], dict[int, Any]]) -> None:
         """I has run: ``weights`` makes gradients by place of what is ``held``."""
-        self._deferred.check_open()
+        self.deferred.check_open()
         self._held, self._weights = held, weights
         self._versions = list(map(version_of, self.kept))
 
@@ -344,41 +291,10 @@ class _HalvedCall:
         held, self._held, self._versions = self._held, {}, []
         with torch.no_grad():
             found = {} if self._weights is None else self._weights(held)
-        pairs = [
+        stand_ins, self.stand_ins = self.stand_ins, {}
+        return [
             (parameter, gradient)
             for place, parameter in self.parameters.items()
-            for gradient in (found.get(place), self.stand_ins[place].grad)
+            for gradient in (found.get(place), stand_ins[place].grad)
             if gradient is not None
         ]
-        self.stand_ins = {}
-        return pairs
-
-
-@dataclass(frozen=True)
-class _WhenItRuns:
-    """Calls ``report`` when W runs, since I has shown by then what it makes; leaves nothing itself."""
-
-    report: Callable[[], None]
-
-    @property
-    def kept(self) -> list[Tensor]:
-        return []
-
-    def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        self.report()
-        return []
-
-
-class _Here(threading.local):
-    """What this thread is in: a micro-batch's forward, the backward of a call."""
-
-    deferred: Deferred | None = None
-    call: _HalvedCall | None = None
-
-
-_here = _Here()
-
-
-def _may_wait(parameter: Tensor) -> bool:
-    """Whether its gradient may come late: a hook is to see it once, and whole. Hooks behind ``.grad`` run after W."""
-    return parameter.is_leaf and not has_gradient_hooks(parameter)

@@ -94,7 +94,7 @@ def given_other_options(rank_one: dict[str, Any]) -> str:
             {"schedule": "gpipe", "timeout": 9},
             "schedule is '1f1b' on rank 0 (pipe 0), and 'gpipe' on rank 1 (pipe 1); ",
         ),
-        ({"loss_weight": of_its_own}, "loss_weight is None on rank 0 (pipe 0), and of_its_own, code "),
+        ({"loss_weight": of_its_own}, "loss_weight is None on rank 0 (pipe 0), and of_its_own of line "),
         ({"topology": DATA}, "the topology is (pipe 2), ranks_per_node=None on rank 0"),
     ],
 )

@@ -138,19 +138,19 @@ def test_auto_goes_on_to_the_next_tracer_and_trains_right() -> None:
 
 
 def test_it_can_be_left_out() -> None:
-    assert told(doubled(), check_capture=False) == "captured by the symbolic tracer, not checked: check_capture=False"
+    assert told(doubled(), check_capture=False).endswith("not checked: check_capture=False")
 
 
 calls = 0
 
 
-def test_a_model_that_is_another_each_time_it_runs_is_refused_where_its_capture_is_not() -> None:
+def test_a_model_that_is_another_each_time_it_runs_is_refused() -> None:
     def counted(h: Tensor) -> Tensor:
         global calls
         calls += 1
         return h * calls
 
-    with pytest.raises(TraceError, match="the model computes something else each time"):
+    with pytest.raises(TraceError, match="the captured stages do not compute what the model does"):
         compiled(Hidden(counted, counted), tracer="symbolic")
 
 
@@ -185,7 +185,7 @@ def at_once(h: Any) -> Any:
     return h * (3.0 / 3.8 + 0.7 / 3.8 + 0.1 / 3.8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_in_another_order_are_right(dtype: torch.dtype) -> None:
     given = {name: tensor.to(dtype) for name, tensor in batch().items()}
     model = Hidden(in_another_order, at_once).to(dtype)
@@ -221,8 +221,7 @@ class Autocast(Hidden):
         return F.mse_loss(h.float(), y)
 
 
-@pytest.mark.parametrize("tracer", ["export", "record"])
-@pytest.mark.parametrize("precision", [None, fxpipe.Precision()])
+@pytest.mark.parametrize(("tracer", "precision"), [("export", None), ("record", fxpipe.Precision())])
 def test_types_that_are_computed_in_are_those_of_the_run(tracer: str, precision: Any) -> None:
     assert "checked" in told(Autocast(at_once, at_once), tracer=tracer, precision=precision)
 
@@ -252,44 +251,30 @@ class Draws(nn.Module):
         return F.mse_loss(one, two) + F.dropout(one, 0.5).sum()
 
 
-@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
 def test_draws_that_the_stages_make_in_another_order_are_the_same(tracer: str) -> None:
     assert "checked against the model on 2" in told(Draws(), tracer=tracer)
 
 
-class Layer(nn.Module):
-    """Skipped at random, by Python's numbers; with noise from a generator of its own."""
+class Noisy(nn.Module):
+    """Draws of Python's generator, and of its own ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.generator, self.own = linear(), torch.Generator(), random.Random(0)
+        self.generator, self.own = torch.Generator(), random.Random(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.rand(x.shape, generator=self.generator)
-        return self.linear(x) * self.own.random() if random.random() < 0.5 else x
+        return (x + torch.rand(x.shape, generator=self.generator)) * self.own.random() * random.random()
 
-
-class Skips(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.last = nn.ModuleList([Layer() for _ in range(4)]), linear()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return F.mse_loss(self.last(stage_boundary(x)), y)
-
-
-def states(model: Skips) -> list[Any]:
-    own = [(layer.generator.get_state().tolist(), layer.own.getstate()) for layer in model.layers]
-    return [torch.get_rng_state().tolist(), random.getstate(), own]
+    def states(self) -> list[Any]:
+        return [random.getstate(), self.generator.get_state().tolist(), self.own.getstate()]
 
 
 def test_numbers_of_python_and_of_own_generators_are_replayed_and_put_back() -> None:
-    model, unchecked = Skips(), Skips()
-    assert "not checked" in told(unchecked, tracer="record", check_capture=False)
-    assert "checked against the model on 2" in told(model, tracer="record")
-    assert states(model) == states(unchecked)
+    noisy, unchecked = Noisy(), Noisy()
+    assert "not checked" in told(Hidden(unchecked, unchecked), tracer="record", check_capture=False)
+    assert "checked against the model on 2" in told(Hidden(noisy, noisy), tracer="record")
+    assert noisy.states() == unchecked.states()
 
 
 # --- what is left alone ---
@@ -312,18 +297,9 @@ class Stateful(nn.Module):
         return self.norm(self.linear(x)) * self.calls
 
 
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = Stateful(), linear()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.last(stage_boundary(self.inner(x))), y)
-
-
 def test_the_model_is_afterwards_what_it_was() -> None:
-    model = Outer()
-    inner, accumulated = model.inner, []
+    inner, accumulated = Stateful(), []
+    model = Hidden(inner, inner)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
         parameter.register_post_accumulate_grad_hook(accumulated.append)
@@ -340,14 +316,14 @@ def test_the_model_is_afterwards_what_it_was() -> None:
 
 
 def test_the_example_is_not_written() -> None:
-    class Writes(Hidden):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x += 1
-            return super().forward(x, y)
-
-    given, before = batch(), batch()
-    assert "checked against the model on 2" in told(Writes(at_once, at_once), example_kwargs=given)
-    assert torch.equal(given["x"], before["x"])
+    given = batch()
+    assert "checked against the model on 2" in told(
+        nn.Sequential(nn.ReLU(inplace=True), linear(), linear()),
+        example_kwargs={"input": given["x"], "target": given["y"]},
+        boundaries=["2"],
+        loss_fn=F.mse_loss,
+    )
+    assert torch.equal(given["x"], batch()["x"])
 
 
 # --- what is not checked ---
@@ -374,25 +350,19 @@ def test_token_ids_of_one_row_are_not_checked() -> None:
     assert "not checked: the example has one row" in str(stages)
 
 
-def test_a_model_that_waits_for_others_in_forward_is_not_run() -> None:
+def test_a_model_that_waits_for_others_in_forward_or_is_not_cheap_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Hidden(at_once, at_once)
+    monkeypatch.setattr(capture_check, "MOST_PARAMETERS", 83)
+    assert told(model).endswith("not checked: 84 numbers in parameters at 2 positions of a micro-batch take too long")
     model.b = nn.Sequential(linear(), nn.SyncBatchNorm(WIDTH))
     assert told(model, tracer="symbolic").endswith("not checked: SyncBatchNorm waits for other ranks in forward")
-
-
-def test_what_is_not_cheap_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_check, "MOST_PARAMETERS", 83)
-    assert told(Hidden(at_once, at_once)).endswith(
-        "not checked: 84 numbers in parameters at 2 positions of a micro-batch take too long"
-    )
 
 
 def test_one_micro_batch_is_checked_with_another_order_of_its_rows() -> None:
     assert "checked against the model on 2" in told(Hidden(at_once, at_once), microbatches=1, tracer="export")
 
 
-@pytest.mark.parametrize("fill", [0.0, 1.0])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("fill", "rows"), [(0.0, 8), (1.0, 1)])
 def test_an_input_that_is_the_same_everywhere_in_the_example_is_another_one_in_the_check(
     fill: float, rows: int
 ) -> None:
@@ -442,11 +412,9 @@ def test_a_later_kind_of_batch_is_checked_on_its_own_numbers(kind: str) -> None:
     torch.testing.assert_close(called(step), plain(**batch()).detach())
 
 
-@pytest.mark.parametrize("trainable", [(), ("b",)])
-def test_a_model_may_be_frozen(trainable: tuple[str, ...]) -> None:
+def test_a_model_may_be_frozen() -> None:
     model = Hidden(at_once, at_once)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name[0] in trainable)
+    model.requires_grad_(False)
     assert "checked against the model on 2" in told(model)
 
 
@@ -483,9 +451,7 @@ class Reentrant(nn.Module):
         return F.mse_loss(self.c(h), y)
 
 
-@pytest.mark.parametrize("frozen", ["", "a"])
-def test_reentrant_checkpoints_are_checked(frozen: str) -> None:
+def test_reentrant_checkpoints_are_checked() -> None:
     model = Reentrant()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    model.a.requires_grad_(False)
     assert "checked against the model on 2" in told(model, tracer="record")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,13 +13,12 @@ from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounter
 
 import fxpipe
-from fxpipe import RunError, StageGraph, Topology, stage_boundary
+from fxpipe import RunError, Topology, stage_boundary
 from fxpipe.graph.deferred import Deferred
-from fxpipe.plan.stage_compiler import InHalves
+from fxpipe.plan.stage_compiler import in_halves
 from tests.harness import replica_of
 from tests.pool import Pool
 from tests.strict_transport import run_strict
-from tests.thinned import every
 
 EAGER: Callable[..., Any] = partial(torch.compile, backend="aot_eager")
 
@@ -55,20 +53,15 @@ class Net(nn.Module):
         return F.mse_loss(self.tied(self.twice(torch.tanh(self.twice(h)))), y)
 
 
-def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((8, 3, 8, 8), (8, 4, 8, 8))
-    return [tuple(torch.randn(s, generator=generator, dtype=dtype) for s in shapes) for _ in range(2)]  # type: ignore[misc]
-
-
-def trained(dtype: torch.dtype, autocast: bool = False, **options: Any) -> tuple[dict[str, Tensor], Any]:
-    """Two steps of SGD: losses, gradients, buffers; and what made them."""
-    model = Net().to(dtype)
+def trained(autocast: bool = False, **options: Any) -> dict[str, Tensor]:
+    """Two steps of SGD: losses, gradients, buffers."""
+    model, generator = Net().double(), torch.Generator().manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         forward_backward = fxpipe.compile(model, Topology([("pipe", 3)]), microbatches=4, **options)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     found: dict[str, Tensor] = {}
-    for number, batch in enumerate(batches(dtype)):
+    for number in range(2):
+        batch = [torch.randn(8, channels, 8, 8, generator=generator).double() for channels in (3, 4)]
         optimizer.zero_grad()
         torch.manual_seed(number)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -77,78 +70,50 @@ def trained(dtype: torch.dtype, autocast: bool = False, **options: Any) -> tuple
             if parameter.grad is not None:
                 found[f"{name} {number}"] = parameter.grad.clone()
         optimizer.step()
-    return found | {n: b.clone() for n, b in model.named_buffers()}, forward_backward
+    return found | {n: b.clone() for n, b in model.named_buffers()}
 
 
-@functools.cache
-def wholly(autocast: bool) -> dict[str, Tensor]:
-    """With whole backwards, by no compiler."""
-    return trained(torch.float64, autocast)[0]
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "zb_h1": {},
-    "autocast": {"autocast": True},
-    "recomputed": {"recompute": True},
-    "zb_h1, zero=2": {"zero": 2},
-    "another compiler": {"stage_compiler": lambda function: function},
-}
-
-
-@pytest.mark.parametrize("name", every(2, list(OPTIONS)))
-def test_gradients_are_those_of_whole_backwards(name: str) -> None:
-    options = {"stage_compiler": EAGER, **OPTIONS[name]}
-    got, halved = trained(torch.float64, schedule="zb_h1", **options)
-    wanted = wholly(options.get("autocast", False))
-    assert got.keys() == wanted.keys()
-    assert sum(key.endswith("0") for key in got) == 14, "all that is trained, and the loss"
-    tolerance = 1e-2 if "autocast" in options else 1e-12
-    for key, value in wanted.items():
-        torch.testing.assert_close(got[key], value, rtol=tolerance, atol=tolerance, msg=key)
-    told = str(halved.stages)
-    assert ": I makes the gradients of group.weight, group.bias, too" in told
-    assert told.count("I makes") == 1
-
-
-def test_each_part_is_compiled_once() -> None:
-    counter = CompileCounter()
-    asked: list[fx.GraphModule] = []
+@pytest.mark.parametrize("options", [{"recompute": True, "zero": 2}, {"autocast": True}], ids=str)
+def test_gradients_are_those_of_whole_backwards_and_each_part_is_compiled_once(options: dict[str, Any]) -> None:
+    counter, asked = CompileCounter(), list[fx.GraphModule]()
 
     def compiler(module: fx.GraphModule) -> Any:
         asked.append(module)
         return torch.compile(module, backend=counter)
 
-    trained(torch.float64, schedule="zb_h1", stage_compiler=compiler)
-    assert len(asked) == 8, "the first stage has nothing for I to make"
-    assert counter.frame_count == 8
-    assert all(isinstance(module, fx.GraphModule) for module in asked)
-
-
-def test_inductor_compiles_the_three_parts() -> None:
-    torch.manual_seed(0)
-    part, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(6, 4, requires_grad=True)
-    wanted = torch.autograd.grad(part(x).square().sum(), [x, *part.parameters()])
-    made = InHalves(lambda value: (part(value).square().sum(),), torch.compile)
-    assert_halves(made, part, x, wanted)
+    got = trained(schedule="zb_h1", stage_compiler=compiler, **options)
+    wanted = trained("autocast" in options)
+    assert sum(key.endswith("0") for key in got) == 14, "all that is trained, and the loss"
+    tolerance = 1e-2 if "autocast" in options else 1e-12
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    assert len(asked) == counter.frame_count == 8, "the first stage has nothing for I to make"
 
 
 # --- one call ---
 
 
-def assert_halves(made: InHalves, part: nn.Module, x: Tensor, wanted: Sequence[Tensor], atol: float = 1e-6) -> None:
+def test_inductor_compiles_the_three_parts() -> None:
+    """Of a product, for which it has no kernel to compile."""
+    torch.manual_seed(0)
+    part, x = nn.Linear(4, 4, bias=False), torch.randn(6, 4, requires_grad=True)
+    wanted = torch.autograd.grad(part(x), [x, part.weight], torch.ones(6, 4))
+    assert_halves(in_halves(lambda value: (part(value),), torch.compile), part, x, wanted)
+
+
+def assert_halves(made: Callable[..., Any], part: nn.Module, x: Tensor, wanted: Sequence[Tensor]) -> None:
     """I makes the input's gradient and leaves ``.grad`` alone; W adds to it."""
     for parameter in part.parameters():
         parameter.grad = torch.ones_like(parameter)
     deferred, entered = Deferred(), x * 1
     (result,) = made(deferred, entered)
     with deferred.collecting():
-        (found,) = torch.autograd.grad(result, [entered], retain_graph=False)
-    torch.testing.assert_close(found, wanted[0], rtol=0, atol=atol)
+        (found,) = torch.autograd.grad(result, [entered], torch.ones_like(result))
+    torch.testing.assert_close(found, wanted[0], rtol=0, atol=1e-6)
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in part.parameters() if p.grad is not None)
     deferred.accumulate()
     for parameter, gradient in zip(part.parameters(), wanted[1:], strict=True):
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad - 1, gradient, rtol=0, atol=atol)
+        torch.testing.assert_close(parameter.grad - 1, gradient, rtol=0, atol=1e-6)
     assert deferred.kept == []
 
 
@@ -156,8 +121,8 @@ def identity(module: fx.GraphModule) -> Callable[..., Any]:
     return module
 
 
-def halves_of(function: Callable[..., Tensor]) -> InHalves:
-    return InHalves(lambda *values: (function(*values),), identity)
+def halves_of(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    return in_halves(lambda *values: (function(*values),), identity)
 
 
 def layer() -> tuple[nn.Linear, Tensor]:
@@ -189,7 +154,7 @@ def test_several_shapes_and_several_calls_in_flight() -> None:
 
 def test_a_parameter_that_is_a_result_itself_gets_its_gradient_from_w() -> None:
     part, x = layer()
-    made = InHalves(lambda value: (part.weight.t(), part(value)), identity)
+    made = in_halves(lambda value: (part.weight.t(), part(value)), identity)
     deferred = Deferred()
     turned, result = made(deferred, x * 1)
     with deferred.collecting():
@@ -219,29 +184,19 @@ def test_a_stage_of_several_graphs_and_its_shared_layer() -> None:
     assert_halves(halves_of(function), part, x, wanted)
 
 
-def test_what_cannot_be_captured_stays_in_i_and_is_named() -> None:
-    class Amid(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return apart(self.second, torch.tanh(self.first(x)))
-
-    apart = torch.compiler.disable(lambda module, value: module(value))
-    graph = StageGraph.from_callables({"amid": Amid(), "last": torch.sum}, [("amid", "last")], {"amid": ["x"]})
-    found = []
-    for options in ({}, {"schedule": "zb_h1", "stage_compiler": EAGER}):
-        graph.module.zero_grad()
-        torch.manual_seed(0)
-        forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2, **options)
-        assert "I makes" not in str(forward_backward.stages), "it is known after a step"
-        forward_backward(torch.ones(4, 4))
-        found.append([p.grad.clone() for p in forward_backward.parameters() if p.grad is not None])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
-    assert len(found[1]) == 4
-    told = str(forward_backward.stages)
-    assert "amid: I makes the gradients of amid.second.weight, amid.second.bias, too (50% of its parameters)" in told
+def test_what_cannot_be_captured_stays_in_i() -> None:
+    part, x = layer()
+    apart = torch.compiler.disable(lambda value: part(value))
+    made = halves_of(lambda value: (apart(part(value)) * value).sum())
+    plain, y = layer()
+    (plain(plain(y)) * y).sum().backward()
+    deferred = Deferred()
+    (result,) = made(deferred, x * 1)
+    with deferred.collecting():
+        result.backward()
+    deferred.accumulate()
+    for got, gradient in ((part.weight.grad, plain.weight.grad), (part.bias.grad, plain.bias.grad), (x.grad, y.grad)):
+        torch.testing.assert_close(got, gradient)
 
 
 def test_a_hook_sees_a_parameters_gradient_once_and_whole() -> None:
@@ -260,46 +215,6 @@ def test_a_hook_sees_a_parameters_gradient_once_and_whole() -> None:
     torch.testing.assert_close([part.weight.grad, part.bias.grad], list(wanted[1:]))
 
 
-def test_hooked_parameters_alone_stay_in_i_and_are_named() -> None:
-    class Tailed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return stage_boundary(self.second(torch.tanh(self.first(x)))).square().mean()
-
-    x, plain, seen = torch.randn(6, 4), Tailed(), []
-    plain(x).backward()
-    model = Tailed()
-    options: dict[str, Any] = {"schedule": "zb_h1", "stage_compiler": EAGER}
-    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), microbatches=1, **options)
-    hook = None
-    for staying in ((), ("second.weight",), ()):  # one that is put on, and taken off
-        hook = model.second.weight.register_hook(seen.append) if staying else hook and hook.remove()
-        model.zero_grad()
-        forward_backward(x)
-        assert forward_backward.stages.stages[0].staying == staying
-        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad, rtol=0, atol=1e-6)
-    assert len(seen) == 1
-
-
-def test_a_stage_that_cannot_be_captured_at_all_is_named() -> None:
-    part, x = layer()
-    apart = torch.compiler.disable(lambda value: part(value).square().sum())
-    made, parameters = halves_of(lambda value: apart(value)), dict(part.named_parameters())  # type: ignore[no-any-return]
-    parameters["frozen"] = nn.Parameter(torch.ones(1), False)
-    deferred = Deferred()
-    (result,) = made(deferred, x * 1)
-    assert made.in_input(parameters) == (), "it is known after W"
-    with deferred.collecting():
-        result.backward()
-    deferred.accumulate()
-    assert made.in_input(parameters) == ("weight", "bias")
-
-
 def test_a_backward_after_one_that_failed_gives_its_gradients_itself() -> None:
     part, x = layer()
     fails = False
@@ -312,7 +227,7 @@ def test_a_backward_after_one_that_failed_gives_its_gradients_itself() -> None:
 
         return run
 
-    made = InHalves(lambda value: (part(value).square().sum(),), compiler)
+    made = in_halves(lambda value: (part(value).square().sum(),), compiler)
     deferred = Deferred()
     (result,) = made(deferred, x * 1)
     fails = True
@@ -345,19 +260,8 @@ class Tied(nn.Module):
         return self.leave(torch.tanh(self.group(h))).square().mean()  # type: ignore[no-any-return]
 
 
-def outside_of_backwards(module: fx.GraphModule, seen: set[fx.GraphModule]) -> Callable[..., Any]:
-    """``module``; ``seen`` has it once it runs while autograd does not: a forward, or W."""
-
-    def run(*inputs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
-            seen.add(module)
-        return module(*inputs)
-
-    return run
-
-
-def on_data_axis(**options: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """Two steps of SGD: the whole model after them, and what stays in I on this rank."""
+def on_data_axis(**options: Any) -> dict[str, Tensor]:
+    """Two steps of SGD: the whole model after them."""
     topology = Topology([("pipe", 2), ("data", 2)])
     forward_backward = fxpipe.compile(Tied().double(), topology, microbatches=4, **options)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
@@ -366,50 +270,47 @@ def on_data_axis(**options: Any) -> tuple[dict[str, Tensor], list[str]]:
         generator = torch.Generator().manual_seed(10 * step + replica_of(topology))
         forward_backward(torch.randn(8, 4, generator=generator, dtype=torch.float64))
         optimizer.step()
-    named = [name for stage in forward_backward.stages for name in stage.staying]
     state = {name: tensor.clone() for name, tensor in forward_backward.state_dict(full=True).items()}
     forward_backward.close()
-    return state, named
+    return state
 
 
 def assert_trained_alike(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    begun = Tied().double().state_dict()
-    assert found.keys() == plain.keys() == begun.keys()
-    for name, tensor in plain.items():
-        assert not torch.equal(tensor, begun[name]), name
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-12)
+    for name, begun in Tied().double().state_dict().items():
+        assert not torch.equal(found[name], begun), name
 
 
-STAYING = [[], [], ["group.weight", "group.bias"], ["group.weight", "group.bias"]]
-"""By rank, in the order of how many they are."""
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_w_has_work_on_a_data_axis_and_its_sums_are_those_of_1f1b(zero: int) -> None:
-    def in_halves(rank: int) -> tuple[dict[str, Tensor], list[str], int]:
+def test_w_has_work_on_a_data_axis_and_its_sums_are_those_of_1f1b() -> None:
+    def halved(rank: int) -> tuple[dict[str, Tensor], int]:
         seen: set[fx.GraphModule] = set()
-        compiler = partial(outside_of_backwards, seen=seen)
-        return *on_data_axis(schedule="zb_h1", zero=zero, stage_compiler=compiler), len(seen)
 
-    found = run_strict(in_halves, 4)
-    wanted = run_strict(lambda rank: on_data_axis(schedule="1f1b", zero=zero), 4)
-    for (state, _, outside), (plain, _) in zip(found, wanted, strict=True):
+        def compiler(module: fx.GraphModule) -> Callable[..., Any]:
+            def run(*inputs: Any) -> Any:
+                if torch._C._current_graph_task_id() == -1:  # autograd does not run: a forward, or W
+                    seen.add(module)
+                return module(*inputs)
+
+            return run
+
+        return on_data_axis(schedule="zb_h1", zero=2, stage_compiler=compiler), len(seen)
+
+    found = run_strict(halved, 4)
+    wanted = run_strict(lambda rank: on_data_axis(schedule="1f1b", zero=2), 4)
+    for (state, outside), plain in zip(found, wanted, strict=True):
         assert outside == 2, "the forward and W"
         assert_trained_alike(state, plain)
-    assert sorted((named for _, named, _ in found), key=len) == STAYING
 
 
-def with_shards() -> list[tuple[dict[str, Tensor], list[str]]]:
+def with_shards() -> list[dict[str, Tensor]]:
     fxpipe.init()
     compiled: dict[str, Any] = {"schedule": "zb_h1", "stage_compiler": EAGER}
     return [on_data_axis(zero=3, **options) for options in ({"schedule": "1f1b"}, compiled)]
 
 
-def test_of_shards_those_are_named_whose_whole_gradients_i_makes(pool: Pool) -> None:
-    found = pool.run(with_shards, ranks=4)
-    for (plain, _), (state, _) in found:
+def test_of_shards_i_makes_whole_gradients(pool: Pool) -> None:
+    for plain, state in pool.run(with_shards, ranks=4):
         assert_trained_alike(state, plain)
-    assert sorted((named for _, (_, named) in found), key=len) == STAYING
 
 
 # --- what is refused ---

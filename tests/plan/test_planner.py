@@ -72,17 +72,13 @@ def test_a_tracer_that_is_known_to_be_wrong_is_passed_over() -> None:
     assert "export" in with_first_plan(planner, options).first.graph.origin
 
 
-def test_a_micro_batch_is_cut_out_of_the_example_as_a_call_would_cut_it() -> None:
-    options = Options(microbatches=3, example_args=(torch.zeros(8, 4),))
-    shapes = first_pattern(planned(options), options).shapes
-    assert [dict(shape)["x"].shapes for shape in shapes] == [[(3, 4)], [(3, 4)], [(2, 4)]]
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_an_example_of_too_few_rows_is_each_micro_batch(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "wanted"), [(8, [3, 3, 2]), (2, [2, 2, 2])])
+def test_an_example_is_cut_as_a_call_would_cut_it_and_one_of_too_few_rows_is_each_micro_batch(
+    rows: int, wanted: list[int]
+) -> None:
     options = Options(microbatches=3, example_args=(torch.zeros(rows, 4),))
     shapes = first_pattern(planned(options), options).shapes
-    assert [dict(shape)["x"].shapes for shape in shapes] == [[(rows, 4)]] * 3
+    assert [dict(shape)["x"].shapes for shape in shapes] == [[(size, 4)] for size in wanted]
 
 
 def test_a_new_table_splits_backwards_that_were_whole_and_joins_them_again() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Preview, Schedule, Topology, stage_boundary
-from tests.thinned import every
 
 WIDTH, MICROBATCHES = 32, 8
 
@@ -87,7 +86,6 @@ def test_a_stage_without_a_backward_has_nothing_to_recompute() -> None:
             fxpipe.RunError,
             "recompute is 'block1'; it is True, False, \"auto\" or",
         ),
-        ({"recompute": [1]}, fxpipe.RunError, "recompute is [1]; it is True, False"),
         ({"recompute": "auto"}, fxpipe.RunError, "memory_per_rank=, which is not given"),
         ({"recompute": "auto", "memory_per_rank": 1e9, "example_args": None}, fxpipe.ScheduleError, "example_args="),
         ({"recompute": "auto", "memory_per_rank": 1e3}, fxpipe.ScheduleError, "bytes even where all its stages"),
@@ -126,42 +124,36 @@ def test_what_fits_is_left_alone() -> None:
     assert again(preview(recompute="auto", memory_per_rank=1e9).schedule) == []
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_only_ranks_that_are_too_full_are_recomputed(count: int) -> None:
+def test_only_ranks_that_are_too_full_are_recomputed() -> None:
     """1F1B holds 4, 3, 2, 1 micro-batches of equal stages; rank 0 has the batch, which takes less than one of them."""
     model = Blocks((512,) * 4)
     held = most_bytes(preview(model, recompute=()))
     assert held == sorted(held, reverse=True)
     own = 16.0 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    limit = held[count] * 2**20 + own + 4 * 8192 * WIDTH + 2000
+    limit = held[2] * 2**20 + own + 4 * 8192 * WIDTH + 2000
     plan = preview(model, recompute="auto", memory_per_rank=limit)
-    assert again(plan.schedule) == list(range(count))
+    assert again(plan.schedule) == [0, 1]
 
 
-@pytest.mark.parametrize("part", every(3, [0.35, 0.5, 0.8]))
-def test_auto_is_no_slower_than_any_choice_that_fits(part: float) -> None:
-    """Of 2 ranks with 2 stages each, against all 16 choices."""
-    options: dict[str, Any] = {
-        "ranks": 2,
-        "schedule": "gpipe",
-        "placement": dict(zip(NAMES, [0, 0, 1, 1], strict=True)),
-    }
+def test_auto_is_no_slower_than_any_choice_that_fits() -> None:
+    """Of 2 ranks with 3 stages, against all 8 choices."""
+    widths, names = (64, 128, 256), NAMES[:3]
+    options: dict[str, Any] = {"ranks": 2, "schedule": "gpipe", "placement": dict(zip(names, [0, 0, 1], strict=True))}
     every = [
-        preview(recompute=[name for name, flag in zip(NAMES, flags, strict=True) if flag], **options)
-        for flags in itertools.product([False, True], repeat=4)
+        preview(Blocks(widths), recompute=[name for name, flag in zip(names, flags, strict=True) if flag], **options)
+        for flags in itertools.product([False, True], repeat=3)
     ]
-    base = [static([0, 1]), static([2, 3])]
+    base = [static([0, 1]), static([2])]
 
     def peak(plan: Preview) -> float:
         return max(held * 2**20 + own for held, own in zip(most_bytes(plan), base, strict=True))
 
     least, most = peak(every[-1]), peak(every[0])
-    room = least + part * (most - least)
+    room = least + 0.35 * (most - least)
     fitting = [again(plan.schedule) for plan in every if peak(plan) <= room]
-    chosen = preview(recompute="auto", memory_per_rank=room + 2000, **options)
+    chosen = preview(Blocks(widths), recompute="auto", memory_per_rank=room + 2000, **options)
     assert peak(chosen) <= room + 2000
-    fewest = min(map(len, fitting))
-    assert len(again(chosen.schedule)) == fewest
+    assert len(again(chosen.schedule)) == min(map(len, fitting))
     assert all(makespan(chosen) <= makespan(plan) * 1.001 for plan in every if again(plan.schedule) in fitting)
 
 
@@ -171,9 +163,8 @@ def makespan(plan: Preview) -> float:
     return 1 + float(found) / 100
 
 
-@pytest.mark.parametrize("boundaries", [(), "auto"])
-def test_a_placement_that_fits_only_with_recomputation_is_found(boundaries: Any) -> None:
-    options: dict[str, Any] = {"ranks": 2, "schedule": "gpipe", "boundaries": boundaries}
+def test_a_placement_that_fits_only_with_recomputation_is_found() -> None:
+    options: dict[str, Any] = {"ranks": 2, "schedule": "gpipe", "boundaries": "auto"}
     model = Blocks((256,) * 4)
     own = 16.0 * sum(parameter.numel() for parameter in model.parameters()) / 2
     most = max(most_bytes(preview(model, recompute=(), **options))) * 2**20

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, Topology, stage_boundary
-from fxpipe.plan.capture import row_places
+from fxpipe.plan.capture import groups
 from tests.harness import gradients_of, replica_of, strict
-from tests.whole.gathered import Contrastive, OverReplicas, batch, model
+from tests.whole.gathered import Contrastive, batch, model
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch
 
 WIDTH = 4
@@ -71,9 +71,8 @@ def test_what_cannot_run_without_numbers_is_known_from_its_capture() -> None:
     assert_alike([got], on_the_whole_batch(4 * WIDTH))
 
 
-@pytest.mark.parametrize("tracer", ["symbolic", "record"])
-def test_one_micro_batch_of_each_replica_is_no_doubt(tracer: str) -> None:
-    options = {"tracer": tracer, "example_args": batch(WIDTH)}
+def test_one_micro_batch_of_each_replica_is_no_doubt() -> None:
+    options = {"tracer": "symbolic", "example_args": batch(WIDTH)}
     results = strict(0)(4, step, TransposedOverReplicas, TWO_BY_TWO, (WIDTH, WIDTH), 1, options)
     assert_alike(results, on_the_whole_batch(2 * WIDTH))
 
@@ -140,20 +139,18 @@ class Plain(Contrastive):
     gather = None
 
 
-@pytest.mark.parametrize(
-    ("kind", "microbatches", "runs"), [(Plain, 4, 0), (Contrastive, 1, 0), (OverReplicas, 1, 0), (Contrastive, 4, 2)]
-)
+@pytest.mark.parametrize(("kind", "microbatches", "runs"), [(Plain, 4, 0), (Contrastive, 1, 0), (Contrastive, 4, 2)])
 def test_nothing_is_run_for_it_where_nothing_is_gathered_or_a_group_is_one_micro_batch(
     kind: type[Contrastive], microbatches: int, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
-    shapes_of = row_places.shapes_of
+    shapes_of = groups.shapes_of
 
     def watched(program: Any, example: Any, *given: Any) -> Any:
         rows.append(example["image"].shape[0])
         return shapes_of(program, example, *given)
 
-    monkeypatch.setattr(row_places, "shapes_of", watched)
+    monkeypatch.setattr(groups, "shapes_of", watched)
     forward_backward = fxpipe.compile(model(kind), PIPE_4, microbatches=microbatches)
     for size in (8, 8, 9):
         forward_backward(*batch(size))

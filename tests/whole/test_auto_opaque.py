@@ -122,11 +122,6 @@ def test_a_part_that_holds_a_cut_is_not_opaque() -> None:
         compiled(Picks(), vectors(0), [*CUTS, "other.inner"])
 
 
-def test_a_part_that_holds_what_placement_names_is_not_opaque() -> None:
-    with pytest.raises(TraceError, match=r"other holds other\.inner, which placement= names"):
-        compiled(Picks(), vectors(0), CUTS, placement={"other.inner": 0})
-
-
 class Mostly(Picks):
     """Of which most of the work cannot be captured."""
 

@@ -75,6 +75,7 @@ def assert_whole(loss: Tensor, named: Any, parts: list[dict[str, Tensor]]) -> No
 def test_an_auxiliary_loss_is_a_mean_and_what_is_divided_by_the_number_of_items_a_sum(given: Any) -> None:
     batch = padded(7, 1)
     forward_backward = fxpipe.compile(labelled(), TWO, microbatches=3, example_kwargs=batch)
+    assert forward_backward.required_inputs == ("ids", "labels"), "of which the number is counted"
     items = int((batch["labels"] != -100).sum())
     loss = forward_backward(**batch, **({} if given is None else {"num_items_in_batch": given(items)}))
     parts = [{name: value.tensor_split(3)[place] for name, value in batch.items()} for place in range(3)]

@@ -121,9 +121,9 @@ compile(Chain(), TWO, example_args=(X, Y[:3]))
 compile(Chain(), TWO, example_kwargs={"x": X, "z": Y})
     RunError: got an unexpected keyword argument 'z'
 compile(Chain(), TWO, bucket_cap_mb=inf)
-    RunError: bucket_cap_mb=inf; write a size above 0
+    RunError: bucket_cap_mb is inf; it is a size above 0
 compile(Chain(), TWO, precision="bf16")
-    RunError: precision is 'bf16'; write fxpipe.Precision(compute=torch.bfloat16)
+    RunError: precision is 'bf16'; it is fxpipe.Precision(...)
 Precision(compute=torch.int8)
     RunError: Precision(compute=torch.int8) is no floating-point type
 compile(Chain(), TWO, checkpoint=Chain().state_dict())

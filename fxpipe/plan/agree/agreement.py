@@ -82,33 +82,6 @@ class ReportedCall(NamedTuple):
         """Whether it is one batch, to be cut into several micro-batches."""
         return self.proposals[0].split_evenly and len(self.sizes) > 1
 
-    @staticmethod
-    def of(proposals: Sequence[Proposal], planner: Planner, named: Callable[[int], str]) -> ReportedCall:
-        """``named``: a rank in words. RunError, on all ranks, where they make different calls, or one has reported what
-        is wrong with its own."""
-        _check_same_call(proposals, named)
-        batch_dim = planner.options.batch_dim
-        merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
-        counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
-        counts = list(map(merge_counts, counted))
-        rows = [row_count(given, batch_dim, numbers) for given, numbers in zip(merged, counts, strict=True)]
-        sizes = _sizes_of(rows, proposals[0], planner.microbatches)
-        return ReportedCall(proposals, merged, counts, sizes, any(count is not None for count in rows))
-
-    def pattern(self, planner: Planner, everyone: tuple[int, ...]) -> Pattern:
-        """What the plan of such a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
-        where stages see them."""
-        first, items, merged = self.proposals[0], planner.items, self.merged
-        if first.split_evenly:
-            merged = split_description(merged[0], planner.options.batch_dim, self.sizes, self.counts[0])
-        if items is not None:
-            merged = list(map(items.described, merged))
-        pattern = pattern_of(merged, first.training, planner.options.loss_fn, first.flags, first.ambient)
-        # of each micro-batch, what any rank has answered; the first rank's where two have
-        each = [proposal.answers for proposal in reversed(self.proposals) if proposal.answers]
-        answers = tuple(tuple(sorted(dict(itertools.chain(*answers)).items())) for answers in zip(*each, strict=True))
-        return dataclasses.replace(pattern, everyone=everyone, answers=answers)
-
 
 def _sizes_of(rows: Sequence[int | None], call: Proposal, wanted: int) -> tuple[int, ...]:
     if not call.split_evenly:
@@ -278,7 +251,7 @@ class Agreement:
         if answering and captures is not None and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
             used |= {name for one in captures.questions.asked.values() for name in one.inputs if name not in read}
-        if ITEMS in used and items is not None and items.counts:
+        if ITEMS in used and items is not None and not items.uncounted:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
         used |= read_for(used, self._options.batch_dim, graph.inputs)
         return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)
@@ -297,9 +270,7 @@ class Agreement:
             if key not in self._reported:
                 is_same = len(set(key)) == 1 and key[0] >= 0
                 proposals = [proposal] * len(key) if is_same else self._transport.gather("pipe", proposal)
-                reported = ReportedCall.of(proposals, self._planner, partial(member, self._transport, "pipe"))
-                self._log_lists(reported)
-                self._reported[key] = reported
+                self._reported[key] = self._merged(proposals)
             reported = self._reported[key]
             if everyone is None:  # all replicas ask for it, once
                 everyone = self._rows_of_everyone(reported.sizes)
@@ -311,10 +282,47 @@ class Agreement:
                 except Unanswered:
                     proposal = self._answered(proposal, given)
                     continue
-                rows = everyone if self._planner.is_of_shapes(agreed.pattern) else None
+                # a plan for any shapes is kept under the pattern without them
+                rows = everyone if agreed.pattern in self._planner.plans else None
             self._settled[key, rows] = agreed
             self._drop()
             return agreed
+
+    def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
+        """RunError, on all ranks, where they make different calls, or one has reported what is wrong with its own."""
+        _check_same_call(proposals, partial(member, self._transport, "pipe"))
+        batch_dim = self._options.batch_dim
+        merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
+        counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
+        counts = list(map(merge_counts, counted))
+        rows = [row_count(given, batch_dim, numbers) for given, numbers in zip(merged, counts, strict=True)]
+        sizes = _sizes_of(rows, proposals[0], self._planner.microbatches)
+        has_rows = any(count is not None for count in rows)
+        reported = ReportedCall(proposals, merged, counts, sizes, has_rows)
+        for path in whole_lists(merged[0], batch_dim, sum(sizes)) if has_rows and reported.is_cut else ():
+            if path not in self._lists:
+                self._lists.add(path)
+                log(
+                    f"fxpipe: input {path!r} is a list with as many entries as the batch has rows, and each "
+                    f"micro-batch is given all of it; write {written(path, 'fxpipe.Packed(1)')} where it has one for "
+                    f"each row, or {written(path, 'None')} where it has not"
+                )
+        return reported
+
+    def _pattern(self, reported: ReportedCall, everyone: tuple[int, ...]) -> Pattern:
+        """What the plan of a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
+        where stages see them."""
+        first, items, merged = reported.proposals[0], self._planner.items, reported.merged
+        if first.split_evenly:
+            merged = split_description(merged[0], self._options.batch_dim, reported.sizes, reported.counts[0])
+        if items is not None:
+            merged = list(map(items.described, merged))
+        pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.ambient)
+        # of each micro-batch, what any rank has answered; the first rank's where two have
+        each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
+        answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]
+        found = tuple(tuple(sorted(answer.items())) for answer in answers)
+        return dataclasses.replace(pattern, everyone=everyone, answers=found)
 
     def _rows_of_everyone(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The rows of each micro-batch on all replicas together, where stages see them; else nothing.
@@ -332,18 +340,6 @@ class Agreement:
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
 
-    def _log_lists(self, reported: ReportedCall) -> None:
-        if not (reported.has_rows and reported.is_cut):
-            return
-        lists = whole_lists(reported.merged[0], self._options.batch_dim, sum(reported.sizes))
-        for path in (path for path in lists if path not in self._lists):
-            self._lists.add(path)
-            log(
-                f"fxpipe: input {path!r} is a list with as many entries as the batch has rows, and each "
-                f"micro-batch is given all of it; write {written(path, 'fxpipe.Packed(1)')} where it has one for "
-                f"each row, or {written(path, 'None')} where it has not"
-            )
-
     def _sample(self, reported: ReportedCall, given: list[dict[str, Any]]) -> Sample | str:
         """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
         if self._transport.pipe_rank is not None:
@@ -355,14 +351,19 @@ class Agreement:
         return Sample(batches if items is None else items.given(batches), batch_dim, later=True)
 
     def _decide(self, reported: ReportedCall, everyone: tuple[int, ...], sample: Sample | str) -> AgreedBatch:
-        pattern = reported.pattern(self._planner, everyone)
+        pattern = self._pattern(reported, everyone)
         with phase("capture"), self._planner.rolled_back_on_error():
             plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern, sample))
         if new := set(pairs(plan.instructions)) - self._pairs:  # ranks that have sent each other nothing before
             self._transport.open_more(sorted(new))
             self._pairs |= new
-        if len(reported.sizes) > 1 and not reported.has_rows:
-            _check_nothing_gathered(plan)
+        gathered = [stage.name for stage in plan.graph if stage.gathered is not None]
+        if gathered and len(reported.sizes) > 1 and not reported.has_rows:
+            raise RunError(
+                f"stage {gathered[0]!r} runs once for a group of micro-batches, but no input of this batch is cut into "
+                "them: each has all of it, and a group would have it several times; see batch_dim=, or write "
+                "microbatches=1"
+            )
         self._check_required(plan, reported.proposals)
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(reported.sizes) > 1 or self._transport.data_size > 1)
@@ -474,13 +475,3 @@ def _check_no_gradients(described: Sequence[Description]) -> None:
                 f"input {name!r} requires a gradient, and a step has none for what is outside of the model; compute it "
                 "in the model's forward, or pass it as .detach() gives it"
             )
-
-
-def _check_nothing_gathered(plan: Plan) -> None:
-    """RunError where a group would hold the whole batch once for each micro-batch."""
-    gathered = [stage.name for stage in plan.graph if stage.gathered is not None]
-    if gathered:
-        raise RunError(
-            f"stage {gathered[0]!r} runs once for a group of micro-batches, but no input of this batch is cut into "
-            "them: each has all of it, and a group would have it several times; see batch_dim=, or write microbatches=1"
-        )

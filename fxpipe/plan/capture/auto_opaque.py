@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
+from fxpipe.passes.alias_groups import held
 from fxpipe.trace import Request, Uncaptured, capture
 from fxpipe.trace.cuts.cuts_by_name import regions
 from fxpipe.trace.opaque.regions import WHOLE
-
-if TYPE_CHECKING:
-    from fxpipe.plan.balance import NodeCosts
 
 MOST_PARTS = 8
 """So many parts are tried, one after another."""
@@ -44,39 +42,34 @@ def capture_in_part(
         try:
             request = observe(request) if added and observe is not None else request
             program = capture(request, tracer)
-            if added:
-                _check_shares(shares(), added)
+            parts_of_step = shares() if added else {}
+            total = sum(parts_of_step.get(name, 0.0) for name in added)
+            if total > MOST_OF_COST:
+                raise TraceError(
+                    f"they take {total:.0%} of a step's FLOPs, and no more than {MOST_OF_COST:.0%} may be opaque so"
+                )
             return program, request, added
-        except TraceError as error:
-            against = _against(error, options, parts) if options.auto_opaque and observe else str(error)
-            if not against and isinstance(error, Uncaptured):
-                first = first or error
-                before, request = request.whole, _with_regions(request, error.part)
-                added |= {region.name: error.in_a_line for region in request.whole if region not in before}
-                added = {region.name: added[region.name] for region in request.whole if region.name in added}
-                parts += 1
-                continue
-            first = first or (error if isinstance(error, Uncaptured) else None)
-            if first is None or request.asks_numbers or not options.auto_opaque:
-                raise TraceError(str(first or error)) from error
-            if against != str(first):
-                tried = f"with {', '.join(added)} kept opaque by itself: " if added else ""
-                first = Uncaptured(f"{first}\n{tried}{against}", first.part)
-            request, added = dataclasses.replace(given, asks_numbers=True), {}  # the last that is left
         except PartitionError as error:
             if added:
                 error.add_note(f"{', '.join(added)} is opaque by itself: no tracer could capture it")
             raise
-
-
-def _against(error: TraceError, options: Options, parts: int) -> str:
-    """Why no other part is kept opaque in answer to an error, beside so many; "" where one is."""
-    if not isinstance(error, Uncaptured) or not error.part:
-        return str(error)
-    if parts == MOST_PARTS:
-        return f"{error.part} would be one more than {MOST_PARTS}: {error.in_a_line}"
-    placed = next((name for name in options.placement or () if name.startswith(f"{error.part}.")), None)
-    return f"{error.part} holds {placed}, which placement= names: {error.in_a_line}" if placed is not None else ""
+        except TraceError as error:
+            if first is None and not isinstance(error, Uncaptured):
+                raise
+            now = error if isinstance(error, Uncaptured) else Uncaptured(str(error), "")
+            first = first or now
+            if options.auto_opaque and observe and now.part and parts < MOST_PARTS:
+                before, request = {region.name for region in request.whole}, _with_regions(request, now.part)
+                names = [region.name for region in request.whole]
+                added = {name: added.get(name, now.in_a_line) for name in names if name in added or name not in before}
+                parts += 1
+                continue
+            if added:  # with what was tried since
+                why = now.in_a_line or now
+                first = Uncaptured(f"{first}\nwith {', '.join(added)} kept opaque by itself: {why}", first.part)
+            if request.asks_numbers or not options.auto_opaque:
+                raise TraceError(str(first)) from error
+            request, added = dataclasses.replace(given, asks_numbers=True), {}  # the last that is left
 
 
 def _with_regions(request: Request, part: str) -> Request:
@@ -87,21 +80,25 @@ def _with_regions(request: Request, part: str) -> Request:
     return dataclasses.replace(request, whole=(*others, *new))
 
 
-def _check_shares(shares: Mapping[str, float], added: Mapping[str, str]) -> None:
-    total = sum(shares.get(name, 0.0) for name in added)
-    if total > MOST_OF_COST:
-        raise TraceError(
-            f"they take {total:.0%} of a step's FLOPs, and no more than {MOST_OF_COST:.0%} may be opaque so"
-        )
+# --- methods: what an opaque one may use, beyond what it was seen to, is held where it runs ---
 
 
-def shares_of(program: Program, costs: NodeCosts) -> dict[str, float]:
-    """Region → the part of a step's FLOPs that its calls have, forward and backward. Seconds would say less: of what
-    cannot run without numbers the number of kernels is not known."""
-    total = sum(cost.flops + cost.backward_flops for cost in costs.nodes.values()) or 1.0
-    shares: dict[str, float] = {}
+def unused(program: Program) -> frozenset[str]:
+    """The parameters and buffers that no node uses, by name."""
+    used = frozenset[int]().union(*(held(program, node) for node in program.graph.nodes))
+    return frozenset(name for name, tensor in all_tensors(program.module).items() if id(tensor) not in used)
+
+
+def with_unused(program: Program, names: frozenset[str]) -> Program:
+    """What no node uses of these ``names`` goes with the first call of a method of a submodule that holds it: a branch
+    that the example did not take may use it."""
+    first = {id(tensor): name for name, tensor in reversed(all_tensors(program.module).items())}
+    left, effects = names & unused(program), dict(program.effects)
     for node in program.graph.nodes:
-        cost = costs[node.name]
-        for name in {call.name for call in opaque_calls(program.opaque.get(str(node.target)))}:
-            shares[name] = shares.get(name, 0.0) + (cost.flops + cost.backward_flops) / total
-    return shares
+        calls = [call for call in opaque_calls(program.opaque.get(str(node.target))) if call.is_method]
+        mine = dict.fromkeys(first[id(tensor)] for call in calls for tensor in all_tensors(call.owner).values())
+        more = tuple(name for name in mine if name in left)
+        if more:
+            effects[node.name] = dataclasses.replace(effects[node.name], reads=(*effects[node.name].reads, *more))
+            left -= set(more)
+    return program.replace(effects=effects)

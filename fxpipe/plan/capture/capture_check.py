@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from fxpipe.trace import Request
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import LEFT_BEHIND
-from fxpipe.trace.state.closeness import differences, gap, in_double, is_close, largest, unit
+from fxpipe.trace.state.closeness import differences, gap, in_double, is_close, largest
 from fxpipe.trace.state.replay import CONSTANT, Batch, Rounding, as_in_a_step, gpus_of, own
 from fxpipe.trace.state.snapshot import State
 
@@ -46,26 +45,18 @@ class Sample:
     def pairs(self, places: Sequence[int]) -> list[tuple[Batch, Batch]]:
         """Pairs that differ, the best first; none where all rows are equal.
 
-        The second is the last of these places that is another one, or has rows of the first twice; perturbed, since
-        zeros, and masks that are the same everywhere, hide what is wrong; and unchanged, for a model that allows only
-        some numbers.
+        The second is the last of these places that is another one, or has the first half of the first's rows twice;
+        perturbed, since zeros, and masks that are the same everywhere, hide what is wrong; and unchanged, for a model
+        that allows only some numbers.
         """
         first = self.batches[places[0]]
-        others = [*(self.batches[place] for place in reversed(places[1:])), self._repeated(first)]
+        others = [self.batches[place] for place in reversed(places[1:])]
+        if not counted(self.batch_dim):  # or the rows of other inputs would not be theirs any more
+            twice = {name: partial(_first_half_twice, along=rule_at(self.batch_dim, name)) for name in first}
+            others.append({name: pytree.tree_map_only(Tensor, twice[name], value) for name, value in first.items()})
         second = next((other for other in others if not _equal(first, other)), first)
         perturbed = dict(pytree.tree_map_only(Tensor, _perturbed, dict(second)))
         return [(first, other) for other in (perturbed, second) if not _equal(first, other)]
-
-    def _repeated(self, batch: Batch) -> Batch:
-        """A batch of the same shapes, in which the first half of the rows stands twice; the same one where rows of
-        other inputs are counted, which would not be theirs any more."""
-        if counted(self.batch_dim):
-            return batch
-        return {
-            name: pytree.tree_map_only(Tensor, lambda leaf: _first_half_twice(leaf, along), value)  # noqa: B023
-            for name, value in batch.items()
-            for along in [rule_at(self.batch_dim, name)]
-        }
 
 
 def _perturbed(leaf: Tensor) -> Tensor:
@@ -103,8 +94,7 @@ def check(
     return, and buffers.
 
     Both begin from the same state, which is put back, and draw the same random numbers. Equal to rounding is equal:
-    within ``CLOSE`` units in the last place of a tensor's largest number, or the ``tolerance`` of ``Rounding``; a
-    gradient also within an eighth of that of the largest gradient: one that is 0 is nothing but rounding.
+    within ``CLOSE`` units in the last place of a tensor's largest number, or the ``tolerance`` of ``Rounding``.
 
     ``holds``: whether the stages hold for a micro-batch, by the values that forward asks for.
 
@@ -131,7 +121,8 @@ def check(
         return f"not checked: {_in_a_line(error)}"
     except Exception as error:
         raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
-    trial.check_real(wanted)
+    if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps what its capture has made
+        raise TraceError(LEFT_BEHIND)
     trial.compare(got, wanted)
     return "checked against the model on 2 micro-batches"
 
@@ -166,81 +157,54 @@ def _positions(given: Tensor) -> int:
 
 
 class _Called(nn.Module):
-    """Calls what it is given."""
+    """Calls a region, of a method, too, as a module, which it is in the stages: its draws begin anew."""
 
-    def forward(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def forward(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
 
-_CALLED = _Called()
-
-
-def _as_a_module(region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The call of a region, of a method, too, as that of a module, which it is in the stages: its draws begin anew."""
-    return _CALLED(inner, args, kwargs)
-
-
 class Fact(NamedTuple):
-    """What is compared: "loss", "count", "metric", "output", "gradient" or "buffer"; of which name, on which
-    micro-batch."""
+    """What is compared, such as "the gradient of" a parameter, on which micro-batch."""
 
     kind: str
     name: str
     microbatch: int
 
     def __str__(self) -> str:
-        texts = {"loss": "the loss", "count": "the count of the loss", "metric": f"the loss's {self.name!r}"}
-        texts |= {"output": f"the output {self.name}".rstrip()}
-        texts |= {"gradient": f"the gradient of {self.name}", "buffer": f"the buffer {self.name}"}
-        return f"{texts[self.kind]} on micro-batch {self.microbatch}"
+        return " ".join(filter(None, (self.kind, self.name, f"on micro-batch {self.microbatch}")))
 
 
+GRADIENT, BUFFER = "the gradient of", "the buffer"
 Seen = dict[Fact, Tensor | None]
 
 
-@dataclass(frozen=True)
 class _Trial:
     """The stages and the model, and the micro-batches that both are given."""
 
-    graph: StageGraph
-    request: Request
-    batches: Sequence[Batch]
-
-    @cached_property
-    def _modules(self) -> list[nn.Module]:
-        loss = self.request.loss_module
-        return [self.request.module] if loss is None else [self.request.module, loss]
-
-    @cached_property
-    def _devices(self) -> list[torch.device]:
-        return gpus_of(self._modules)
-
-    @cached_property
-    def _state(self) -> State:
-        """From which every run begins."""
-        return State.of(self._modules, self._devices)
-
-    @cached_property
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.request.module.named_parameters() if p.requires_grad}
+    def __init__(self, graph: StageGraph, request: Request, batches: Sequence[Batch]) -> None:
+        self.graph, self.request, self.batches = graph, request, batches
+        modules = [module for module in (request.module, request.loss_module) if module is not None]
+        self._devices = gpus_of(modules)
+        self._state = State.of(modules, self._devices)  # from which every run begins
+        self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
 
     def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:
         """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
-        state, seen = self._state, Seen()
+        seen = Seen()
+        draws = any(stage.draws_random for stage in self.graph)
         try:
-            draws = any(stage.draws_random for stage in self.graph)
-            with as_in_a_step(self.request, self._devices if draws else None), rounding or contextlib.nullcontext():
+            with as_in_a_step(self.request, self._devices if draws else None), rounding or nullcontext():
                 for place, batch in enumerate(self.batches):
                     seen |= call(own(self.request, batch), place)
                     for name, buffer in self.request.module.named_buffers():
-                        seen[Fact("buffer", name, place)] = buffer.detach().clone()
+                        seen[Fact(BUFFER, name, place)] = buffer.detach().clone()
         finally:
-            state.restore()
+            self._state.restore()
         return seen
 
     def model(self, batch: Batch, place: int) -> Seen:
         """What the model shows on a micro-batch."""
-        kept = watching(self.request.module, self.request.whole, _as_a_module)
+        kept = watching(self.request.module, self.request.whole, _Called())
         with kept, within(self.request.autocast):
             result = self.request.call(batch)
         if not self.request.training:
@@ -286,82 +250,53 @@ class _Trial:
         return found
 
     def _seen(self, part: MicrobatchLoss, gradients: Sequence[Tensor | None], place: int) -> Seen:
-        seen = Seen({Fact("loss", "", place): part.value.detach()})
-        numbers = {"count": {"": part.count} if part.count is not None else {}, "metric": part.metrics}
-        for kind, named in numbers.items():
-            for name, value in named.items():
-                seen[Fact(kind, name, place)] = torch.as_tensor(value).detach().clone()
+        seen = Seen({Fact("the loss", "", place): part.value.detach()})
+        if part.count is not None:
+            seen[Fact("the count of the loss", "", place)] = torch.as_tensor(part.count).detach().clone()
+        for name, value in part.metrics.items():
+            seen[Fact("the loss's", repr(name), place)] = torch.as_tensor(value).detach().clone()
         named_gradients = zip(self._trainable, gradients, strict=True)
-        return seen | {Fact("gradient", name, place): gradient for name, gradient in named_gradients}
-
-    # comparing
-
-    def check_real(self, wanted: Seen) -> None:
-        """TraceError where the model computes with what it has made while it was captured."""
-        if any(isinstance(value, FakeTensor) for value in wanted.values()):
-            raise TraceError(LEFT_BEHIND)
+        return seen | {Fact(GRADIENT, name, place): gradient for name, gradient in named_gradients}
 
     def compare(self, got: Seen, wanted: Seen) -> None:
-        """TraceError where the stages' values are not the model's, or the model's not its own when it runs again."""
-        suspects = [fact for fact in wanted if not is_close(got.get(fact), wanted[fact])]
+        """TraceError where the stages' values are not the model's.
+
+        A gradient may also be off by an eighth of that of the largest gradient: one that is 0 is nothing but rounding.
+        """
+        suspects = {fact: right for fact, right in wanted.items() if not is_close(got.get(fact), right)}
         if not suspects:
             return
-        tolerance = self._check_repeatable(wanted)
-        gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == "gradient"), default=0.0)
-        for fact in suspects:
-            scale = max(largest(wanted[fact]), gradients / CONSTANT if fact.kind == "gradient" else 0.0)
-            if gap(got.get(fact), wanted[fact]) > tolerance * scale:
-                raise TraceError(f"{_WRONG}: {self._difference(fact, got.get(fact), wanted[fact])}; {_INSTEAD}")
-
-    def _check_repeatable(self, wanted: Seen) -> float:
-        """By the norm of all gradients and losses: kernels on a GPU may round otherwise each time. The tolerance."""
-        again = self.run(self.model, rounding := Rounding())
-        facts = [fact for fact in wanted if fact.kind in ("loss", "output", "gradient")] or list(wanted)
-        pairs = [(gap(again.get(fact), wanted[fact]), largest(wanted[fact])) for fact in facts]
-        loosest = max(unit(wanted[fact]) for fact in facts)
-        off, size = (math.hypot(*column) for column in zip(*pairs, strict=True))
-        if off > math.sqrt(loosest) * size:
-            fact = max(facts, key=lambda fact: gap(again.get(fact), wanted[fact]))
-            raise TraceError(
-                f"the model computes something else each time it runs on the same micro-batch from the same state: "
-                f"{_told(fact, again.get(fact), wanted[fact], 'the second time', 'the first time')}. It depends on "
-                "Python values outside of the model's modules (a global, a closure, a class), which a capture would "
-                "hold as they are; keep them in attributes or buffers of a submodule, pass them as inputs, or, where "
-                "this is meant, write check_capture=False"
-            )
-        return rounding.tolerance
+        self.run(self.stages, rounding := Rounding())  # again, to count its operators
+        gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == GRADIENT), default=0.0)
+        for fact, right in suspects.items():
+            scale = max(largest(right), gradients / CONSTANT if fact.kind == GRADIENT else 0.0)
+            if gap(got.get(fact), right) > rounding.tolerance * scale:
+                raise TraceError(f"{_WRONG}: {self._difference(fact, got.get(fact), right)}; {_INSTEAD}")
 
     def _difference(self, fact: Fact, got: Tensor | None, wanted: Tensor | None) -> str:
         owners = [stage.name for stage in self.graph if fact.name in stage.tensors]
-        if fact.kind not in ("gradient", "buffer"):
+        if fact.kind not in (GRADIENT, BUFFER):
             owners = [self.graph[self.graph.output_stage].name]
-        inside = f"in stage {', '.join(map(repr, owners))}" if owners else "in the stages"
-        return _told(fact, got, wanted, inside, "in the model")
+        ours = f"in stage {', '.join(map(repr, owners))}" if owners else "in the stages"
+        one, other = in_double(got, wanted), in_double(wanted, got)
+        if one.shape != other.shape:
+            return f"{fact} has shape {list(one.shape)} {ours} and {list(other.shape)} in the model"
+        apart = differences(one, other)
+        place = int(apart.argmax())
+        where = f", at {list(map(int, torch.unravel_index(apart.argmax(), one.shape)))}" if one.dim() else ""
+        mine, right = (value.flatten()[place].item() for value in (one, other))
+        return f"{fact} is {mine:.6g} {ours} and {right:.6g} in the model{where}"
 
 
 def _outputs(result: Any, place: int) -> Seen:
     """The tensors and numbers that evaluation returns, by where they are in it."""
     leaves, _ = pytree.tree_flatten_with_path(result)
     numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, (Tensor, int, float))]
-    return {Fact("output", pytree.keystr(path), place): torch.as_tensor(leaf).detach() for path, leaf in numbers}
-
-
-def _told(fact: Fact, got: Tensor | None, wanted: Tensor | None, ours: str, theirs: str) -> str:
-    one, other = in_double(got, wanted), in_double(wanted, got)
-    if one.shape != other.shape:
-        return f"{fact} has shape {list(one.shape)} {ours} and {list(other.shape)} {theirs}"
-    apart = differences(one, other)
-    place = int(apart.argmax())
-    where = f", at {list(map(int, torch.unravel_index(apart.argmax(), one.shape)))}" if one.dim() else ""
-    relative = apart.max().item() / largest(wanted) if largest(wanted) else math.inf
-    return (
-        f"{fact} is {one.flatten()[place].item():.6g} {ours} and {other.flatten()[place].item():.6g} {theirs}{where}, "
-        f"off by {relative:.2g} of its largest number"
-    )
+    return {Fact("the output", pytree.keystr(path), place): torch.as_tensor(leaf).detach() for path, leaf in numbers}
 
 
 _WRONG = "the captured stages do not compute what the model does"
 _INSTEAD = (
-    "what forward depends on beside its inputs, parameters and buffers is not in the capture: use another tracer=, or "
-    "pass it as an input; check_capture=False leaves out this check"
+    "what forward depends on beside its inputs, parameters and buffers (a global, a closure, a class) is not in the "
+    "capture: use another tracer=, or pass it as an input; check_capture=False leaves out this check"
 )

@@ -9,7 +9,7 @@ import io
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,31 +29,27 @@ from fxpipe.options import Options
 from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance.balancing import Balancing
-from fxpipe.plan.capture.auto_opaque import capture_in_part, shares_of
+from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
 from fxpipe.plan.capture.capture_check import Sample, check
-from fxpipe.plan.capture.opaque_methods import unused, with_unused
 from fxpipe.plan.capture.questions import Questions
-from fxpipe.plan.capture.row_places import check_rows_known
 from fxpipe.plan.capture.sizes import (
     FAMILIES,
-    Count,
     Family,
     entries_between,
-    family_of,
-    naming_what_is_absent,
+    outline,
     sizes_between,
     unlike,
 )
 from fxpipe.plan.inputs.batch import Description, example_of, known_by_type
 from fxpipe.plan.inputs.pattern import Pattern
-from fxpipe.progress import progress
+from fxpipe.progress import log, progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request
 from fxpipe.trace.cuts.cuts_by_name import is_auto, named, regions, resolve
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe
 from fxpipe.trace.opaque.outside import watch
-from fxpipe.trace.opaque.regions import Region
+from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import aside
 from fxpipe.trace.request import Place
 from fxpipe.trace.state.reads import Reads
@@ -91,11 +87,17 @@ class Captured:
         """Whether the stages hold for micro-batches of no other shape."""
         return self.tracer in NEED_SHAPES
 
+    def of_origin(self, lines: Sequence[str]) -> Captured:
+        """The same; ``lines``: by what its stages were made, in words."""
+        return dataclasses.replace(self, graph=dataclasses.replace(self.graph, origin="\n".join(lines)))
+
 
 SMALL = 2**16
 """The most numbers of a buffer that is copied."""
 MOST = 64
 """Captures that are kept, beyond those of the batch at hand."""
+MANY = 10
+"""So many captures are reported."""
 OBSERVED = 16
 """The most micro-batches whose opaque regions' results are remembered."""
 LATER = "this kind of batch came after compile"
@@ -119,8 +121,10 @@ class Captures:
     families: dict[Hashable, Family] = field(default_factory=dict)
     first: Program | None = None
     reads: Reads = field(default_factory=Reads)
-    counts: dict[bool, Count] = field(default_factory=dict)
+    counts: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     """Of captures for steps, and for evaluations."""
+    fixed: set[str] = field(default_factory=set)
+    """What was reported of sizes that captures have as numbers."""
     whole: tuple[Region, ...] = ()
     """The opaque regions, which run for real in every step."""
     by_itself: dict[str, str] = field(default_factory=dict)
@@ -137,8 +141,6 @@ class Captures:
     """What forward has asked about its inputs so far."""
     asks_numbers: bool = False
     """Whether it asks for numbers, too, since nothing else captures the model."""
-    paths: dict[Answers, None] = field(default_factory=dict)
-    """The answers for which captures were made."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Small buffers of integers and truth values as the first capture found them, which may decide sizes."""
     used: list[Pattern] = field(default_factory=list)
@@ -174,87 +176,78 @@ class Captures:
         for one in each:
             self._of_one(one, pattern, sample)
         keys = [self._of_one(one, pattern, sample) for one in each]  # by the captures that hold for most
-        self.used += keys
-        found = [self.kept[key] for key in keys]
-        if any(self._is_wrong(key) for key in keys):  # only a later shape has shown it
-            for key in [key for key in self.kept if key.training == pattern.training]:
-                del self.kept[key]
+        if any((key.training, self.kept[key].tracer) in self.wrong for key in keys):  # only a later shape has shown it
+            self.kept = {key: one for key, one in self.kept.items() if key.training != pattern.training}
             self.families.clear()
             self.first = None if pattern.training else self.first
             self.used.clear()
             return self.of(pattern, sample)
-        return found
-
-    def _is_wrong(self, key: Pattern) -> bool:
-        return (key.training, self.kept[key].tracer) in self.wrong
+        self.used += keys
+        return [self.kept[key] for key in keys]
 
     def keep(self, used: Collection[Pattern]) -> None:
         """Drops all captures but these. What was seen to vary is remembered."""
         self.kept = {pattern: captured for pattern, captured in self.kept.items() if pattern in used}
-        self.paths = dict.fromkeys(captured.answers for captured in self.kept.values())
-        self.questions.keep(self.paths)
-        self.families = dict(list(self.families.items())[-FAMILIES:])
-        for family in self.families.values():
-            family.general = [entry for entry in family.general if entry[0] in used]
-
-    @property
-    def first_tracer(self) -> str:
-        return self.first.tracer if self.first is not None else ""
+        self.questions.keep([captured.answers for captured in self.kept.values()])
+        self.families = {
+            key: dataclasses.replace(family, general=tuple(entry for entry in family.general if entry[0] in used))
+            for key, family in list(self.families.items())[-FAMILIES:]
+        }
 
     @contextlib.contextmanager
     def rolled_back_on_error(self) -> Iterator[None]:
         """Where what is inside fails, all is as before: ranks on which it has not failed drop theirs, too."""
-        before = dict(self.kept), {key: family.copy() for key, family in self.families.items()}, self.first
-        opaque = self.whole, dict(self.by_itself)
-        beside = dict(self.wrong), {key: count.copy() for key, count in self.counts.items()}
+        fields = ("kept", "families", "first", "wrong", "whole", "by_itself")
+        now = {name: getattr(self, name) for name in fields}
+        before = {name: dict(value) if isinstance(value, dict) else value for name, value in now.items()}
         try:
             with self.reads.rolled_back_on_error():
                 yield
         except BaseException:
-            self.kept, self.families, self.first = before
-            self.wrong, self.counts = beside
-            self.whole, self.by_itself = opaque
+            vars(self).update(before)
             raise
 
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
         """The pattern under which the capture for a micro-batch of ``pattern`` is kept."""
-        shape, family = this.shape, self._family_of(this, new := Family())
-        if shape is not None and family is new:
-            self.families[family_of(this, shape)] = new
-        known = self._known(this, family)
-        if known is not None:
-            return known
-        made = self._captured(this, pattern, sample, family.free(shape))
-        for name, leaf in known_by_type(shape) if made.of_one_shape and shape is not None else ():
-            raise TraceError(
-                f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would hold "
-                'for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or "record"'
-            )
+        shape, given = this.shape, this.answered
+        place = None if shape is None else (dataclasses.replace(this, shapes=(), answers=()), outline(shape))
+        family = self.families.get(place, Family())
+        paths = dict.fromkeys(captured.answers for captured in self.kept.values())
+        known = [this.for_any_shape(), *(this.for_answers(path) for path in paths if set(path) <= set(given))]
+        if shape is not None and (general := family.holding(shape, given)) is not None:
+            known.insert(1, general)
+        for key in known:
+            if key in self.kept:
+                return key
+        made = self._captured(this, pattern, sample, frozenset() if shape is None else family.free(shape))
         key = this.for_answers(made.answers) if made.of_one_shape else this.for_any_shape()
-        self.kept[key] = made
-        self.paths[made.answers] = None
         if shape is not None and made.of_one_shape:
-            family.note(shape, key, made.holds_for)
-            asked = self.questions.described(made.answers)
-            self.counts.setdefault(pattern.training, Count()).note(shape, made.fixed_sizes, made.tracer, asked)
+            for name, leaf in known_by_type(shape):
+                raise TraceError(
+                    f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would "
+                    'hold for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or '
+                    '"record"'
+                )
+            self.families[place] = family.noting(shape, key, made.holds_for)
+            self._report(made, pattern.training)
+        self.kept[key] = made
         return key
 
-    def _family_of(self, this: Pattern, new: Family) -> Family:
-        """The family of a capture for this micro-batch alone, or else a ``new`` one."""
-        return new if this.shape is None else self.families.get(family_of(this, this.shape), new)
-
-    def _known(self, this: Pattern, family: Family) -> Pattern | None:
-        """The capture that holds for a micro-batch, by its pattern, where there is one."""
-        given = this.answered
-        own = (this.for_answers(path) for path in self.paths if set(path) <= set(given))
-        patterns = this.for_any_shape(), family.holding(this.shape, given), *own
-        return next((pattern for pattern in patterns if pattern in self.kept), None)
+    def _report(self, made: Captured, training: bool) -> None:
+        if made.fixed_sizes and made.fixed_sizes not in self.fixed:
+            self.fixed.add(made.fixed_sizes)
+            log(f"fxpipe: {made.fixed_sizes}")
+        self.counts[training] += 1
+        if self.counts[training] == MANY:
+            log(
+                f"fxpipe: {MANY} captures by now, one for each size that a program has as a number, and for each "
+                'outcome of what forward asks: pad batches to a few sizes; tracer="export" keeps sizes symbolic'
+            )
 
     def _captured(self, this: Pattern, pattern: Pattern, sample: Sample | str, free: frozenset[Place]) -> Captured:
         """The stages that the first tracer makes whose stages are right. ``free``: dimensions that may be symbolic."""
         shape, any_shape = this.shape, this.for_any_shape()
-        accepted: list[Captured] = []
-        cuts: list[Program] = []
+        accepted: list[tuple[Program, Captured]] = []
 
         def accept(program: Program, request: Request) -> None:
             for training in (True, pattern.training):  # what is wrong in training is not tried in evaluation
@@ -264,8 +257,7 @@ class Captures:
             each = [one if made.of_one_shape else one.for_any_shape() for one in pattern.each()]
             places = [place for place, one in enumerate(each) if one in (this, any_shape)]
             with aside():
-                accepted.append(self._checked(made, request, sample, places))
-            cuts.append(cut)
+                accepted.append((cut, self._checked(made, request, sample, places)))
 
         request = Request(
             self.model,
@@ -295,7 +287,7 @@ class Captures:
             return dataclasses.replace(request, seen=self._seen(request, pattern, shape, sample))
 
         def shares() -> Mapping[str, float]:
-            return self._shares(cuts[-1], pattern, shape)
+            return self._shares(accepted[-1][0], pattern, shape)
 
         request = observe(request) if self.whole else request
         observes = observe if self._can_run(sample, shape) else None
@@ -303,7 +295,6 @@ class Captures:
             progress(f"capturing {type(self.model).__name__}"),
             ignored(self.balancing.finds_cuts),
             self.reads.noting() as noted,
-            naming_what_is_absent(shape or ()),
         ):
             try:
                 program, request, by_itself = capture_in_part(request, self.options, observes, shares)
@@ -312,78 +303,90 @@ class Captures:
                 raise
         self.whole, self.asks_numbers = request.whole, request.asks_numbers
         roots = [root for root in (self.model, request.loss_module) if root is not None]
-        own = {
+        own = {  # which only regions read, or a capture refuses
             (id(vars(self.model.get_submodule(path))), name)
             for seen in request.seen.values()
-            for path, name in seen.sets  # which only regions read, or a capture refuses
+            for path, name in seen.sets
         }
-        self.reads.keep(noted - own, roots, _called(program), program.sets)
-        made, cut = accepted[-1], cuts[-1]
+        targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
+        called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
+        self.reads.keep(noted - own, roots, called, program.sets)
+        cut, made = accepted[-1]
         self.first = self.first or cut
-        if by_itself:
-            self._note_opaque(by_itself, shares(), {name for name, _ in request.seen})
-        beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
-        self.beside |= dict.fromkeys(beside)
-        if beside:
-            origin = "\n".join([made.graph.origin, *beside])
-            made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, origin=origin))
-        calls = [call for part in cut.opaque.values() for call in opaque_calls(part)]
-        self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
-        watch(cut, self.reads.changed)
-        self.numbers = self.numbers or _small_numbers(self.model)
-        return made
-
-    def _note_opaque(self, added: Mapping[str, str], shares: Mapping[str, float], called: Collection[str]) -> None:
-        """``added``: region → why no tracer could capture it. Those that nothing ``called`` lie inside of others, which
-        run them."""
-        for name, why in added.items():
-            self.by_itself[name] = f"{name} is opaque, {shares.get(name, 0.0):.0%} of a step's FLOPs: {why}"
-        inside = self.by_itself.keys() - called
+        parts = shares() if by_itself else {}
+        for name, why in by_itself.items():
+            self.by_itself[name] = f"{name} is opaque, {parts.get(name, 0.0):.0%} of a step's FLOPs: {why}"
+        inside = self.by_itself.keys() - {name for name, _ in request.seen} if by_itself else set()  # of others
         self.by_itself = {name: words for name, words in self.by_itself.items() if name not in inside}
         self.whole = tuple(region for region in self.whole if region.name not in inside)
+        beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
+        self.beside |= dict.fromkeys(beside)
+        made = made.of_origin([made.graph.origin, *beside])
+        calls = (call for part in cut.opaque.values() for call in opaque_calls(part))
+        self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
+        watch(cut, self.reads.changed)
+        if not self.numbers:
+            buffers = self.model.named_buffers(remove_duplicate=False)
+            small = [(name, one) for name, one in buffers if not one.is_meta and one.numel() <= SMALL]
+            self.numbers = {name: one.clone() for name, one in small if not one.dtype.is_floating_point}
+        return made
 
-    def _can_run(self, sample: Sample | str, shape: Description | None) -> bool:
+    def _can_run(self, sample: Sample | str, shape: Description | None) -> TypeGuard[Sample]:
         """Whether the model can run on a micro-batch, which shows what a region returns."""
-        return isinstance(sample, Sample) and not sample.later and shape is not None and not _on_meta(self.model)
+        on_meta = any(parameter.is_meta for parameter in self.model.parameters())
+        return isinstance(sample, Sample) and not sample.later and shape is not None and not on_meta
 
-    def _shares(self, program: Program, pattern: Pattern, shape: Description | None) -> Mapping[str, float]:
-        """The part of a step that each region takes; nothing where it is not known."""
+    def _shares(self, program: Program, pattern: Pattern, shape: Description | None) -> dict[str, float]:
+        """Region → the part of a step's FLOPs that its calls have, forward and backward; nothing where it is not known.
+        Seconds would say less: of what cannot run without numbers the number of kernels is not known."""
         from fxpipe.plan.balance import CostUnknown
 
         try:
             assert shape is not None
-            return shares_of(program, self.balancing.costs(program, pattern, shape))
+            costs = self.balancing.costs(program, pattern, shape)
         except CostUnknown:
             return {}
+        total = sum(cost.flops + cost.backward_flops for cost in costs.nodes.values()) or 1.0
+        shares: dict[str, float] = {}
+        for node in program.graph.nodes:
+            part = (costs[node.name].flops + costs[node.name].backward_flops) / total
+            for name in {call.name for call in opaque_calls(program.opaque.get(str(node.target)))}:
+                shares[name] = shares.get(name, 0.0) + part
+        return shares
 
     def _seen(self, request: Request, pattern: Pattern, shape: Description | None, sample: Sample | str) -> SeenCalls:
         """What calls of opaque regions do: as the user has said, as a real run shows, or as an earlier one
         has shown."""
-        found = declared(request)
-        if self._can_run(sample, shape):
-            assert isinstance(sample, Sample)
-            assert shape is not None
-            with progress("running an opaque region"), ignored(self.balancing.finds_cuts):
-                batch = sample.batches[pattern.shapes.index(shape)]
-                called: set[str] = set()
-                found |= observe(request, batch, called)
-                self.observed.append((pattern.training, shape, found))
-                evaluates = True
-                if pattern.training and any(module.training for module in self.model.modules()):
-                    # later, this rank has its own part of the model alone; a model may not evaluate such a batch
-                    evaluates = False
-                    with evaluating(self.model), contextlib.suppress(TraceError):
-                        self.observed.append((False, shape, {**declared(request), **observe(request, batch, called)}))
-                        evaluates = True
-                if evaluates and not request.may_lack_cuts:
-                    check_called(request, called)
-            del self.observed[: -2 * OBSERVED]
-        elif self.observed and shape is not None:
-            names = {region.name for region in request.whole}  # of which an earlier run may have seen fewer
-            order = [
-                (len(names - {name for name, _ in calls}), training != pattern.training, unlike(then, shape))
-                for training, then, calls in self.observed
-            ]
+        found = dict(declared(request))
+        if shape is None:
+            return found
+        if not self._can_run(sample, shape):
+            return {**found, **self._guessed({region.name for region in request.whole}, pattern.training, shape)}
+        with progress("running an opaque region"), ignored(self.balancing.finds_cuts):
+            batch = sample.batches[pattern.shapes.index(shape)]
+            called: set[str] = set()
+            found |= observe(request, batch, called)
+            self.observed.append((pattern.training, shape, found))
+            evaluates = True
+            if pattern.training and any(module.training for module in self.model.modules()):
+                # later, this rank has its own part of the model alone; a model may not evaluate such a batch
+                evaluates = False
+                with evaluating(self.model), contextlib.suppress(TraceError):
+                    self.observed.append((False, shape, {**declared(request), **observe(request, batch, called)}))
+                    evaluates = True
+            if evaluates and not request.may_lack_cuts:
+                check_called(request, called)
+        del self.observed[: -2 * OBSERVED]
+        return found
+
+    def _guessed(self, names: set[str], training: bool, shape: Description) -> SeenCalls:
+        """What these regions do, by the observed micro-batch that is most like this one."""
+        found: dict[tuple[str, int], SeenCall] = {}
+        order = [
+            (len(names - {name for name, _ in calls}), then_training != training, unlike(then, shape))
+            for then_training, then, calls in self.observed
+        ]
+        if order:
             _, then, calls = self.observed[order.index(min(order))]
             sizes, entries = sizes_between(then, shape), entries_between(then, shape)
             lengths = sizes_between(then, shape, or_same=True)
@@ -393,23 +396,22 @@ class Captures:
 
     def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
         """The stages, once they have been run against the model, with a word about it."""
+
+        def holds(batch: Mapping[str, Any]) -> bool:
+            return set(made.answers) <= set(self.questions.answers(batch) if made.answers else ())
+
         if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
             checked = f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
         else:
             try:
                 with progress("checking the stages against the model"):
-                    checked = check(made.graph, request, sample, places, partial(self._has, made.answers))
+                    checked = check(made.graph, request, sample, places, holds)
             except TraceError as error:
                 if not sample.later:  # or other captures are in use
                     self.wrong[request.training, made.tracer] = str(error)
                 raise
         head, *rest = made.graph.origin.splitlines()
-        graph = dataclasses.replace(made.graph, origin="\n".join([f"{head}, {checked}", *rest]))
-        return dataclasses.replace(made, graph=graph)
-
-    def _has(self, answers: Answers, batch: Mapping[str, Any]) -> bool:
-        """Whether forward is given these answers by a micro-batch."""
-        return not answers or set(answers) <= set(self.questions.answers(batch))
+        return made.of_origin([f"{head}, {checked}", *rest])
 
     def without_tracers(self, wrong: Mapping[Wrong, str]) -> Captures:
         """Before the first one; these tracers, with what is wrong of them, are not tried."""
@@ -456,40 +458,18 @@ class Captures:
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 found = self.balancing.placed(program, pattern, shape)
         graph = default_passes.split(program if first is None else default_passes.read_where_held(program, first))
-        example = {} if shape is None else example_of(shape)
-        check_rows_known(graph, program, example, self.device, pattern.ambient.autocast, self.balancing.compute)
+        constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
         return program, Captured(
             graph,
-            _told(self.model, program),
+            "\n".join([type(self.model).__name__, str(program), *constants]),
             program.tracer,
-            found.placement if found is not None else None,
-            found.costs if found is not None else None,
+            None if found is None else found.placement,
+            None if found is None else found.costs,
             program.holds_for,
             program if program.gathered else None,
             program.fixed_sizes,
             program.answers,
         )
-
-
-def _small_numbers(model: nn.Module) -> dict[str, Tensor]:
-    buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta}
-    kept = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= SMALL}
-    return {name: buffer.clone() for name, buffer in kept.items() if not buffer.dtype.is_floating_point}
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _called(program: Program) -> list[nn.Module]:
-    """The submodules that the program calls as they are."""
-    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
-    return [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
-
-
-def _told(model: nn.Module, program: Program) -> str:
-    constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
-    return "\n".join([type(model).__name__, str(program), *constants])
 
 
 def _fingerprint(tensor: Tensor) -> str:

@@ -7,8 +7,8 @@ come from there: an ``arange(n)`` in them is the group's. Both captures must hav
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.boundary import Gathered
@@ -17,8 +17,8 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import BatchDim
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import Captured, Captures
-from fxpipe.plan.capture.row_places import Shown, row_places
-from fxpipe.plan.capture.same_stages import alike
+from fxpipe.plan.capture.on_fakes import Shapes, shapes_of
+from fxpipe.plan.capture.same_stages import called_alike, edges_between
 from fxpipe.plan.inputs.batch import Description, example_of
 from fxpipe.plan.inputs.cuts import joined, joined_description, with_rows
 from fxpipe.plan.inputs.pattern import Pattern
@@ -57,21 +57,28 @@ def for_groups(
 
 
 def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern) -> Places:
-    """Where what a step of such micro-batches gathers has its rows; nothing where groups have no more rows than these.
+    """Where what a step of such micro-batches gathers has its rows, as the shapes for two numbers of rows show it;
+    nothing where groups have no more rows than these.
 
     Then a group is one micro-batch, whose rows may lie anywhere. ``used``: the captures that the step's plan was made
-    from, whose names its values have; another capture that holds for these shapes may have others.
+    from, whose names its values have; another capture that holds for these shapes may have others. Where the model is
+    captured for shapes, the captures of a micro-batch and of a group are run, each for its own.
     """
     batch_dim, one = captures.options.batch_dim, captures.kept[used[0]]
     rows = row_count(pattern.shapes[0], batch_dim) if pattern.shapes else None
     if rows is None:
         return {}
-    autocast, compute = pattern.ambient.autocast, captures.balancing.compute
-    places = partial(row_places, device=captures.device, autocast=autocast, compute=compute)
+
+    def shown(captured: Captured, shape: Description, count: int) -> _Shown:
+        assert captured.program is not None
+        device, autocast, compute = captures.device, pattern.ambient.autocast, captures.balancing.compute
+        shapes = shapes_of(captured.program, example_of(shape), device, autocast, compute)
+        return _Shown(captured.graph, shapes, count)
+
     if not one.of_one_shape:
         few = 1 if rows > 1 else 2  # a dimension of 1 may mean another thing
         several = {n * rows: joined_description(pattern.shapes[:1] * n, batch_dim) for n in (few, 2 * few)}
-        return places(*(_shown(one, pattern, shape, count) for count, shape in several.items()))
+        return _places(*(shown(one, shape, count) for count, shape in several.items()))
     found: dict[tuple[str, int], tuple[int, ...]] = {}
     for_them = list(used[pattern.microbatches :])  # in the order in which ``for_groups`` has asked for them
     for gathered in dict.fromkeys(stage.gathered for stage in one.graph if stage.gathered is not None):
@@ -79,41 +86,60 @@ def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern
         more = row_count(groups.shapes[0], batch_dim)
         group, for_them = captures.kept[for_them[0]], for_them[groups.microbatches :]
         if more is not None and more != rows:
-            mine = _shown(one, pattern, pattern.shapes[0], rows)
-            found |= places(mine, _shown(group, pattern, groups.shapes[0], more))
+            found |= _places(shown(one, pattern.shapes[0], rows), shown(group, groups.shapes[0], more))
     return found
 
 
-def _shown(captured: Captured, pattern: Pattern, shape: Description, rows: int) -> Shown:
-    assert captured.program is not None
-    return Shown(captured.graph, captured.program, example_of(shape), rows)
+class _Shown(NamedTuple):
+    """Stages, and the shapes of their values for so many rows."""
+
+    graph: StageGraph
+    shapes: Mapping[str, Shapes]
+    rows: int
 
 
-def _rows_of(pattern: Pattern, modes: Collection[str], batch_dim: BatchDim) -> Sequence[int]:
-    """How many rows of each micro-batch are in a group's stage: its own, or those of all replicas."""
-    if len(modes) > 1:
+def _places(one: _Shown, other: _Shown) -> dict[tuple[str, int], tuple[int, ...]]:
+    """(value, leaf) → its dimensions of rows, for what gathered stages of ``one`` are given, by the names there.
+
+    What cannot run without numbers, or has not as many dimensions each time, is left out.
+    """
+    found: dict[tuple[str, int], tuple[int, ...]] = {}
+    theirs = edges_between(other.graph)
+    for (source, target), edges in edges_between(one.graph).items():  # in one order in both
+        if one.graph[target].gathered is None:
+            continue
+        for mine, its in zip(edges, theirs.get((source, target), ()), strict=False):
+            pairs = zip(one.shapes.get(mine.value, ()), other.shapes.get(its.value, ()), strict=False)
+            for leaf, (shape, larger) in enumerate(pairs):
+                if shape is not None and larger is not None and len(shape) == len(larger):
+                    sizes = enumerate(zip(shape, larger, strict=True))
+                    found[mine.value, leaf] = tuple(d for d, pair in sizes if pair == (one.rows, other.rows))
+    return found
+
+
+def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDim) -> Pattern:
+    """The pattern of a batch whose micro-batches are the groups, with the rows of all replicas where these are seen."""
+    if len(gathered.modes) > 1:
         raise TraceError(
             'a stage is given values that are gathered as "batch" and as "global", of different numbers of rows, which '
             'the tracers "export" and "record" cannot distinguish; write tracer="symbolic", or gather all of them as '
             '"global", where each replica computes the loss of all rows'
         )
-    if "global" in modes and pattern.everyone:
-        return pattern.everyone
-    return [row_count(one, batch_dim) or 0 for one in pattern.shapes]
-
-
-def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDim) -> Pattern:
-    """The pattern of a batch whose micro-batches are the groups."""
-    rows, starts = _rows_of(pattern, gathered.modes, batch_dim), range(0, pattern.microbatches, size)
-    groups = {start: joined_description(pattern.shapes[start : start + size], batch_dim) for start in starts}
-    shapes = tuple(with_rows(group, batch_dim, sum(rows[start : start + size])) for start, group in groups.items())
-    for start, shape in zip(starts, shapes, strict=True):
-        if row_count(shape, batch_dim) not in (None, sum(rows[start : start + size])):
-            raise TraceError(
-                "a stage gathers the rows of all replicas, which packed inputs give, and each replica knows its own; "
-                'the tracers "export" and "record" capture it for all rows: write tracer="symbolic", or gather="batch"'
-            )
-    return dataclasses.replace(pattern, microbatches=len(shapes), shapes=shapes, everyone=(), answers=(), asks=False)
+    shapes: list[Description] = []
+    for start in range(0, pattern.microbatches, size):
+        shape = joined_description(pattern.shapes[start : start + size], batch_dim)
+        if "global" in gathered.modes and pattern.everyone:
+            rows = sum(pattern.everyone[start : start + size])
+            shape = with_rows(shape, batch_dim, rows)
+            if row_count(shape, batch_dim) not in (None, rows):
+                raise TraceError(
+                    "a stage gathers the rows of all replicas, which packed inputs give, and each replica knows its "
+                    'own; the tracers "export" and "record" capture it for all rows: write tracer="symbolic", or '
+                    'gather="batch"'
+                )
+        shapes.append(shape)
+    groups = tuple(shapes)
+    return dataclasses.replace(pattern, microbatches=len(groups), shapes=groups, everyone=(), answers=(), asks=False)
 
 
 def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | str:
@@ -126,12 +152,8 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
 
 def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:
     """``one`` with these stages of ``group``. PartitionError where they would not be sent the same values."""
-    try:
-        theirs = alike(group.graph, one.graph)
-        fits = _messages(one.graph) == _messages(theirs)
-    except PartitionError:
-        fits = False
-    if not fits:
+    _, theirs = called_alike([one.graph, group.graph])
+    if _messages(one.graph) != _messages(theirs):
         raise PartitionError(
             "the stages captured for the rows of a micro-batch and for those of a group exchange different values, so "
             f"what is gathered is not what the group's stage takes:\n{one.graph}\n{group.graph}\nkeep code that "

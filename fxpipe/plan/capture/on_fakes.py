@@ -1,20 +1,26 @@
-"""On fakes: what it takes to run a program's nodes on tensors that have shapes and no numbers."""
+"""On fakes: a program's nodes, run on tensors that have shapes and no numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.graph.like import TensorLike
-from fxpipe.graph.modes import enter_modes, leave_modes
+from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.graph.program import Program, is_assertion
+from fxpipe.schedules.no_gc import paused
 from fxpipe.seeds import random_apart
 from fxpipe.torch_compat import pytree
-from fxpipe.trace.fake import FakeModel
+from fxpipe.trace import NEED_SHAPES
+from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.snapshot import Snapshot
+
+Shapes = tuple[tuple[int, ...] | None, ...]
+"""Of each leaf of a value; None for what is no tensor."""
 
 
 @contextmanager
@@ -65,3 +71,47 @@ def modes_of(node: fx.Node) -> Iterator[None]:
         yield
     finally:
         leave_modes(entered)
+
+
+@paused()
+def shapes_of(
+    program: Program,
+    example: Mapping[str, Any],
+    device: torch.device,
+    autocast: Sequence[Autocast],
+    compute: torch.dtype | None,
+) -> dict[str, Shapes]:
+    """Node → the shapes of what it makes for an example, whose tensors are ``TensorLike``; those that are known.
+
+    Where a node looks at numbers they are those that its capture saw, if that is of this size alone.
+    """
+    values: dict[fx.Node, Any] = {}
+    of_one_size = program.tracer in NEED_SHAPES and program.holds_for is None
+    with (
+        left_as_it_is(program.module),
+        fake_model(program.module, device, compute) as fake,
+        torch.enable_grad(),
+        modes_restored(),
+        within(autocast),
+        fake.mode,
+    ):
+        for node in program.graph.nodes:
+            if node.op == "output" or not all(operand in values for operand in node.all_input_nodes):
+                continue
+            try:
+                if node.op == "placeholder":
+                    name = str(node.target)
+                    values[node] = fake.inputs({name: example[name]})[name]
+                elif node.op == "get_attr":
+                    values[node] = attribute(program, node, fake)
+                else:
+                    with modes_of(node):
+                        values[node] = call_node(program, node, values)
+            except Exception:  # whatever it is, nothing is known of what it makes
+                if of_one_size and "val" in node.meta:
+                    values[node] = faked(node.meta["val"], fake)
+    leaves = {node.name: pytree.tree_leaves(value) for node, value in values.items()}
+    return {
+        name: tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in made)
+        for name, made in leaves.items()
+    }

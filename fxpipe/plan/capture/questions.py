@@ -65,16 +65,12 @@ class Questions:
 
     def described(self, answers: Answers) -> list[str]:
         """What a capture holds for: the user's lines that ask, in their order."""
-        lines = {question.key: _in_a_line(question.line) for question in self.asked.values()}
-        asking = dict.fromkeys(lines[key] for key, _ in answers)
+        lines = {question.key: question.line for question in self.asked.values()}
+        asked = [lines[key] for key, _ in answers]
+        # of a line in traceback form "if mask.all(): (model.py:12)"
+        asking = dict.fromkeys(f"  {line.splitlines()[-1].strip()} ({place_in(line)})" for line in asked)
         head = "each outcome of these takes a capture, and a step waits for a GPU to know it:"
-        return [head, *(f"  {line}" for line in asking)] if asking else []
-
-
-def _in_a_line(line: str) -> str:
-    """A line in traceback form as ``if mask.all(): (model.py:12)``."""
-    code = line.rpartition("\n")[2]
-    return f"{code.strip()} ({place_in(line)})"
+        return [head, *asking] if asking else []
 
 
 def _question_of(program: Program, asked: Any, before: Answers, request: Request) -> Question | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
@@ -17,35 +18,54 @@ def like(graph: StageGraph, first: StageGraph) -> StageGraph:
     """
     if graph.names == first.names:
         return graph
-    number = {stage.index: _counterpart(stage, first) for stage in graph}
-    if len(set(number.values())) < len(number) or any(number[e.source] >= number[e.target] for e in graph.edges):
-        raise _different(graph, first)
-    by_number = {number[stage.index]: _renumbered(stage, number, first) for stage in graph}
-    present = dataclasses.replace(
-        graph, stages=tuple(by_number.get(s.index) or _idle(s) for s in first)
-    ).with_backward()
+    found = {stage.index: _counterpart(stage, first) for stage in graph}
+    number = {index: place for index, place in found.items() if place is not None}
+    present = {place: graph[index] for index, place in number.items()}
+    if len(present) < len(graph) or any(number[e.source] >= number[e.target] for e in graph.edges):
+        raise PartitionError(
+            f"this kind of batch gives the stages {list(graph.names)}, the first kind gave {list(first.names)}; a "
+            "model must keep its stages. Use example_args= of the kind that uses most of it"
+        )
+    called = {edge: Edge(number[edge.source], number[edge.target], edge.value) for edge in graph.edges}
+    stages = [
+        _relabelled(present[s.index], called, index=s.index, name=s.name) if s.index in present else _idle(s)
+        for s in first
+    ]
+    graph = dataclasses.replace(graph, stages=tuple(stages)).with_backward()
     # A stage that does nothing keeps its backward: its place in the row is where other replicas sum its gradients.
-    return _with_backward(present, [(s if s.index in by_number else first[s.index]).has_backward for s in present])
+    return _with_backward(graph, [(s if s.index in present else first[s.index]).has_backward for s in graph])
 
 
 def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
-    """The graphs of a step's micro-batches, with their values called by the same names: they run one table.
+    """The graphs of a step's micro-batches, with their values called by the first one's names: they run one table.
 
     Where no stage gathers, a micro-batch may have fewer values between two stages than another. PartitionError where
-    their stages differ.
+    their stages differ, or the messages between stages that gather.
     """
-    each = list({id(graph): graph for graph in graphs}.values())
+    first, each = graphs[0], list({id(graph): graph for graph in graphs}.values())
     if len(each) == 1:
         return list(graphs)
-    if any(graph.gathers for graph in each) or len({(g.names, g.output_stage) for g in each}) > 1:
-        return [alike(graph, graphs[0]) for graph in graphs]
+    gathers = any(graph.gathers for graph in each)
+    for graph in each:
+        same = _facts(graph) == _facts(first) if gathers else graph.names == first.names
+        if not same or graph.output_stage != first.output_stage:
+            raise PartitionError(
+                "the micro-batches of this batch have different shapes or inputs, and the stages captured for them "
+                f"differ in what they exchange or return:\n{first}\n{graph}\npass micro-batches of one shape, a batch "
+                "that divides evenly, and make a call for each kind of them"
+            )
     between: dict[tuple[int, int], list[Edge]] = {}
     for graph in each:
-        for pair, edges in _between(graph).items():
+        for pair, edges in edges_between(graph).items():
             between[pair] = max(between.get(pair, []), edges, key=len)
     backward = [any(stage.has_backward for stage in stages) for stages in zip(*each, strict=True)]
-    called = {id(graph): _with_backward(_called(graph, between), backward) for graph in each}
-    return [called[id(graph)] for graph in graphs]
+    found: dict[int, StageGraph] = {}
+    for graph in each:  # any value between two stages may bear the name of any other: both ends are of this graph
+        names = {pair: iter(edges) for pair, edges in between.items()}
+        called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
+        stages = tuple(_relabelled(stage, called) for stage in graph)
+        found[id(graph)] = _with_backward(dataclasses.replace(graph, stages=stages), backward)
+    return [found[id(graph)] for graph in graphs]
 
 
 def joint(graphs: Sequence[StageGraph]) -> StageGraph:
@@ -67,31 +87,12 @@ def _joint(stages: Sequence[Stage]) -> Stage:
     )
 
 
-def alike(graph: StageGraph, first: StageGraph) -> StageGraph:
-    """``graph`` with its values called as in ``first``. PartitionError where their stages or the messages between them
-    differ."""
-    if graph is first:
-        return first
-    if _facts(graph) != _facts(first):
-        raise PartitionError(
-            "the micro-batches of this batch have different shapes or inputs, and the stages captured for them differ "
-            f"in what they exchange or return:\n{first}\n{graph}\npass micro-batches of one shape, a batch that "
-            "divides evenly, and make a call for each kind of them"
-        )
-    return _called(graph, _between(first))
-
-
-def _called(graph: StageGraph, between: Mapping[tuple[int, int], Sequence[Edge]]) -> StageGraph:
-    """Any value between two stages may bear the name of any other: both ends are of this graph."""
-    names = {pair: iter(edges) for pair, edges in between.items()}
-    called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
-    stages = tuple(_relabelled(stage, called) for stage in graph)
-    return dataclasses.replace(graph, stages=stages)
-
-
-def _between(graph: StageGraph) -> dict[tuple[int, int], list[Edge]]:
+def edges_between(graph: StageGraph) -> dict[tuple[int, int], list[Edge]]:
     """The values from one stage to another."""
-    return {pair: [edge for edge in graph.edges if _pair(edge) == pair] for pair in map(_pair, graph.edges)}
+    between: dict[tuple[int, int], list[Edge]] = {}
+    for edge in graph.edges:
+        between.setdefault(_pair(edge), []).append(edge)
+    return between
 
 
 def _with_backward(graph: StageGraph, backward: Sequence[bool]) -> StageGraph:
@@ -114,36 +115,22 @@ def _facts(graph: StageGraph) -> list[tuple[object, ...]]:
     ]
 
 
-def _relabelled(stage: Stage, called: Mapping[Edge, Edge]) -> Stage:
+def _relabelled(stage: Stage, called: Mapping[Edge, Edge], **changes: Any) -> Stage:
     return dataclasses.replace(
         stage,
         inputs=tuple(called[entry] if isinstance(entry, Edge) else entry for entry in stage.inputs),
         outputs=tuple(called[edge] for edge in stage.outputs),
+        **changes,
     )
 
 
-def _counterpart(stage: Stage, first: StageGraph) -> int:
-    """The stage of ``first`` with this name, or else the one that holds its tensors."""
+def _counterpart(stage: Stage, first: StageGraph) -> int | None:
+    """The stage of ``first`` with this name, or else the one that holds its tensors; None where there is none."""
     mine = set(stage.tensors) & {name for other in first for name in other.tensors}  # what is new, the planner judges
-    named = [other.index for other in first if other.name == stage.name and mine <= set(other.tensors)]
-    holding = [other.index for other in first if mine and mine <= set(other.tensors)]
-    if not named and len(holding) != 1:
-        raise _different(StageGraph((stage,), (), first.module), first)
-    return (named or holding)[0]
-
-
-def _different(graph: StageGraph, first: StageGraph) -> PartitionError:
-    return PartitionError(
-        f"this kind of batch gives the stages {list(graph.names)}, the first kind gave {list(first.names)}; a model "
-        "must keep its stages. Use example_args= of the kind that uses most of it"
-    )
-
-
-def _renumbered(stage: Stage, number: Mapping[int, int], first: StageGraph) -> Stage:
-    edges = [*stage.outputs, *(entry for entry in stage.inputs if isinstance(entry, Edge))]
-    called = {edge: Edge(number[edge.source], number[edge.target], edge.value) for edge in edges}
-    index = number[stage.index]
-    return dataclasses.replace(_relabelled(stage, called), index=index, name=first[index].name)
+    holding = [other for other in first if mine <= set(other.tensors)]
+    named = [other.index for other in holding if other.name == stage.name]
+    others = [other.index for other in holding if mine]
+    return named[0] if named else others[0] if len(others) == 1 else None
 
 
 def _idle(stage: Stage) -> Stage:

@@ -59,7 +59,10 @@ def _parts(path: str, value: Any, rule: Rule, sizes: Sequence[int], pieces: Piec
         return [pytree.tree_unflatten(list(each), spec) for each in zip(*parts.values(), strict=True)]
     if isinstance(rule, Offsets):
         starts = [0, *accumulate(pieces[path])]
-        return [_rebased(value, start, size) for start, size in zip(starts, pieces[path], strict=False)]
+        spans = zip(starts, pieces[path], strict=False)
+        if isinstance(value, TensorLike):
+            return [replace(value, shape=(size + 1,), stride=(1,)) for _, size in spans]
+        return [value[start : start + size + 1] - value[start] for start, size in spans]
     if isinstance(rule, Packed):
         sizes = pieces[path]
         if is_entries(value):
@@ -90,12 +93,6 @@ def _of_size(like: TensorLike, along: int, size: int) -> TensorLike:
     shape = list(like.shape)
     shape[along] = size
     return replace(like, shape=tuple(shape))
-
-
-def _rebased(offsets: Tensor | TensorLike, start: int, size: int) -> Tensor | TensorLike:
-    if isinstance(offsets, TensorLike):
-        return replace(offsets, shape=(size + 1,), stride=(1,))
-    return offsets[start : start + size + 1] - offsets[start]
 
 
 # --- and parts → a value

@@ -56,16 +56,11 @@ class Items:
         encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
         return Items(is_causal and not encoder_decoder, uncounted)
 
-    @property
-    def counts(self) -> bool:
-        """Whether labels are counted where the call does not give the number."""
-        return not self.uncounted
-
     def note(self, inputs: Collection[str], read: Collection[str]) -> str:
         """Whether the labels of such a batch are counted. ``read``: the inputs that stages read."""
         if "labels" not in inputs:
             return ""
-        if ITEMS in read and self.counts:
+        if ITEMS in read and not self.uncounted:
             return f"labels are counted: the loss reads {ITEMS} of the whole batch"
         given = f"{ITEMS} is what the call gives" if ITEMS in read else ""
         why = given or self.uncounted or f"the loss does not read {ITEMS}"
@@ -74,13 +69,13 @@ class Items:
     def described(self, batch: Description) -> Description:
         """The batch, with the number of its items, where it has labels and the user has not given the number."""
         given = dict(batch)
-        wanted = self.counts and "labels" in given and are_counted(given["labels"].like) and ITEMS not in given
+        wanted = not self.uncounted and "labels" in given and are_counted(given["labels"].like) and ITEMS not in given
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches, with the number of their items, where ``described`` has it."""
         numbered = [with_number(dict(batch)) for batch in batches]
-        if not self.counts or not all(are_counted(batch.get("labels")) and ITEMS not in batch for batch in numbered):
+        if self.uncounted or not all(are_counted(batch.get("labels")) and ITEMS not in batch for batch in numbered):
             return numbered
         count = as_number(self.count(batches).clamp(min=1))
         return [{**batch, ITEMS: count} for batch in numbered]

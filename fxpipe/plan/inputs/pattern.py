@@ -141,16 +141,14 @@ def pattern_of(
         tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
         for description in microbatches
     )
-    kinds = [(_inputs(one), _fixed(one)) for one in shapes]
+    kinds = [
+        (
+            tuple(name for name, given in shape if given.kind == "input"),
+            tuple((name, given.detail) for name, given in shape if given.kind != "input"),
+        )
+        for shape in shapes
+    ]
     same = len(set(kinds)) == 1
     inputs, fixed = kinds[0] if same else (tuple(dict.fromkeys(name for given, _ in kinds for name in given)), ())
     mixed = () if same else tuple(kinds)
     return Pattern(inputs, fixed, len(shapes), with_loss, flags, training, shapes, ambient, mixed=mixed)
-
-
-def _inputs(shape: Description) -> Inputs:
-    return tuple(name for name, given in shape if given.kind == "input")
-
-
-def _fixed(shape: Description) -> Fixed:
-    return tuple((name, given.detail) for name, given in shape if given.kind != "input")

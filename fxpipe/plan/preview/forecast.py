@@ -51,7 +51,7 @@ def over_the_limit(planner: Planner) -> str:
     """In words, where the first plan does not keep within ``memory_per_rank``, or that is not known; else empty."""
     if planner.options.memory_per_rank is None:
         return ""
-    preview = _Forecast(planner, planner.shown[0], Stepping()).preview(timed=False)
+    preview = _Forecast(planner, planner.shown, Stepping()).preview(timed=False)
     if preview.fits is None:
         return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
     number, most = max(enumerate(preview.ranks), key=lambda pair: pair[1].total)

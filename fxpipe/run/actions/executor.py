@@ -21,7 +21,6 @@ from fxpipe.graph.modes import Autocast
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage
 from fxpipe.plan.plan import Plan, values_of
-from fxpipe.precision import other_types
 from fxpipe.run.actions.group_inputs import GroupInputs, Joined
 from fxpipe.run.actions.recompute import EffectsOf, Kept
 from fxpipe.run.exchange import Exchange, Port
@@ -207,7 +206,6 @@ class Executor:
                 f"in the {what} of stage {stage.index} `{stage.name}`, {which}, "
                 + (f"step {self.step.number}" if self.kind.training else "in evaluate")
                 + "".join(f"\n  {name}: {_described(value)}" for name, value in given)
-                + other_types(error, stage.tensors)
             )
 
 
