@@ -108,7 +108,7 @@ def first_pattern(planner: Planner, options: Options, answers: tuple[Answers, ..
     else:
         described = [items.described(describe(with_number(part), exact=True)) for part in parts]
     pattern = pattern_of(described, True, options.loss_fn, flags, Ambient.now())
-    return dataclasses.replace(pattern, answers=answers, asks=not any(map(_is_meta, pytree.tree_leaves(parts))))
+    return dataclasses.replace(pattern, answers=answers, asks=_has_numbers(parts))
 
 
 def with_previewed_plan(planner: Planner, options: Options) -> Planner:
@@ -118,7 +118,7 @@ def with_previewed_plan(planner: Planner, options: Options) -> Planner:
         _, rows, _ = _given(planner, options)
         split_rows(rows, planner.microbatches)
     asked = planner.captures is not None and any(region.returns is None for region in planner.captures.whole)
-    has_numbers = options.has_example and not any(map(_is_meta, pytree.tree_leaves(_microbatches(planner, options))))
+    has_numbers = options.has_example and _has_numbers(_microbatches(planner, options))
     sample = _sample(planner, options) if asked and has_numbers else "nothing is run"
     answers: tuple[Answers, ...] = ()
     while True:
@@ -133,8 +133,8 @@ def with_previewed_plan(planner: Planner, options: Options) -> Planner:
             sample = _sample(planner, options)
 
 
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta
+def _has_numbers(parts: Any) -> bool:
+    return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(parts))
 
 
 def _sample(planner: Planner, options: Options) -> Sample | str:

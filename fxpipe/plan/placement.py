@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from fxpipe.errors import PartitionError, nearest
@@ -72,31 +74,23 @@ def writes(name: str) -> str:
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut.
-
-    With the cut further back the last group takes less and those in front of it more, so the best cut is where their
-    costs meet, and moves back with the end.
-    """
-    prefix = [0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # best[r][n]: (greatest cost, last cut) of n stages on r
+    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut."""
+    total = [0, *accumulate(costs)]
+    best: list[dict[int, tuple[float, int]]] = [{0: (0, 0)}]  # best[r][n]: (greatest cost, last cut) of n stages on r
     for used in range(1, ranks + 1):
-        row, before, cut = dict[int, tuple[int, int]](), best[-1], used - 1
+        row, before = dict[int, tuple[float, int]](), best[-1]
         for end in range(used, len(costs) - (ranks - used) + 1):
-            total = prefix[end]
-            greatest = max(before[cut][0], total - prefix[cut])
-            while cut + 1 < end and cut + 1 in before:
-                behind = max(before[cut + 1][0], total - prefix[cut + 1])
-                if behind >= greatest:
+            found: tuple[float, int] = (math.inf, 0)
+            for cut in range(end - 1, used - 2, -1):
+                last = total[end] - total[cut]
+                if last > found[0]:  # further back it is greater still
                     break
-                cut, greatest = cut + 1, behind
-            row[end] = greatest, cut
+                if cut in before:
+                    found = min(found, (max(before[cut][0], last), cut))
+            row[end] = found
         best.append(row)
-    placement: list[int] = []
-    end = len(costs)
-    for used in range(ranks, 0, -1):
-        cut = best[used][end][1]
-        placement = [used - 1] * (end - cut) + placement
-        end = cut
-    return tuple(placement)
+    starts = [len(costs)]
+    for row in best[:0:-1]:
+        starts.append(row[starts[-1]][1])
+    sizes = [end - start for start, end in pairwise(reversed(starts))]
+    return tuple(rank for rank, size in enumerate(sizes) for _ in range(size))

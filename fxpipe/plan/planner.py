@@ -22,7 +22,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture.capture_check import Sample
-from fxpipe.plan.capture.captures import LATER, Captured, Captures, Wrong
+from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.groups import for_groups, places_of_rows
 from fxpipe.plan.capture.same_stages import called_alike, joint, like
 from fxpipe.plan.capture.sizes import outline
@@ -280,11 +280,6 @@ class Planner:
         costed = dataclasses.replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
-
-    def without_tracers(self, wrong: Mapping[Wrong, str]) -> Planner:
-        """Before the first plan; these tracers, with what is wrong of them, are not tried."""
-        captures = None if self.captures is None else self.captures.without_tracers(wrong)
-        return dataclasses.replace(self, captures=captures, tables=Tables(self.options, captures), plans={})
 
     def with_tensors_of_module(self, parallel: Adopting | None = None) -> Planner:
         """The same plans; their stages hold what the module now holds, and nothing that it has let go of.

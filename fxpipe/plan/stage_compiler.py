@@ -66,26 +66,22 @@ class Compiled:
 
     def __init__(self, name: str, original: Callable[..., Any], stage_compiler: StageCompiler) -> None:
         self._name, self._original, self._stage_compiler = name, original, stage_compiler
-        self._has_run = False
+        self._function: Callable[..., Any] | None = None  # once it has run
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        if self._has_run:
+        if self._function is not None:
             outputs: tuple[Any, ...] = self._function(*inputs)
             return outputs
         with phase(f"the compiling of stage {self._name}"):  # which may last, and others wait for what it returns
-            outputs = self._function(*inputs)
-        self._has_run = True
+            function = self._stage_compiler(self._original)
+            if not callable(function):
+                raise RunError(
+                    f"stage_compiler returned {function!r:.80} for stage {self._name!r}; return a callable that takes "
+                    "the stage's inputs and returns the tuple that the stage does"
+                )
+            outputs = function(*inputs)
+        self._function = function
         return outputs
-
-    @cached_property
-    def _function(self) -> Callable[..., Any]:
-        function = self._stage_compiler(self._original)
-        if not callable(function):
-            raise RunError(
-                f"stage_compiler returned {function!r:.80} for stage {self._name!r}; return a callable that takes the "
-                "stage's inputs and returns the tuple that the stage does"
-            )
-        return function
 
     @cached_property
     def in_halves(self) -> Callable[..., tuple[Any, ...]]:

@@ -154,24 +154,17 @@ def test_a_model_that_is_another_each_time_it_runs_is_refused() -> None:
         compiled(Hidden(counted, counted), tracer="symbolic")
 
 
-def outlier_on_the_second_replica() -> tuple[str, float]:
+def outlier_on_the_second_replica() -> None:
     """Only the second replica's example shows that ``clamp`` is not in the symbolic capture."""
     topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
     given = batch(seed=replica_of(topology))
-    model = Hidden(lambda h: h.clamp(max=50), lambda h: h)
-    if replica_of(topology) == 1:
-        given["x"] *= 1000
-    forward_backward = fxpipe.compile(model, topology, microbatches=1, example_kwargs=given)
-    return forward_backward.stages.origin.splitlines()[0], forward_backward(**given).item()
+    given["x"] *= 1000 ** replica_of(topology)
+    fxpipe.compile(Hidden(lambda h: h.clamp(max=50), lambda h: h), topology, microbatches=1, example_kwargs=given)
 
 
-def test_a_tracer_that_one_rank_finds_wrong_is_passed_over_on_all() -> None:
-    (first, loss), (second, _) = run_strict(lambda rank: outlier_on_the_second_replica(), 2, 0)
-    assert first.startswith("the export tracer")
-    assert second.startswith("the export tracer")
-    model, given = Hidden(lambda h: h.clamp(max=50), lambda h: h), [batch(seed=0), batch(seed=1)]
-    given[1]["x"] *= 1000
-    assert loss == pytest.approx(sum(model(**one).item() for one in given) / 2, rel=1e-6)
+def test_a_capture_that_one_rank_finds_wrong_is_refused_on_all() -> None:
+    with pytest.raises(fxpipe.FxpipeError, match="have compiled different programs"):
+        run_strict(lambda rank: outlier_on_the_second_replica(), 2, 0)
 
 
 # --- what is equal to rounding is right ---

@@ -65,13 +65,6 @@ def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_
     assert again.first.digest == planner.first.digest
 
 
-def test_a_tracer_that_is_known_to_be_wrong_is_passed_over() -> None:
-    options = Options(example_args=(torch.zeros(8, 4),))
-    planner = planned(options).without_tracers({(True, "symbolic"): "it is wrong"})
-    assert not planner.plans
-    assert "export" in with_first_plan(planner, options).first.graph.origin
-
-
 @pytest.mark.parametrize(("rows", "wanted"), [(8, [3, 3, 2]), (2, [2, 2, 2])])
 def test_an_example_is_cut_as_a_call_would_cut_it_and_one_of_too_few_rows_is_each_micro_batch(
     rows: int, wanted: list[int]

@@ -226,12 +226,6 @@ def unchecked() -> str:
     return said(body)[0]
 
 
-def test_ranks_compile_with_the_same_check() -> None:
-    for text, _ in strictly(lambda: compiled(PAIR, check_batches=this_rank() == 0), 2):
-        assert "compiled different programs" in text
-        assert "check_batches=True" in text
-
-
 # --- when ---
 
 

@@ -485,5 +485,5 @@ def test_lists_of_objects_are_cut_or_refused_on_all_ranks_alike(ranks: int) -> N
     for found in runs:
         assert found[:4] == pytest.approx([loss + beside / 2] * 2 + [loss + beside] * 2)
         for message in found[4:]:
-            assert "'boxes' is a list of 4, and it is not clear where it has the batch's rows" in str(message)
+            assert "input 'boxes' is or holds a Held, which is not cut" in str(message)
     assert all(found == runs[0] for found in runs)

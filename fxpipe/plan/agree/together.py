@@ -3,15 +3,13 @@ tables of their own, unless they meet in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.options import Options
-from fxpipe.plan.capture.captures import Wrong
 from fxpipe.plan.example import answers_of_example, with_first_plan
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
@@ -22,27 +20,21 @@ _EVERYONE = ("pipe", "data")
 def first_plan_together(transport: Transport, planner: Planner, options: Options) -> Planner:
     """A planner with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
 
-    Where captures are checked, a tracer found wrong on one rank's example is passed over on all. What forward asks
-    about its inputs is answered by the first rank's example.
+    What forward asks about its inputs is answered by the first rank's example.
     """
     keeps_part = transport.pipe_rank is not None
     answers: tuple[Answers, ...] = ()
-    agreed, failure, is_made = set[Wrong](), None, False
     while True:
-        if not is_made:
-            failure = _failure(partial(with_first_plan, planner, options, answers, keeps_part))
-        if planner.captures is None:
-            break
-        question = failure.question.key if isinstance(failure, Unanswered) else ""
-        mine = planner.captures.wrong, (question,), answers_of_example(planner, options)
-        wrong, asked, theirs = _of_everyone(transport, mine)
-        is_made = wrong.keys() != agreed and planner.captures.wrong.keys() == wrong.keys()  # the others do what we did
-        if wrong.keys() != agreed:
-            agreed = set(wrong)
-            planner = planner if is_made else planner.without_tracers(wrong)
-        elif len(set(asked)) == 1 and asked[0]:
-            answers = theirs
-        else:
+        failure: Exception | None = None
+        try:
+            with_first_plan(planner, options, answers, keeps_part)
+        except Exception as error:  # which is raised on all ranks
+            failure = error
+        asked, answers = [_asks(failure)], answers_of_example(planner, options)
+        for scope in _EVERYONE if planner.captures is not None else ():
+            everyone = transport.gather(scope, (asked, answers))
+            asked, answers = [key for keys, _ in everyone for key in keys], everyone[0][1]
+        if len(set(asked)) != 1 or not asked[0]:
             break
 
     def made() -> Planner:
@@ -51,41 +43,19 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
         return planner
 
     planner_together(transport, made)
-    if _same_everywhere(transport, [plan.digest for plan in planner.plans.values()]):
+    digests, same = [plan.digest for plan in planner.plans.values()], True
+    for scope in _EVERYONE:
+        same = all(one == (True, digests) for one in transport.gather(scope, (same, digests)))
+    if same:
         planner.hold_what_all_use()
     else:  # an example that only some can evaluate
         planner.keep(())
     return planner
 
 
-def _failure(make: Callable[[], object]) -> Exception | None:
-    try:
-        make()
-    except Exception as error:  # which is raised later, on all ranks
-        return error
-    return None
-
-
-def _same_everywhere(transport: Transport, mine: list[str]) -> bool:
-    """Whether all ranks have the same, which all of them find out. A collective call of all ranks."""
-    same = True
-    for scope in _EVERYONE:
-        everyone = transport.gather(scope, (same, mine))
-        same = all(one == (True, mine) for one in everyone)
-    return same
-
-
-_State = tuple[Mapping[Wrong, str], tuple[str, ...], tuple[Answers, ...]]
-"""What was found wrong, the keys of questions that are not answered yet, and answers for the example."""
-
-
-def _of_everyone(transport: Transport, state: _State) -> _State:
-    """What all ranks have found wrong, what they ask, and the first rank's answers. A collective call of all ranks."""
-    for scope in _EVERYONE:
-        everyone = transport.gather(scope, state)
-        wrong = {key: why for theirs, _, _ in reversed(everyone) for key, why in theirs.items()}
-        state = wrong, tuple(key for _, asked, _ in everyone for key in asked), everyone[0][2]
-    return state
+def _asks(failure: Exception | None) -> str:
+    """The key of the question that making a plan has met; "" where there is none."""
+    return failure.question.key if isinstance(failure, Unanswered) else ""
 
 
 def planner_together(transport: Transport, make: Callable[[], Planner]) -> Planner:

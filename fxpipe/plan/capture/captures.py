@@ -413,11 +413,6 @@ class Captures:
         head, *rest = made.graph.origin.splitlines()
         return made.of_origin([f"{head}, {checked}", *rest])
 
-    def without_tracers(self, wrong: Mapping[Wrong, str]) -> Captures:
-        """Before the first one; these tracers, with what is wrong of them, are not tried."""
-        given = regions(self.model, named(self.model, self.options.boundaries))
-        return dataclasses.replace(self, wrong=dict(wrong), kept={}, families={}, first=None, whole=given, by_itself={})
-
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
         kept = {
