@@ -63,10 +63,11 @@ class TracingGuard(CaptureGuard):
                 self._undo.pop()()
 
     def _may_change(self, name: str) -> bool:
-        may = {"_parameters", "_buffers", *_CACHES}  # fake tensors are in the tables now
-        if any(_HOOKS_INSTALLED in vars(part) for root in self.roots for part in root.modules()):
-            may.update(_HOOKS)
-        return name.rpartition(".")[2] in may
+        entry = name.rpartition(".")[2]
+        if entry in {"_parameters", "_buffers", *_CACHES}:  # fake tensors are in the tables now
+            return True
+        parts = (part for root in self.roots for part in root.modules())
+        return entry in _HOOKS and any(_HOOKS_INSTALLED in vars(part) for part in parts)
 
     def _patches(self) -> list[tuple[Any, str, Any]]:
         return [
