@@ -62,9 +62,7 @@ LONGEST = """
     faults/test_faults.py
     plan/test_joint_graph.py
     whole/test_benchmarks.py
-    whole/test_gathered_hf.py
-    whole/test_opaque_hf.py
-    whole/test_lengths_hf.py
+    whole/test_hf_batches.py
     whole/test_loops.py
     whole/test_readme.py
     whole/test_without_numpy.py

@@ -18,6 +18,9 @@ from tests.strict_transport import current_seat, run_strict
 Engine = Callable[..., list[Any]]
 """``engine(ranks, fn, *args)`` → what ``fn(*args)`` returned, by rank; one result where one process plays all."""
 
+Engines = Callable[[str], Engine]
+"""The name of an engine → the engine: the fixture ``engines``."""
+
 STEPS = 3
 
 
@@ -192,6 +195,75 @@ def assert_same(got: Tensor | None, wanted: Tensor | None, what: str, tolerance:
     gap = (got.double() - wanted.double()).abs().max().item()
     scale = wanted.double().abs().max().item()
     assert gap <= tolerance * scale, f"{what} is off by {gap:.3g} where the largest number is {scale:.3g}"
+
+
+Steps = list[tuple[Tensor, dict[str, Tensor | None]]]
+"""The loss of each step, and this rank's gradients of it."""
+
+
+def steps_of(forward_backward: fxpipe.ForwardBackward, batches: Sequence[Inputs]) -> Steps:
+    """A step for each batch, each with its own gradients."""
+    steps = []
+    for batch in batches:
+        forward_backward.zero_grad()
+        loss = forward_backward(**batch)
+        steps.append((loss, gradients_of(forward_backward.named_parameters())))
+    return steps
+
+
+def assert_gradients(
+    got: Mapping[str, Tensor | None], model: nn.Module, tolerance: float = 0.0, what: str = ""
+) -> None:
+    """A rank's gradients are the plain model's."""
+    wanted = gradients_of(model.named_parameters(remove_duplicate=False))
+    for name, gradient in got.items():
+        assert_same(gradient, wanted[name], f"{what}{name}", tolerance)
+
+
+def assert_steps(
+    runs: Sequence[Steps], model: nn.Module, batches: Sequence[Inputs], microbatches: int, tolerance: float = 0.0
+) -> None:
+    """On every rank each step has the loss and the gradients of the plain model."""
+    for step, batch in enumerate(batches):
+        model.zero_grad()
+        loss, _ = accumulate(lambda _, part: model(**part), cut(batch, microbatches))
+        for rank, run in enumerate(runs):
+            place = f"rank {rank}, step {step}: "
+            assert_same(run[step][0], loss, place + "loss", tolerance)
+            assert_gradients(run[step][1], model, tolerance, place)
+
+
+def optimized(
+    forward_backward: fxpipe.ForwardBackward, batches: Sequence[Inputs], cls: Any = torch.optim.SGD, lr: float = 0.1
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """A step of an optimizer for each batch: the losses, and the whole model's state at the end."""
+    optimizer, losses = forward_backward.optimizer(cls, lr=lr), []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(forward_backward(**batch))
+        optimizer.step()
+    return losses, forward_backward.state_dict(full=True)
+
+
+def assert_optimized(
+    runs: Sequence[tuple[list[Tensor], dict[str, Tensor]]],
+    model: nn.Module,
+    steps: Sequence[Sequence[Inputs]],
+    tolerance: float = 0.0,
+    cls: Any = torch.optim.SGD,
+    lr: float = 0.1,
+) -> None:
+    """What the plain model makes of ``steps``, the micro-batches of each step, of all replicas."""
+    optimizer, losses = cls(model.parameters(), lr=lr), []
+    for parts in steps:
+        optimizer.zero_grad()
+        losses.append(accumulate(lambda _, part: model(**part), parts)[0])
+        optimizer.step()
+    for rank, (found, state) in enumerate(runs):
+        for step, (loss, wanted) in enumerate(zip(found, losses, strict=True)):
+            assert_same(loss, wanted, f"rank {rank}: loss of step {step}", tolerance)
+        for name, tensor in model.state_dict().items():
+            assert_same(state[name], tensor, f"rank {rank}: {name}", tolerance)
 
 
 def assert_run(runs: Sequence[Run], wanted: Run, tolerance: float = 0.0) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe import stage_boundary
 
 WIDTH, ROWS = 4, 7
@@ -169,3 +171,14 @@ class _Writer:
 def batch(number: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
     return {name: torch.randn(ROWS, WIDTH, generator=generator) for name in ("x", "z", "y")}
+
+
+def staged(number: int, fewest: int) -> Iterator[tuple[int, fxpipe.StageGraph]]:
+    """Seeds of models that train, and have so many stages or more, and those stages."""
+    for seed in range(1000 * number, 1000 * number + 1000):
+        model = RandomModel(seed)
+        if model(**batch(0)).requires_grad:  # not everything is detached
+            with contextlib.suppress(fxpipe.PartitionError):
+                stages = fxpipe.compile(model, fxpipe.Topology([("pipe", 1)])).stages
+                if len(stages) >= fewest:
+                    yield seed, stages

@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 
 from fxpipe.plan.capture.captures import Captures
+from tests.harness import Engines, engine_of
+
+
+@pytest.fixture
+def engines(request: pytest.FixtureRequest) -> Engines:
+    """The engine of a name; worker processes are started only for the one that needs them."""
+    return lambda name: engine_of(name, lambda: request.getfixturevalue("pool"))
 
 
 @pytest.fixture

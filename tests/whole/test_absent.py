@@ -11,12 +11,25 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import stage_boundary
-from tests.harness import assert_same, engine_of, gradients_of, replica_of
+from tests.harness import (
+    Engines,
+    Steps,
+    accumulate,
+    assert_gradients,
+    assert_optimized,
+    assert_same,
+    assert_steps,
+    cut,
+    gradients_of,
+    optimized,
+    replica_of,
+    steps_of,
+    strict,
+)
 from tests.pool import Pool
-from tests.thinned import ALL
+from tests.thinned import ALL, in_turn
 
 WIDTH = 6
-ENGINES = ["local", "strict 1", "distributed"]
 
 
 class MaybeImage(nn.Module):
@@ -56,48 +69,13 @@ def compiled(topology: fxpipe.Topology) -> fxpipe.ForwardBackward:
     return fxpipe.compile(model(), topology, microbatches=4, example_kwargs=batches()[0])
 
 
-def steps(data: int) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-    topology = fxpipe.Topology([("pipe", 4 // data), ("data", data)])
-    replica = replica_of(topology) if data > 1 else 0
-    forward_backward = compiled(topology)
-    ran = []
-    for batch in batches():
-        forward_backward.zero_grad()
-        part = {name: None if value is None else value.chunk(data)[replica] for name, value in batch.items()}
-        loss = forward_backward(**part)
-        ran.append((loss, gradients_of(forward_backward.named_parameters())))
-    return ran
+def steps() -> Steps:
+    return steps_of(compiled(fxpipe.Topology([("pipe", 4)])), batches())
 
 
-def reference(batch: dict[str, Any], parts: int) -> tuple[Tensor, dict[str, Tensor | None]]:
-    plain = model()
-    total = torch.zeros(())
-    for place in range(parts):
-        part = {name: None if value is None else value.chunk(parts)[place] for name, value in batch.items()}
-        loss = plain(**part) / parts
-        loss.backward()
-        total = total + loss.detach()
-    return total, gradients_of(plain.named_parameters())
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_its_tower_gets_no_gradient_and_the_rest_is_plain_pytorchs(engine: str, request: pytest.FixtureRequest) -> None:
-    for rank, ran in enumerate(engine_of(engine, lambda: request.getfixturevalue("pool"))(4, steps, 1)):
-        for batch, (loss, gradients) in zip(batches(), ran, strict=True):
-            wanted_loss, wanted = reference(batch, 4)
-            assert_same(loss, wanted_loss, f"rank {rank}: loss")
-            for name, gradient in gradients.items():
-                assert_same(gradient, wanted[name], f"rank {rank}: {name}")
-
-
-@pytest.mark.parametrize("engine", ["strict 2", "distributed"])
-def test_beside_a_data_axis(engine: str, request: pytest.FixtureRequest) -> None:
-    for rank, ran in enumerate(engine_of(engine, lambda: request.getfixturevalue("pool"))(4, steps, 2)):
-        for batch, (loss, gradients) in zip(batches(), ran, strict=True):
-            wanted_loss, wanted = reference(batch, 8)
-            assert_same(loss, wanted_loss, f"rank {rank}: loss", 1e-6)
-            for name, gradient in gradients.items():
-                assert_same(gradient, wanted[name], f"rank {rank}: {name}", 1e-6)
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+def test_its_tower_gets_no_gradient_and_the_rest_is_plain_pytorchs(engine: str, engines: Engines) -> None:
+    assert_steps(engines(engine)(4, steps), model(), batches(), 4)
 
 
 def test_its_stages_do_nothing_in_the_table_of_such_a_batch() -> None:
@@ -118,35 +96,18 @@ def of_different_kinds(zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     replica = replica_of(topology)
     part = {name: value.chunk(2)[replica] for name, value in batches()[0].items()}
     forward_backward = fxpipe.compile(model(), topology, microbatches=4, zero=zero, example_kwargs=part)
-    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        absent = {"image": None} if (step + replica) % 2 else {}
-        losses.append(forward_backward(**part | absent))
-        optimizer.step()
-    return losses, forward_backward.state_dict(full=True)
+    steps = [part | ({"image": None} if (step + replica) % 2 else {}) for step in range(3)]
+    return optimized(forward_backward, steps)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3] if ALL else [2, 3])
 def test_replicas_may_differ_in_it(zero: int, pool: Pool) -> None:
-    plain, wanted = model(), []
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for place in range(8):  # four micro-batches of the first replica, four of the second
-            part = {name: value.chunk(8)[place] for name, value in batches()[0].items()}
-            absent = {"image": None} if (step + place // 4) % 2 else {}
-            (loss := plain(**part | absent) / 8).backward()
-            total = total + loss.detach()
-        wanted.append(total)
-        optimizer.step()
-    for losses, state in pool.run(of_different_kinds, zero):
-        for loss, wanted_loss in zip(losses, wanted, strict=True):
-            assert_same(loss, wanted_loss, "loss", 1e-6)
-        for name, tensor in plain.state_dict().items():
-            assert_same(state[name], tensor, name, 1e-6)
+    parts = cut(batches()[0], 8)  # four micro-batches of the first replica, four of the second
+    steps = [
+        [part | ({"image": None} if (step + place // 4) % 2 else {}) for place, part in enumerate(parts)]
+        for step in range(3)
+    ]
+    assert_optimized(pool.run(of_different_kinds, zero), model(), steps, 1e-6)
 
 
 class MaybeMixed(nn.Module):
@@ -163,41 +124,25 @@ class MaybeMixed(nn.Module):
         return self.end(stage_boundary(h, name="end")).square().mean()
 
 
-def mixed_steps(data: int) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+def mixed_steps() -> Steps:
     """Of two replicas, one meets the batch without an image a step earlier than the other."""
-    topology = fxpipe.Topology([("pipe", 3), ("data", data)])
-    replica = replica_of(topology) if data > 1 else 0
+    topology = fxpipe.Topology([("pipe", 3), ("data", 2)])
+    replica = replica_of(topology)
     torch.manual_seed(0)
     forward_backward = fxpipe.compile(MaybeMixed(), topology, microbatches=4, example_kwargs=batches()[0])
-    ran = []
-    for batch in batches()[replica : replica + 4 - data]:
-        forward_backward.zero_grad()
-        loss = forward_backward(**batch)
-        ran.append((loss, gradients_of(forward_backward.named_parameters())))
-    return ran
+    return steps_of(forward_backward, batches()[replica : replica + 2])
 
 
-@pytest.mark.parametrize(("engine", "data"), [("local", 1), ("strict 1", 2), ("distributed", 1)])
-def test_ranks_that_sent_each_other_nothing_before_are_connected_when_such_a_batch_comes(
-    engine: str, data: int, request: pytest.FixtureRequest
-) -> None:
-    runs = engine_of(engine, lambda: request.getfixturevalue("pool"))(3 * data, mixed_steps, data)
+def test_ranks_that_sent_each_other_nothing_before_are_connected_when_such_a_batch_comes() -> None:
     torch.manual_seed(0)
     plain = MaybeMixed()
-    for step in range(len(runs[0])):
+    for step, (first, second) in enumerate(zip(*strict(1)(6, mixed_steps)[:2], strict=True)):
         plain.zero_grad()
-        total = torch.zeros(())
-        for batch in batches()[step : step + data]:
-            for place in range(4):
-                part = {name: None if value is None else value.chunk(4)[place] for name, value in batch.items()}
-                loss = plain(**part) / (4 * data)
-                loss.backward()
-                total = total + loss.detach()
-        for run in runs:
-            assert_same(run[step][0], total, f"loss of step {step}", 1e-6 * (data - 1))
-            for name, gradient in run[step][1].items():
-                wanted = plain.get_parameter(name).grad
-                assert_same(gradient, wanted, f"{name} of step {step}", 1e-6 * (data - 1))
+        parts = [part for batch in batches()[step : step + 2] for part in cut(batch, 4)]
+        loss, _ = accumulate(lambda _, part: plain(**part), parts)
+        for found, gradients in (first, second):
+            assert_same(found, loss, f"loss of step {step}", 1e-6)
+            assert_gradients(gradients, plain, 1e-6, f"step {step}: ")
 
 
 MIXES = [(1, 0, 1, 0), (0, 1, 1, 0), (0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 1, 0)]
@@ -214,7 +159,7 @@ def parts_of(mix: tuple[int, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def mixed_in_a_step(kind: type[nn.Module], tracer: str, options: dict[str, Any], ranks: int) -> list[Any]:
+def mixed_in_a_step(kind: type[nn.Module], tracer: str, options: dict[str, Any], ranks: int) -> Steps:
     torch.manual_seed(0)
     topology = fxpipe.Topology([("pipe", ranks)])
     forward_backward = fxpipe.compile(kind(), topology, tracer=tracer, example_kwargs=batches()[0], **options)
@@ -235,28 +180,16 @@ KINDS_OF_MIX = [
 ]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("kind", "tracer", "options", "ranks"), KINDS_OF_MIX)
-def test_micro_batches_of_one_step_may_differ_in_it(
-    kind: type[nn.Module],
-    tracer: str,
-    options: dict[str, Any],
-    ranks: int,
-    engine: str,
-    request: pytest.FixtureRequest,
-) -> None:
-    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
-    for rank, ran in enumerate(run(ranks, mixed_in_a_step, kind, tracer, options, ranks)):
+@pytest.mark.parametrize(("of", "engine"), in_turn(KINDS_OF_MIX, ["strict 1", "local", "distributed"]))
+def test_micro_batches_of_one_step_may_differ_in_it(of: Any, engine: str, engines: Engines) -> None:
+    kind, *_, ranks = of
+    for ran in engines(engine)(ranks, mixed_in_a_step, *of):
         for mix, (loss, gradients) in zip(MIXES, ran, strict=True):
             torch.manual_seed(0)
-            plain, total = kind(), torch.zeros(())
-            for part in parts_of(mix):
-                (one := plain(**part) / 4).backward()
-                total = total + one.detach()
-            assert_same(loss, total, f"rank {rank}: loss of {mix}")
-            wanted = gradients_of(plain.named_parameters())
-            for name, gradient in gradients.items():
-                assert_same(gradient, wanted[name], f"rank {rank}: {name} of {mix}")
+            plain = kind()
+            wanted, _ = accumulate(lambda _, part, plain=plain: plain(**part), parts_of(mix))  # type: ignore[misc]
+            assert_same(loss, wanted, f"loss of {mix}")
+            assert_gradients(gradients, plain, what=f"{mix}: ")
 
 
 def test_a_batch_that_needs_more_than_the_first_kind_is_refused() -> None:

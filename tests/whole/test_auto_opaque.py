@@ -1,4 +1,4 @@
-"""What no tracer captures is opaque by itself, without a rule: parts, and functions that a property gives."""
+"""What no tracer captures is opaque by itself; cuts are searched for around opaque regions, and none inside."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import TraceError
-from tests.harness import accumulate, assert_same, cut, engine_of, gradients_of
+from fxpipe import FxpipeError, PartitionError, Topology, TraceError
+from fxpipe.graph.opaque_call import opaque_calls
+from tests import models
+from tests.harness import Engines, Run, Steps, assert_run, assert_steps, reference, stepped, steps_of
 from tests.layered import WIDTH, Layer, Layers, assert_trains, compiled, vectors
-from tests.models import Inputs
+from tests.models import Case, linear
+from tests.pool import Pool
 
 CUTS = ["layers.1", "layers.3"]
 
@@ -62,30 +65,14 @@ def matched(x: Tensor, y: Tensor, config: Any) -> Tensor:
     return (x[order] - y).square().mean()
 
 
-def step(make: Any, given: list[Inputs]) -> list[tuple[Tensor, dict[str, Any]]]:
+def step() -> Steps:
     torch.manual_seed(0)
-    fb = compiled(make(), given[0], CUTS)
-    found = []
-    for one in given[1:]:
-        fb.zero_grad()
-        found.append((fb(**one), gradients_of(fb.named_parameters())))
-    return found
+    return steps_of(compiled(Picks(), vectors(0), CUTS), [vectors(n) for n in (1, 2)])
 
 
-@pytest.mark.parametrize("engine", ["local", "distributed"])
-def test_parts_that_pick_rows_are_opaque_by_themselves(engine: str, request: pytest.FixtureRequest) -> None:
-    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
-    given = [vectors(n) for n in range(4)]
-    for found in run(2, step, Picks, given):
-        torch.manual_seed(0)
-        plain = Picks()
-        for one, (loss, gradients) in zip(given[1:], found, strict=True):
-            plain.zero_grad()
-            wanted, _ = accumulate(lambda _, part, plain=plain: plain(**part), cut(one, 2))  # type: ignore[misc]
-            assert_same(loss, wanted, "loss")
-            known = gradients_of(plain.named_parameters())
-            for name, gradient in gradients.items():
-                assert_same(gradient, known[name], name)
+def test_parts_that_pick_rows_are_opaque_by_themselves(pool: Pool) -> None:
+    torch.manual_seed(0)
+    assert_steps(pool.run(step, ranks=2), Picks(), [vectors(n) for n in (1, 2)], 2)
 
 
 def test_stages_say_which_part_why_and_what_share_of_the_cost() -> None:
@@ -104,11 +91,8 @@ def test_stages_say_which_part_why_and_what_share_of_the_cost() -> None:
 def test_the_function_of_a_property_may_be_opaque() -> None:
     forward_backward = assert_trains(Judged, [vectors(0), vectors(1)], CUTS, 3)
     assert "loss_function is opaque" in str(forward_backward.stages)
-
-
-@pytest.mark.parametrize("rule", [{"loss_function": "whole"}])
-def test_it_may_be_named_by_hand(rule: dict[str, str]) -> None:
-    assert_trains(Judged, [vectors(0), vectors(1)], {**dict.fromkeys(CUTS, "before"), **rule}, 3, tracer="export")
+    by_hand = {**dict.fromkeys(CUTS, "before"), "loss_function": "whole"}
+    assert_trains(Judged, [vectors(0), vectors(1)], by_hand, 3, tracer="export")
 
 
 @pytest.mark.parametrize("options", [{"auto_opaque": False}, {"tracer": "export"}])
@@ -133,3 +117,112 @@ class Mostly(Picks):
 def test_parts_that_take_most_of_a_step_are_refused_with_what_was_tried() -> None:
     with pytest.raises(TraceError, match=r"with other, picking kept opaque by itself: they take \d\d% of a step"):
         compiled(Mostly(), vectors(0), CUTS)
+
+
+# --- ``{"*": "auto", name: "whole"}`` ---
+
+
+class Sorted(nn.Module):
+    """Rows that are large by the word of Python, in their order, through two layers; a cut between would be inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [place for place, row in enumerate(x) if row.sum().item() > 0] or [0]
+        kept.sort(key=lambda place: x[place].sum().item())
+        return self.second(torch.relu(self.first(torch.stack([x[place] for place in kept]))))
+
+
+class Counter(nn.Module):
+    """Counts its calls, in an attribute that another of its methods reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def counts(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * float(self.calls)
+
+    def reads(self, x: Tensor) -> Tensor:
+        return x * float(self.calls)
+
+
+class Around(nn.Module):
+    """A region between layers, and two that share a number of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh())
+        self.counter, self.region, self.behind, self.head = Counter(), Sorted(), linear(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.counter.counts(self.before(x))
+        rows = torch.tanh(self.behind(self.region(h)))
+        return self.head(rows).square().mean() + (self.counter.reads(self.before(x)) - y).square().mean()
+
+
+RULES: Any = {"*": "auto", "region": "whole", "counter.counts": "whole", "counter.reads": "whole"}
+
+
+def around() -> Case:
+    return Case(Around, models.vectors, ranks=2, microbatches=4)
+
+
+def _trained(tracer: str, options: dict[str, Any]) -> tuple[Run, list[str]]:
+    batches = [around().batch(number) for number in range(2)]
+    fb = fxpipe.compile(
+        around().model(),
+        Topology([("pipe", 2)]),
+        microbatches=4,
+        boundaries=RULES,
+        tracer=tracer,
+        example_kwargs=batches[0],
+        **options,
+    )
+    return stepped(fb, around(), batches), [
+        str([kept.name for kept in opaque_calls(stage.module)]) for stage in fb.stages
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "tracer", "options"),
+    [("distributed", "export", {}), ("strict 1", "symbolic", {"memory_per_rank": 1e6, "schedule": "zb_h1"})],
+)
+def test_cuts_found_around_regions_train_as_plain_pytorch(
+    engine: str, tracer: str, options: dict[str, Any], engines: Engines
+) -> None:
+    wanted, _ = reference(around(), [around().batch(number) for number in range(2)])
+    runs = engines(engine)(2, _trained, tracer, options)
+    assert_run([run for run, _ in runs], wanted, 1e-6)
+    for _, held in runs:  # those that share a counter are in one stage
+        assert sum("region" in stage for stage in held) == 1
+        assert any("counts" in stage and "reads" in stage for stage in held)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "told"),
+    [
+        (
+            ["auto", "region"],
+            r'"auto" where a submodule is named; write "auto", or.*\{"\*": "auto"',
+        ),
+        ({"region": "auto"}, "\"auto\" for 'region'; it is for all of the model"),
+        ({"*": "auto", "head": "before"}, '.before. for .head. beside "auto"'),
+        ({"*": "auto", "region": ["whole", "after"]}, '.after. for .region. beside "auto"'),
+        ({"*": "auto", "region": "whole", "region.first": "whole"}, "inside of 'region'"),
+        ([{"region": "whole"}, "auto"], 'which is no name; give .*"auto"'),
+    ],
+)
+def test_wrong_mixes_with_auto_are_refused(boundaries: Any, told: str) -> None:
+    with pytest.raises(PartitionError, match=told):
+        fxpipe.preview(
+            around().model(), Topology([("pipe", 2)]), boundaries=boundaries, example_kwargs=around().batch()
+        )
+
+
+def test_auto_beside_a_region_needs_a_batch() -> None:
+    with pytest.raises(FxpipeError, match="example_args="):
+        fxpipe.preview(around().model(), Topology([("pipe", 2)]), boundaries=RULES)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import stage_boundary
-from tests.harness import assert_same, engine_of, gradients_of
+from tests.harness import Engines, assert_gradients, assert_same, gradients_of
+from tests.pool import Pool
 from tests.thinned import in_turn
 
 WIDTH = 8
@@ -47,19 +48,17 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
 
 
-def step(on: bool) -> tuple[Tensor, dict[str, Tensor | None], list[bool], Any]:
+def step(on: bool) -> tuple[Tensor, dict[str, Tensor | None], list[bool]]:
     compiled = model()
     forward_backward = fxpipe.compile(compiled, fxpipe.Topology([("pipe", 3)]), microbatches=4)
     with torch.autocast("cpu", torch.bfloat16, enabled=on):
         loss = forward_backward(*batch())
         assert torch.is_autocast_enabled("cpu") == on
-    with torch.autocast("cpu", torch.bfloat16, enabled=on):
-        output = forward_backward.evaluate(*batch(), outputs="all")
-    return loss, gradients_of(forward_backward.named_parameters()), compiled.seen, output
+    return loss, gradients_of(forward_backward.named_parameters()), compiled.seen
 
 
-@pytest.mark.parametrize(("engine", "on"), in_turn(["local", "strict 1", "distributed"], [True, False]))
-def test_loss_and_gradients_are_those_of_plain_pytorch(engine: str, on: bool, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("engine", "on"), [("local", False), ("distributed", True)])
+def test_loss_and_gradients_are_those_of_plain_pytorch(engine: str, on: bool, engines: Engines) -> None:
     plain = model()
     total = torch.zeros(())
     for x, y in zip(*(part.chunk(4) for part in batch()), strict=True):
@@ -67,22 +66,16 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(engine: str, on: bool, re
             loss = plain(x, y)
         (loss * 0.25).backward()
         total = total + loss.detach() * 0.25
-    wanted = gradients_of(plain.named_parameters())
-    for loss, gradients, seen, _ in engine_of(engine, lambda: request.getfixturevalue("pool"))(3, step, on):
+    for loss, gradients, seen in engines(engine)(3, step, on):
         assert_same(loss, total, "loss")
         assert not any(seen)
-        for name, gradient in gradients.items():
-            assert_same(gradient, wanted[name], name)
+        assert_gradients(gradients, plain)
+    assert (step(on=False)[0] != total) == on, "it changes the numbers"
 
 
-def test_it_changes_the_numbers() -> None:
-    """Without which the test above would show nothing."""
-    assert step(on=True)[0] != step(on=False)[0]
-
-
-def test_ranks_under_different_autocast_are_refused(request: pytest.FixtureRequest) -> None:
+def test_ranks_under_different_autocast_are_refused(pool: Pool) -> None:
     with pytest.raises(AssertionError, match="under different autocast"):
-        engine_of("distributed", lambda: request.getfixturevalue("pool"))(3, one_rank_differs)
+        pool.run(one_rank_differs, ranks=3)
 
 
 def one_rank_differs() -> None:
@@ -97,8 +90,7 @@ class Asks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         on, half = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu") is torch.float16
-        wide, exact = torch.get_default_dtype() is torch.float64, torch.are_deterministic_algorithms_enabled()
-        return x * (1 + on + 2 * (on and half) + 4 * wide + 8 * exact)
+        return x * (1 + on + 2 * (on and half) + 4 * (torch.get_default_dtype() is torch.float64))
 
 
 class Asking(nn.Module):
@@ -111,19 +103,17 @@ class Asking(nn.Module):
 
 
 @contextlib.contextmanager
-def setting(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
-    change(value)
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        change(before)
+        torch.set_default_dtype(torch.float32)
 
 
 AMBIENT: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast to another type": lambda: torch.autocast("cpu", torch.float16),
-    "a default type": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
-    "deterministic algorithms": lambda: setting(torch.use_deterministic_algorithms, True, False),
+    "a default type": double_by_default,
 }
 
 
@@ -142,10 +132,10 @@ def asked(tracer: Any, around: str, given: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("engine", "tracer", "around"),
-    in_turn(["local", "distributed"], ["symbolic", "export", "record", "auto"], list(AMBIENT)),
+    in_turn(["local", "distributed", "local"], ["symbolic", "export", "record"], list(AMBIENT)),
 )
 def test_what_forward_asks_torch_is_what_is_set_around_the_call(
-    engine: str, tracer: str, around: str, request: pytest.FixtureRequest
+    engine: str, tracer: str, around: str, engines: Engines
 ) -> None:
     torch.manual_seed(0)
     plain, given, wanted = Asking(), batch()[0], []
@@ -153,6 +143,6 @@ def test_what_forward_asks_torch_is_what_is_set_around_the_call(
         with entered():
             wanted += [sum(plain(part).detach() / 2 for part in given.chunk(2))] * 2
     assert wanted[2] > 2 * wanted[0]
-    for found in engine_of(engine, lambda: request.getfixturevalue("pool"))(2, asked, tracer, around, given):
+    for found in engines(engine)(2, asked, tracer, around, given):
         for got, loss in zip(found, wanted, strict=True):
             assert_same(got, loss, around)

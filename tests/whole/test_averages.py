@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import fxpipe
-from tests.harness import engine_of
+from tests.pool import Pool
 from tests.whole.test_readme import ROOT, blocks
 
-STEPS, RANKS = 5, 3
+STEPS, RANKS = 3, 3
 PAGE: dict[str, Any] = {"copy": copy, "fxpipe": fxpipe, "nn": nn, "torch": torch, "Tensor": Tensor, "F": nn.functional}
 exec("from __future__ import annotations\n" + "\n".join(blocks(ROOT / "examples/training_loop.md", "py")), PAGE)
 Teaching: Any = PAGE["Teaching"]
@@ -79,14 +79,10 @@ def piped(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("engine", ["local", "distributed"])
-def test_a_teacher_and_an_averaged_model_are_plain_pytorchs(
-    name: str, engine: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_teacher_and_an_averaged_model_are_plain_pytorchs(name: str, pool: Pool) -> None:
     wanted, wanted_averages = plainly(name)
-    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
     found: dict[str, Tensor] = {}
-    for state, averages in run(RANKS, piped, name):
+    for state, averages in pool.run(piped, name, ranks=RANKS):
         torch.testing.assert_close(state, wanted, rtol=0, atol=0)
         found |= averages
     torch.testing.assert_close(found, {name: wanted_averages[name] for name in found}, rtol=0, atol=0)
@@ -134,7 +130,7 @@ def teacher_elsewhere() -> Any:
     return found
 
 
-def test_a_use_of_what_another_rank_holds_names_its_stage_and_rank(pool: Any) -> None:
+def test_a_use_of_what_another_rank_holds_names_its_stage_and_rank(pool: Pool) -> None:
     for found in pool.run(teacher_elsewhere, ranks=RANKS):
         for name, told in found.items():
             assert re.search(r"is held by pipe rank [012] \(stage \w+\.\w+\)", str(told)), (name, told)

@@ -11,8 +11,17 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Packed, Topology
-from tests.harness import accumulate, assert_same, engine_of, replica_of
+from tests.harness import (
+    accumulate,
+    assert_gradients,
+    assert_optimized,
+    assert_same,
+    gradients_of,
+    optimized,
+    replica_of,
+)
 from tests.models import Inputs
+from tests.pool import Pool
 
 CHANNELS, KINDS, STRIDE = 4, 3, 4
 
@@ -86,61 +95,32 @@ def built() -> Detector:
 
 
 def compiled(pipe: int, data: int, **options: Any) -> fxpipe.ForwardBackward:
-    return fxpipe.compile(
-        built(),
-        Topology([("pipe", pipe), ("data", data)]),
-        boundaries=CUTS,
-        microbatches=MICROBATCHES,
-        batch_dim=LISTS,
-        example_kwargs=batch_of(0),
-        **options,
-    )
+    options = {"batch_dim": LISTS, "example_kwargs": batch_of(0), "boundaries": CUTS} | options
+    torch.manual_seed(0)
+    model, topology = options.pop("model", built)(), Topology([("pipe", pipe), ("data", data)])
+    return fxpipe.compile(model, topology, microbatches=MICROBATCHES, **options)
 
 
-def trained(pipe: int, data: int, zero: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
+def trained(pipe: int, data: int, zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     forward_backward = compiled(pipe, data, zero=zero)
     replica = replica_of(forward_backward.topology) if data > 1 else 0
-    optimizer, losses = forward_backward.optimizer(torch.optim.SGD, lr=0.1), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(forward_backward(**batch_of(step, replica)))
-        optimizer.step()
-    return losses, forward_backward.state_dict(full=True), len(forward_backward.stages)
+    assert len(forward_backward.stages) == 4
+    return optimized(forward_backward, [batch_of(step, replica) for step in range(STEPS)])
 
 
-def wanted(data: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Plain PyTorch, over micro-batches of all replicas that are cut by hand."""
-    model, losses, size = built(), [], ROWS // MICROBATCHES
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        parts = [
-            {name: value[row : row + size] for name, value in batch_of(step, replica).items()}
-            for replica in range(data)
-            for row in range(0, ROWS, size)
-        ]
-        losses.append(accumulate(lambda _, part: model(**part), parts, [1.0] * len(parts))[0])
-        optimizer.step()
-    return losses, model.state_dict()
+def parts_of(batch: Inputs) -> list[Inputs]:
+    """Micro-batches, cut by hand."""
+    size = len(batch["images"]) // MICROBATCHES
+    return [
+        {name: value[size * place : size * (place + 1)] for name, value in batch.items()}
+        for place in range(MICROBATCHES)
+    ]
 
 
-@pytest.mark.parametrize(
-    ("engine", "pipe", "data", "zero"),
-    [("local", 4, 1, 0), ("distributed", 4, 1, 0), ("distributed", 2, 2, 1)],
-)
-def test_images_and_boxes_in_lists_train_as_in_plain_pytorch(
-    engine: str, pipe: int, data: int, zero: int, request: pytest.FixtureRequest
-) -> None:
-    losses, state = wanted(data)
-    tolerance = 1e-6 if data > 1 else 0.0
-    for found, kept, stages in engine_of(engine, lambda: request.getfixturevalue("pool"))(
-        pipe * data, trained, pipe, data, zero
-    ):
-        assert stages == 4
-        for got, loss in zip(found, losses, strict=True):
-            assert_same(got, loss, "loss", tolerance)
-        for name, tensor in state.items():
-            assert_same(kept[name], tensor, name, tolerance)
+@pytest.mark.parametrize(("pipe", "data", "zero"), [(4, 1, 0), (2, 2, 1)])
+def test_images_and_boxes_in_lists_train_as_in_plain_pytorch(pipe: int, data: int, zero: int, pool: Pool) -> None:
+    steps = [[part for replica in range(data) for part in parts_of(batch_of(step, replica))] for step in range(STEPS)]
+    assert_optimized(pool.run(trained, pipe, data, zero, ranks=4), built(), steps, 1e-6 * (data - 1))
 
 
 def test_a_last_batch_of_fewer_images_trains_too() -> None:
@@ -149,11 +129,9 @@ def test_a_last_batch_of_fewer_images_trains_too() -> None:
     with pytest.raises(fxpipe.RunError, match=r'each number of them by tracer="export"'):
         compiled(4, 1, tracer="symbolic")(**batch)
     forward_backward, model = compiled(4, 1, tracer="export"), built()
-    parts = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(3)]
-    wanted = accumulate(lambda _, part: model(**part), parts, [1.0] * 3)[0]
+    wanted = accumulate(lambda _, part: model(**part), parts_of(batch), [1.0] * 3)[0]
     assert_same(forward_backward(**batch), wanted, "loss")
-    for name, parameter in forward_backward.named_parameters():
-        assert_same(parameter.grad, model.get_parameter(name).grad, name)
+    assert_gradients(gradients_of(forward_backward.named_parameters()), model)
 
 
 def test_what_the_region_refuses_by_itself_says_which_micro_batch() -> None:
@@ -174,25 +152,12 @@ class Labelled(Detector):
         return {"loss": super().forward(images, labels)}
 
 
-def labelled_loss() -> Tensor:
-    torch.manual_seed(0)
-    images, boxes = batch_of(0).values()
-    forward_backward = fxpipe.compile(
-        Labelled(),
-        Topology([("pipe", 2)]),
-        boundaries={"prepare": "whole", "losses": "whole", "head": "before"},
-        microbatches=MICROBATCHES,
-        batch_dim={"images": Packed(1), "labels": Packed(1)},
-        example_kwargs={"images": images, "labels": boxes},
-    )
-    return forward_backward(images=images, labels=boxes)
-
-
-@pytest.mark.parametrize("engine", ["local", "distributed"])
-def test_labels_that_are_a_dict_for_each_image_are_not_counted(engine: str, request: pytest.FixtureRequest) -> None:
+def test_labels_that_are_a_dict_for_each_image_are_not_counted() -> None:
     """There is no ``num_items_in_batch`` of them: the loss is the mean over micro-batches."""
-    model, batch, size = built(), batch_of(0), ROWS // MICROBATCHES
-    parts = [{name: value[row : row + size] for name, value in batch.items()} for row in range(0, ROWS, size)]
-    wanted = accumulate(lambda _, part: model(**part), parts, [1.0] * len(parts))[0]
-    for loss in engine_of(engine, lambda: request.getfixturevalue("pool"))(2, labelled_loss):
-        assert_same(loss, wanted, "loss")
+    images, boxes = batch_of(0).values()
+    given = {"images": images, "labels": boxes}
+    forward_backward = compiled(
+        2, 1, model=Labelled, batch_dim=dict.fromkeys(given, Packed(1)), example_kwargs=given, tracer="export"
+    )
+    wanted, _ = accumulate(lambda _, part: built()(**part), parts_of(batch_of(0)), [1.0] * MICROBATCHES)
+    assert_same(forward_backward(**given), wanted, "loss")

@@ -3,27 +3,22 @@
 Files that were valid are cut, doubled and mixed with words of their own kind. A new kind of file is a row of ``KINDS``:
 what writes a valid one, the words that may stand in it, and what reads it.
 
-    python -m tests.whole.test_fuzzed 10000             # so many of each kind; the suite runs 200, FXPIPE_ALL=1 as many
-    python -m tests.whole.test_fuzzed 10000 manifests   # of one kind
+    python -m tests.whole.test_fuzzed 10000 [KIND ...]  # so many of each kind; the suite runs 200, FXPIPE_ALL=1 as many
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import random
-import resource
 import struct
 import sys
 import tempfile
-import time
 import tracemalloc
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +26,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fxpipe.__main__ import main
-from fxpipe.distributed.topology import Topology
-from fxpipe.errors import MOST_TOLD, CheckpointError, FxpipeError, ScheduleError, TopologyError
+from fxpipe.errors import MOST_TOLD, CheckpointError, FxpipeError, ScheduleError
 from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest, Written
 from fxpipe.parameters.checkpoint.plain import tensors_in, to_plain
 from fxpipe.parameters.checkpoint.reader import METADATA, FolderReader
@@ -97,8 +90,8 @@ def read_schedule(path: Path) -> None:
 
 
 TABLE_WORDS = (
-    *(b",", b"\n", b'"', b"\r", b";", b" ", b"\x00", b"\xff", b"F", b"SEND_F", b"RECV_B", b"0F0", b"1B1", b"999999999"),
-    *(b"0F999999999", b"3W0", b"2I2", b"(0F0;1B0)OVERLAP_F_B", b"0UNSHARD", "\u0663F0".encode(), b"-1F0", b"1" * 200),
+    *b', " \r ; \x00 \xff F SEND_F RECV_B 0F0 1B1 999999999 0F999999999 3W0 2I2 0UNSHARD -1F0'.split(b" "),
+    *(b"\n", b" ", b"(0F0;1B0)OVERLAP_F_B", "\u0663F0".encode(), b"1" * 200),
 )
 
 # --- checkpoints ---
@@ -133,35 +126,14 @@ def read_weights(path: Path) -> None:
 
 
 JSON_WORDS = (
-    *(
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b'"',
-        b":",
-        b",",
-        b"null",
-        b"true",
-        b"1e999",
-        b"-1",
-        b"0",
-        b"\\u0000",
-        b"\\ud800",
-        b"\xff",
-    ),
-    *(b"..", b"/", b"../one.safetensors", b"/etc/passwd", b"model.safetensors.index.json", b"weight_map", b"[" * 2000),
-    *(b"a" * 300, b".", b"\\", b".bin", b"[]", b"{}"),
+    *b'{ } [ ] {} [] " : , . .. / \\ null true 1e999 -1 0 \\u0000 \\ud800 \xff weight_map .bin'.split(),
+    *b"../one.safetensors /etc/passwd model.safetensors.index.json".split(),
+    *(b"[" * 2000, b"a" * 300),
 )
 HEADER_WORDS = (
-    *(*JSON_WORDS, b"F32", b"BOOL", b"F8_E4M3", b"F4", b"shape", b"dtype", b"data_offsets", b"__metadata__"),
-    *(
-        b"18446744073709551615",
-        b"9223372036854775808",
-        b"4294967296",
-        struct.pack("<Q", 2**63),
-        struct.pack("<Q", 2**27),
-    ),
+    *(*JSON_WORDS, *b"F32 BOOL F8_E4M3 F4 shape dtype data_offsets __metadata__".split()),
+    *b"18446744073709551615 9223372036854775808 4294967296".split(),
+    *(struct.pack("<Q", 2**63), struct.pack("<Q", 2**27)),
 )
 
 # --- what fxpipe.save writes ---
@@ -227,14 +199,14 @@ def read_plain_parts(path: Path) -> None:
 
 
 SAVED_WORDS = (
-    *(*JSON_WORDS, b"crc32", b"checkpoint", b"files", b"axes", b"ties", b"format", b"step", b"fxpipe.json"),
-    *(b"ranks", b"trees", b'"extra"', b'"dict"', b'"tuple"', b'"counter"', b'"tensor"', b'"bytes"', b"YQ=="),
-    *(b"4611686018427387904", b"1" * 30, b"16777217", b"9" * 5000, b"[" * 400 + b"]" * 400),
+    *(*JSON_WORDS, *b"crc32 checkpoint files axes ties format step fxpipe.json ranks trees YQ==".split()),
+    *b'"extra" "dict" "tuple" "counter" "tensor" "bytes" 4611686018427387904 16777217'.split(),
+    *(b"1" * 30, b"9" * 5000, b"[" * 400 + b"]" * 400),
 )
 PICKLE_WORDS = (
-    *(b"cos\nsystem\n", b"c__builtin__\neval\n", b"R", b"\x85", b"\x93", b"\x81", b"b", b".", b"\x80\x02", b"(", b"t"),
-    *(b"\x8a\xff", b"B\xff\xff\xff\x7f", b"r\xff\xff\xff\x7f", b"j\xff\xff\xff\x7f", b"\x95" + b"\xff" * 8, b"]", b"}"),
-    *(b"torch", b"float64", b"__0_0.distcp", b"../__0_0.distcp", b"\x8c\x04Size", b"I01\n", b"\x88", b"N"),
+    *(b"cos\nsystem\n", b"c__builtin__\neval\n", b"I01\n", b"\x95" + b"\xff" * 8, b"\x8c\x04Size"),
+    *b"R b . ( t ] } N torch float64 __0_0.distcp ../__0_0.distcp \x85 \x93 \x81 \x88 \x80\x02 \x8a\xff".split(),
+    *b"B\xff\xff\xff\x7f r\xff\xff\xff\x7f j\xff\xff\xff\x7f".split(),
 )
 
 KINDS = {
@@ -278,15 +250,12 @@ def test_a_changed_file_is_read_or_refused(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"0F999999999",
         b"0F0,0F999999999,0B999999999",
         b"0F0,0B0\n" * 500,
         b"," * 200_000 + b"0F0",
-        b"0F0" + b"\n" * 200_000,
-        b'"' + b"0F0" * 50_000 + b'"',
         b"0" * 100_000 + b"F0",
     ],
-    ids=["a number", "a gap", "one table many times", "cells", "lines", "a long cell", "many digits"],
+    ids=["a gap", "one table many times", "cells", "many digits"],
 )
 def test_a_hostile_schedule_takes_no_memory(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_bytes(content)
@@ -306,16 +275,13 @@ def header(tensors: dict[str, Any], length: int | None = None) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        header({}, 2**62),
         header({}, 2**64 - 1),
         header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
         header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 0]}}),
         header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}) + b"1234",
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}) + b"12345678",
         header({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}) + b"1234",
-        header({"a": {"dtype": "PY", "shape": [1], "data_offsets": [0, 4]}}) + b"1234",
     ],
-    ids=["length", "largest length", "beyond its end", "overflow", "negative", "backwards", "overlap", "type"],
+    ids=["length", "beyond its end", "overflow", "negative", "overlap"],
 )
 def test_a_hostile_header_of_safetensors_takes_no_memory(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
@@ -323,98 +289,13 @@ def test_a_hostile_header_of_safetensors_takes_no_memory(content: bytes, tmp_pat
         read_weights(tmp_path / "a.safetensors")
 
 
-# --- topologies ---
-
-AXES = ("pipe", "data", "tensor", "pp", "dp", "tp", "model", "", "Pipe", "x" * 10**5)
-SIZES = (1, 2, 2, 3, 4, 8, 0, -1, 5)
-
-
-def make_topologies(times: int) -> int:
-    """How many are refused."""
-    made = 0
-    for seed in range(times):
-        draw = random.Random(seed)
-        names = draw.sample(AXES[: draw.choice((3, 3, 6, 10))], draw.randint(0, 3))
-        axes = [(name, draw.choice(SIZES[: draw.choice((6, 6, 9))])) for name in names]
-        with contextlib.suppress(TopologyError):
-            topology = Topology(axes, draw.choice((None, None, *SIZES)))
-            made += 1
-            assert len(str(topology)) < 10**5
-            topology.groups(draw.choice(AXES))
-            rank = draw.randint(-2, topology.world_size)
-            assert topology.rank(**topology.coordinate(rank)) == rank
-    assert made > times // 20
-    return times - made
-
-
-def test_a_topology_is_made_or_refused() -> None:
-    make_topologies(TIMES)
-
-
-# --- the command line ---
-
-WORDS = (
-    *("show", "compare", "topology", *FAMILIES, "table.csv", "absent.csv", "nonsense", "--full", "--communication"),
-    *("--edges", "--stages", "-m", "--placement", "--in-flight", "--memory", "--forward", "--backward", "--weight"),
-    *("--comm", "--bytes", "--csv", "--ranks-per-node", "0-1,1-2", "0-1,1-4,2-3,3-4", "0-0", "1-0,0-1"),
-    *("pipe=2,data=4", "pipe", "=", "a=b", "0", "1", "2", "5", "-3", "1,2,1", "1,x", "nan"),
-    *("inf", "1e308", "1e-308", "9" * 5000, "\u0663", "", "-", "--", "0,1,2", "out.csv"),
-)
-BEGINNINGS = (
-    *(("show", "1f1b", "--stages", "3"), ("show", "table.csv"), ("compare", "--stages", "2"), ("topology",), ()),
-    *(("checkpoint", "show"), ("checkpoint", "verify"), ("checkpoint", "export")),
-)
-
-
-def run_command_lines(times: int) -> int:
-    """How many are refused, in the working folder."""
-    build("1f1b", [(0, 1)], 2).to_csv("table.csv")
-    codes: Counter[Any] = Counter()
-    for seed in range(times):
-        draw = random.Random(seed)
-        arguments = [*draw.choice(BEGINNINGS), *draw.choices(WORDS, k=draw.randint(0, 4))]
-        told = io.StringIO()
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-            try:
-                codes[main(arguments)] += 1
-            except SystemExit as end:  # argparse's
-                codes[end.code] += 1
-            except BaseException as error:
-                error.add_note(f"seed {seed}: {arguments}"[:500])
-                raise
-        assert len(told.getvalue()) < 10**5
-        build("1f1b", [(0, 1)], 2).to_csv("table.csv")  # it may have been written over
-    assert codes.keys() == {0, 1, 2}
-    return times - codes[0]
-
-
-def test_the_command_line_ends_with_one_of_its_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_command_lines(TIMES)
-
-
-def test_what_many_words_would_quote_is_shortened() -> None:
-    with pytest.raises(TopologyError) as error:
-        Topology([("x" * 10**6, 2)])
-    assert len(str(error.value)) < MOST_TOLD + 1
-
-
-def run_all(times: int, kinds: Sequence[str]) -> None:
-    """Prints, for each kind, how many were refused, and in how long; the first that raises anything else ends it."""
+def main(times: int, kinds: Sequence[str]) -> None:
+    """Prints how many of each kind were refused; the first that raises anything else ends it."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    runs: dict[str, Callable[[], int]] = {
-        **{kind: partial(read_changed, kind, Path(kind.replace(" ", "_")), times) for kind in KINDS},
-        "topologies": partial(make_topologies, times),
-        "command lines": partial(run_command_lines, times),
-    }
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for kind in kinds or runs:
-            Path(kind.replace(" ", "_")).mkdir()
-            start = time.perf_counter()
-            refused = runs[kind]()
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-            print(f"{times} {kind}: {refused} refused, {time.perf_counter() - start:.0f} s, peak of memory {peak} MiB")
+    for kind in kinds or KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"{times} {kind}: {read_changed(kind, Path(folder), times)} refused")
 
 
 if __name__ == "__main__":
-    run_all(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2:])

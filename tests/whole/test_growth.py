@@ -6,13 +6,10 @@ the square.
 
 from __future__ import annotations
 
-import importlib
-import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -20,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.options import TracerName
@@ -38,19 +34,18 @@ MOST = 2 * TIMES
 class Blocks(nn.Module):
     """Residual blocks with a boundary after every so many; the first one's output is read in the last stage, too."""
 
-    def __init__(self, blocks: int, stages: int, *, checkpointed: bool = False) -> None:
+    def __init__(self, blocks: int, stages: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(blocks))
         self.scale = nn.Parameter(torch.ones(2))
-        self.a_stage, self.checkpointed = blocks // stages, checkpointed
+        self.a_stage = blocks // stages
 
     def forward(self, x: Tensor) -> Tensor:
         scale, first = self.scale.exp(), x  # the one is copied into all stages
         for place, layer in enumerate(self.layers):
             if place and place % self.a_stage == 0:
                 x = fxpipe.stage_boundary(x)
-            y = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-            x = x + torch.tanh(y) * scale
+            x = x + torch.tanh(layer(x)) * scale
             first = x if place == 0 else first
         return (x + first).square().mean()
 
@@ -98,16 +93,8 @@ def test_nodes(tracer: TracerName) -> None:
     check_grows_linearly(lambda blocks: previewed(Blocks(blocks, 2), 2, tracer), 8)
 
 
-def test_checkpointed_blocks() -> None:
-    check_grows_linearly(lambda blocks: previewed(Blocks(blocks, 2, checkpointed=True), 2, "record"), 8)
-
-
 def test_stages_of_as_many_ranks() -> None:
     check_grows_linearly(lambda stages: previewed(Blocks(stages, stages), stages, "export"), 8)
-
-
-def test_stages_on_two_ranks() -> None:
-    check_grows_linearly(lambda stages: previewed(Blocks(stages, stages), 2, "symbolic"), 12)
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
@@ -126,9 +113,3 @@ def table(name: ScheduleName, ranks: int, a_rank: int, microbatches: int) -> obj
     edges = list(pairwise(range(stages)))
     made = build(name, edges, microbatches, placement=[stage % ranks for stage in range(stages)])
     return lower(made.rows, made.links, made.placement, made.backward), made.simulate(), str(made)
-
-
-def test_the_benchmark_of_what_compiling_takes_watches_what_there_is() -> None:
-    script = Path(__file__).parents[2] / "examples" / "benchmarks" / "compile_cost.py"
-    for module, path in runpy.run_path(str(script))["PHASES"].values():
-        assert callable(attrgetter(path)(importlib.import_module(module)))

@@ -1,4 +1,4 @@
-"""Habits of real models: Python values as inputs, types that forward asks for, layers that are used twice."""
+"""Habits of real models: Python values as inputs, types that forward asks for, sizes by value, counters and caches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import RunError, TraceError, stage_boundary
-from tests.harness import assert_same, gradients_of
+from fxpipe import RunError, Topology, TraceError, stage_boundary
+from tests.harness import assert_gradients, assert_same, gradients_of
+from tests.replicas import refusals
 from tests.strict_transport import run_strict
+from tests.thinned import in_turn
+from tests.two_ranks import TWO, WIDTH
 
 every_tracer = pytest.mark.parametrize("tracer", ["export", "record"])
-TWO = fxpipe.Topology([("pipe", 2)])
 
 
 class Scaled(nn.Module):
@@ -36,8 +38,10 @@ def _factor(by: Any) -> float:
     return 3.0 if isinstance(by, bool) else 0.5 if isinstance(by, float) else 1.0
 
 
-@every_tracer
-@pytest.mark.parametrize("values", [(2, 2.0), (True, 1), (torch.float64, torch.float16), (0.0, -0.0)])
+@pytest.mark.parametrize(
+    ("values", "tracer"),
+    [((2, 2.0), "export"), ((True, 1), "record"), ((torch.float64, torch.float16), "export"), ((0.0, -0.0), "record")],
+)
 def test_python_values_that_compare_equal_are_kinds_of_their_own(values: tuple[Any, Any], tracer: str) -> None:
     torch.manual_seed(0)
     model, x = Scaled(), torch.randn(4, 4)
@@ -49,32 +53,12 @@ def test_python_values_that_compare_equal_are_kinds_of_their_own(values: tuple[A
         assert_same(forward_backward(x, how={"by": value}), plain(x, {"by": value}).detach(), f"loss for {value!r}")
 
 
-class Setting:
-    """Neither a tensor nor a plain value."""
-
-    by = 1
-
-
-@every_tracer
-def test_an_object_among_the_inputs_is_refused(tracer: str) -> None:
-    with pytest.raises(TraceError, match=r"'how' holds .*Setting"):
-        fxpipe.compile(
-            Scaled(),
-            TWO,
-            microbatches=1,
-            tracer=tracer,
-            example_args=(torch.randn(4, 4),),
-            example_kwargs={"how": {"by": Setting()}},
-        )
-
-
 class Norm(nn.Module):
     """As in many language models: computes in float32, and goes back to the type that it was given."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.inside = inside
 
     def forward(self, x: Tensor) -> Tensor:
         h = stage_boundary(self.a(x))
@@ -87,7 +71,7 @@ class Norm(nn.Module):
 @every_tracer
 def test_types_that_forward_asks_for_are_those_of_precision(tracer: str) -> None:
     torch.manual_seed(0)
-    model, x = Norm(True), torch.randn(6, 8)
+    model, x = Norm(), torch.randn(6, 8)
     plain = copy.deepcopy(model).to(torch.bfloat16)
     forward_backward = fxpipe.compile(
         model, TWO, microbatches=2, tracer=tracer, example_args=(x,), precision=fxpipe.Precision()
@@ -107,9 +91,7 @@ def assert_a_step_is_plain_pytorchs(make: type[nn.Module], tracer: str, toleranc
     forward_backward = fxpipe.compile(model, TWO, microbatches=1, tracer=tracer, example_args=(x,))
     assert_same(forward_backward(x), (loss := plain(x)).detach(), "loss")
     loss.backward()
-    wanted = gradients_of(plain.named_parameters())
-    for name, gradient in gradients_of(forward_backward.named_parameters()).items():
-        assert_same(gradient, wanted[name], name, tolerance)
+    assert_gradients(gradients_of(forward_backward.named_parameters()), plain, tolerance)
 
 
 class Watched(nn.Module):
@@ -132,53 +114,6 @@ def test_a_value_that_is_handed_off_amid_no_grad_keeps_its_gradient(tracer: str)
     assert_a_step_is_plain_pytorchs(Watched, tracer, 0.0)
 
 
-def test_a_stage_of_the_users_own_is_compiled_once() -> None:
-    given: list[list[Callable[..., Any]]] = [[], []]
-
-    def run(rank: int) -> Tensor:
-        torch.manual_seed(0)
-        parts: dict[str, Any] = {"a": nn.Linear(4, 4), "b": lambda h: h.square().mean()}
-        graph = fxpipe.StageGraph.from_callables(parts, edges=[("a", "b")], inputs={"a": ["x"]})
-
-        def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-            given[rank].append(function)
-            return function
-
-        forward_backward = fxpipe.compile(graph, TWO, microbatches=2, stage_compiler=compiler)
-        return forward_backward(torch.ones(4, 4))
-
-    first, second = run_strict(run, 2, 1)
-    assert_same(first, second, "loss")
-    assert [len(functions) for functions in given] == [1, 1]
-    assert not any("compiled by" in repr(function) for functions in given for function in functions)
-
-
-class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.e, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
-
-    def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-        logits = self.head(stage_boundary(self.e(ids))).flatten(0, 1)
-        if num_items_in_batch is None:
-            return F.cross_entropy(logits, labels.flatten())
-        return F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
-
-
-def test_a_number_of_items_given_on_one_replica_alone_is_refused_on_all() -> None:
-    topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
-    ids = torch.zeros(4, 3, dtype=torch.long)
-
-    def run(rank: int) -> None:
-        torch.manual_seed(0)
-        forward_backward = fxpipe.compile(Counted(), topology, microbatches=2, example_args=(ids, ids))
-        own = {"num_items_in_batch": torch.tensor(12)} if topology.coordinate(rank)["data"] else {}
-        forward_backward(ids, ids, **own)
-
-    with pytest.raises(RunError, match="num_items_in_batch"):
-        run_strict(run, 4, 1)
-
-
 class Teacher(nn.Module):
     """Its layer is called with another one's parameters."""
 
@@ -198,13 +133,210 @@ def test_a_module_called_with_other_parameters_uses_those(tracer: str) -> None:
         fxpipe.compile(Teacher(), TWO, microbatches=1, tracer="symbolic")
 
 
-def test_the_same_layer_with_the_old_spectral_norm_in_two_stages_is_refused() -> None:
-    layer = nn.utils.spectral_norm(nn.Linear(4, 4))
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    with pytest.raises(fxpipe.PartitionError, match="must run in one stage"):
-        fxpipe.compile(model, TWO, microbatches=2, loss_fn=F.mse_loss, tracer="symbolic", boundaries={"1": "after"})
-
-
 def test_a_layer_without_a_shape_is_refused_with_what_to_do() -> None:
     with pytest.raises(RunError, match=r"0\.weight has no shape yet; call the model once"):
         fxpipe.compile(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), TWO, loss_fn=F.mse_loss, boundaries=["1"])
+
+
+# --- sizes that depend on values, and values that are written in place ---
+
+
+class Selects(nn.Module):
+    """A submodule whose result has as many rows as its numbers say."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, h: Tensor, n: Tensor) -> Tensor:
+        return self.how(self.layer(h), n)
+
+
+class Selecting(nn.Module):
+    def __init__(self, how: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.chosen, self.c = nn.Linear(4, 4), Selects(how), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        h = self.chosen(stage_boundary(torch.tanh(self.a(x))), n)
+        return self.c(h).square().sum() / h.shape[0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda h, n: h.repeat_interleave(n, 0),
+        lambda h, n: h[h[:, 0] > 1],
+        lambda h, n: torch.cat([h, torch.stack([h[0]] * int(n.max()))]) if int(n.max()) else h,
+    ],
+    ids=["repeated", "above", "padded to the most"],
+)
+def test_a_size_that_depends_on_values_is_refused(how: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(64, 4), torch.randint(1, 5, (64,)))
+    with pytest.raises(TraceError, match="looks at the values of a tensor"):
+        fxpipe.compile(Selecting(how), TWO, tracer="record", microbatches=2, example_args=batch)
+
+
+def test_a_size_that_only_rare_values_change_is_an_error_when_it_changes() -> None:
+    """No made-up number shows it."""
+    x, n = torch.randn(8, 4), torch.zeros(8, dtype=torch.long)
+
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Selecting(lambda h, n: h[n < 1000])
+        forward_backward = fxpipe.compile(model, TWO, tracer="record", microbatches=2, example_args=(x, n))
+        forward_backward(x, n)
+        forward_backward(x, torch.tensor([0, 0, 2000, 0] * 2))
+
+    told = r"chosen returned tensors of shapes \(3, 4\), but was captured with \(4, 4\)"
+    with pytest.raises(fxpipe.RunError, match=told):
+        run_strict(run, 2, 1)
+
+
+class Statistics(nn.Module):
+    """Uses a statistic that each micro-batch's batch norm writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.one(x))
+        return self.two(stage_boundary(self.scaled(h))).square().mean()
+
+    def scaled(self, h: Tensor) -> Tensor:
+        return h * self.norm.running_var
+
+
+class StatisticsInPlace(Statistics):
+    def scaled(self, h: Tensor) -> Tensor:
+        return h.mul_(self.norm.running_var.view(1, WIDTH))
+
+
+@pytest.mark.parametrize(("tracer", "kind"), in_turn(list(fxpipe.TRACERS), [Statistics, StatisticsInPlace]))
+def test_a_backward_sees_a_statistic_as_its_own_micro_batch_did(kind: type[nn.Module], tracer: str) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(8, WIDTH)
+    plain = copy.deepcopy(model)
+    for part in x.chunk(4):
+        (plain(part) / 4).backward()
+    fxpipe.compile(model, TWO, microbatches=4, tracer=tracer, example_args=(x,), check_capture=False)(x)
+    for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, wanted.grad), name
+
+
+# --- what placing stages leaves as it is; inputs that no rank can cut, or be sent ---
+
+
+class Remembers(nn.Module):
+    """Kept whole under ``record``: a counter, a cache, a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.cache, self.seen = nn.Linear(WIDTH, WIDTH), 0, {}, []  # type: ignore[var-annotated]
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        if len(h) not in self.cache:
+            self.cache[len(h)] = torch.arange(float(len(h))).unsqueeze(1)
+        return (self.layer(h) + self.cache[len(h)]) * self.calls * sum(self.seen)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        found: Tensor = self.layer(h)[0]
+        return found
+
+
+class Three(nn.Module):
+    """Three stages, of which a rank of two has more than one."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.a, self.part, self.b = nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.part(stage_boundary(torch.tanh(self.a(x))))
+        return F.mse_loss(self.b(stage_boundary(h)), y)
+
+
+def test_placing_stages_leaves_counters_and_caches_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = Three(Remembers())
+    plain = copy.deepcopy(model)
+    batch = {name: torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(5)) for name in ("x", "y")}
+    forward_backward = fxpipe.compile(model, TWO, microbatches=2, tracer="record", example_kwargs=batch)
+    loss = forward_backward(**batch)
+    wanted = torch.stack([plain(batch["x"][part], batch["y"][part]) for part in (slice(4), slice(4, 8))]).mean()
+    assert_same(loss, wanted.detach(), "loss", 1e-6)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+def test_placing_stages_leaves_no_tensor_without_numbers_in_the_model(tracer: str) -> None:
+    model = Three(Recurrent())
+    batch = {name: torch.randn(8, WIDTH) for name in ("x", "y")}
+    forward_backward = fxpipe.compile(model, TWO, microbatches=2, tracer=tracer, example_kwargs=batch)
+    assert "checked against the model" in str(forward_backward.stages)
+    copy.deepcopy(model)(**batch)
+
+
+def test_a_sparse_input_is_refused_on_all_ranks_alike() -> None:
+    def body(rank: int) -> None:
+        x, y = torch.ones(4, WIDTH), torch.ones(4, WIDTH)
+        step = fxpipe.compile(Three(nn.Identity()), TWO, microbatches=2)
+        with pytest.raises(fxpipe.RunError, match=rf"an input of shape \[4, {WIDTH}\] is of layout torch.sparse"):
+            step(x, y.to_sparse() if rank else None)
+        step(x, y)
+
+    run_strict(body, 2)
+
+
+def test_a_nested_input_that_would_be_cut_into_rows_is_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)], layout=torch.jagged)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(
+        fxpipe.RunError, match="is a nested tensor, which torch cannot cut into rows; pass its values padded"
+    ):
+        fxpipe.preview(model, Topology([("pipe", 1)]), microbatches=2, example_args=(nested,))
+
+
+class Vocabulary:
+    """An object of a user's own, which no other rank can be told of."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class WithVocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, vocabulary: Any) -> Tensor:
+        return (self.two(stage_boundary(self.one(x))) * vocabulary.scale).square().mean()
+
+
+def with_vocabulary(given: bool, tracer: str = "symbolic") -> Tensor:
+    torch.manual_seed(0)
+    example: Any = {} if tracer == "symbolic" else {"example_args": (torch.ones(4, 4), Vocabulary(3.0))}
+    forward_backward = fxpipe.compile(WithVocabulary(), TWO, tracer=tracer, **example)
+    return forward_backward(torch.ones(8, 4), Vocabulary(3.0) if given else None)
+
+
+def test_an_object_that_no_rank_can_be_told_of_is_what_its_own_rank_has() -> None:
+    torch.manual_seed(0)
+    wanted = WithVocabulary()(torch.ones(8, 4), Vocabulary(3.0)).detach()
+    for loss in run_strict(lambda rank: with_vocabulary(rank == 1), 2):
+        torch.testing.assert_close(loss, wanted)
+
+
+def test_an_object_that_a_capture_would_hold_is_refused_on_all_ranks() -> None:
+    for told in refusals(lambda rank: with_vocabulary(True, "record"), 2):
+        assert told.startswith("TraceError: ")
+        assert "vocabulary.scale" in told

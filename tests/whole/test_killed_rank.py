@@ -12,28 +12,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
 from tests.pool import forking
-from tests.thinned import every
 
 SECONDS = 200.0  # for all of a test, starting four processes included; transports wait for five minutes
 RANKS = 4
 OPERATION = r"waited for (an? |the )?[\w-]+ (of|over) \S+"
 """Such as "all-reduce of 65792 elements over shard" and "1B3 of stage `b`"."""
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(fxpipe.stage_boundary(self.a(x))).mean()
 
 
 class Buckets(nn.Module):
@@ -56,11 +45,11 @@ def die(*_: object) -> None:
 def between_steps(is_victim: bool) -> Callable[[], object]:
     """The first step, and the second one to be taken."""
     topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
-    forward_backward = fxpipe.compile(Chain(), topology, microbatches=4)
-    forward_backward(torch.ones(8, 8))
+    forward_backward = fxpipe.compile(Buckets(), topology, microbatches=4)
+    forward_backward(torch.ones(8, 256))
     if is_victim:
         die()
-    return lambda: forward_backward(torch.ones(8, 8))
+    return lambda: forward_backward(torch.ones(8, 256))
 
 
 def amid_a_reduction(is_victim: bool, topology: fxpipe.Topology, options: Mapping[str, Any]) -> Callable[[], object]:
@@ -116,8 +105,8 @@ def what_the_others_say(victim: int, store: Path, make: Callable[..., Any], *arg
             worker.kill()
 
 
-@pytest.mark.parametrize("victim", every(2, [0, 3]))
-def test_the_other_ranks_end_with_an_error(tmp_path: Path, victim: int) -> None:
+def test_the_other_ranks_end_with_an_error(tmp_path: Path) -> None:
+    victim = 3
     for text in what_the_others_say(victim, tmp_path / "store", between_steps):
         assert re.match(
             rf"rank {victim} \(pipe {victim // 2}, data {victim % 2}\) is gone: its process has ended; ", text
@@ -126,7 +115,6 @@ def test_the_other_ranks_end_with_an_error(tmp_path: Path, victim: int) -> None:
 
 REDUCTIONS: list[tuple[int, fxpipe.Topology, dict[str, Any]]] = [
     (0, fxpipe.Topology([("data", 4)], ranks_per_node=2), {"zero": 1}),  # reduce-scatter, across nodes
-    (2, fxpipe.Topology([("data", 4)]), {}),  # all-reduce
     (3, fxpipe.Topology([("pipe", 2), ("data", 2)]), {"zero": 1}),  # in the last stage
 ]
 """(victim, topology, options)."""
@@ -137,9 +125,9 @@ def test_a_rank_killed_during_a_reduction_is_named_with_the_operation(tmp_path: 
     with ThreadPoolExecutor() as threads:
         worlds = [
             threads.submit(what_the_others_say, case[0], tmp_path / f"store{place}", amid_a_reduction, *case[1:])
-            for place, case in enumerate(every(2, REDUCTIONS))
+            for place, case in enumerate(REDUCTIONS)
         ]
-    for (victim, *_), world in zip(every(2, REDUCTIONS), worlds, strict=True):
+    for (victim, *_), world in zip(REDUCTIONS, worlds, strict=True):
         for text in world.result():
             assert re.match(
                 rf"rank {victim} \(.*?\) is gone: its process has ended; rank \d \(.*?\) {OPERATION}", text

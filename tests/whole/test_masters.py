@@ -1,8 +1,11 @@
-"""Master weights: made late, let go of, and written by hand between steps."""
+"""Gradients that are cleared, master weights, and what a rank holds over many steps."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +13,111 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from tests.replicas import PAIR, compiled_alone, linear
+from fxpipe import Topology, stage_boundary
+from tests.harness import gradients_of
+from tests.pool import Pool
+from tests.replicas import PAIR, SQUARE, Parts, assert_parts, compiled_alone, every_zero, linear, parts
 from tests.strict_transport import run_strict
+from tests.thinned import every, in_turn
+
+# --- by whichever way a loop has ---
 
 
-@pytest.mark.parametrize("zero", [0, 1], ids="zero={}".format)
-@pytest.mark.parametrize("late", ["written", "loaded", "stepped"])
+def zero_each(step: fxpipe.ForwardBackward) -> None:
+    for parameter in step.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+CLEARS: dict[str, Callable[[fxpipe.ForwardBackward, Any], object]] = {
+    "optimizer": lambda step, optimizer: optimizer.zero_grad(set_to_none=False),
+    "forward_backward": lambda step, optimizer: step.zero_grad(set_to_none=False),
+    "module": lambda step, optimizer: step.module.zero_grad(set_to_none=False),
+    "each": lambda step, optimizer: zero_each(step),
+}
+
+
+@pytest.mark.parametrize(
+    ("by", "per_node", "zero", "earlier"),  # shards of one or of two by the last two
+    every(11, list(product(CLEARS, [None, 1], [0, 1, 2], [(True, True), (False,), (True, False)]))),
+    ids=str,
+)
+def test_whoever_clears_gradients_to_zero_clears_them(
+    zero: int, per_node: int | None, by: str, earlier: tuple[bool, ...]
+) -> None:
+    """``earlier``: whether the calls before it are synchronised."""
+    topology = Topology([("pipe", 1), ("data", 2)], per_node)
+
+    def body(rank: int) -> Parts:
+        step = compiled_alone(nn.Sequential(linear(), linear()), topology, microbatches=1, zero=zero)
+        optimizer = step.optimizer(torch.optim.SGD, lr=0.0)
+        for sync in earlier:
+            step.set_requires_gradient_sync(sync)
+            step(torch.full((2, 4), 1.0 + rank))
+        CLEARS[by](step, optimizer)
+        step.set_requires_gradient_sync(True)
+        step(torch.ones(2, 4))
+        return parts(step)
+
+    model = nn.Sequential(linear(), linear())
+    model(torch.ones(2, 4)).square().mean().backward()
+    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
+
+
+@every_zero
+def test_a_gradient_cleared_to_zero_alone_leaves_the_others(zero: int) -> None:
+    def clear(module: nn.Module) -> None:
+        first = module.get_submodule("0").weight.grad
+        assert first is not None
+        first.zero_()
+
+    def body(rank: int) -> Parts:
+        module = nn.Sequential(linear(), linear())
+        step = compiled_alone(module, PAIR, microbatches=1, zero=zero)
+        for sync in (True, False):
+            step.set_requires_gradient_sync(sync)
+            step(torch.ones(2, 4))
+        clear(module)
+        step.set_requires_gradient_sync(True)
+        step(torch.ones(2, 4))
+        return parts(step)
+
+    model = nn.Sequential(linear(), linear())
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+    clear(model)
+    model(torch.ones(2, 4)).square().mean().backward()
+    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
+
+
+@pytest.mark.parametrize(("zero", "total"), [(0, False), (1, True), (2, False)])
+def test_one_optimizers_zero_grad_leaves_what_another_ones_parameters_have(zero: int, total: bool) -> None:
+    """Gradients of an unsynchronised call in which one replica has no weight."""
+    x = torch.randn(2, 4)
+
+    def body(rank: int) -> Parts:
+        module = nn.Sequential(linear(), linear())
+        options = {"loss_weight": lambda x: float(bool(x[0, 0])), "total": total, "zero": zero}
+        step = compiled_alone(module, PAIR, microbatches=1, **options)
+        first, _second = (step.optimizer(torch.optim.SGD, [f"module.{place}.weight"], lr=0.1) for place in (0, 1))
+        step.set_requires_gradient_sync(False)
+        step(torch.zeros(2, 4) if rank else x)
+        step.set_requires_gradient_sync(True)
+        first.zero_grad()
+        step(torch.ones(2, 4))
+        return parts(step)
+
+    model = nn.Sequential(linear(), linear())
+    model(x).square().mean().backward()  # the mean of as many of them as have any weight
+    model[0].weight.grad = None
+    model(torch.ones(2, 4)).square().mean().backward()
+    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
+
+
+# --- masters that are made late, let go of, and written by hand ---
+
+
+@pytest.mark.parametrize(("late", "zero"), [("written", 1), ("loaded", 0), ("stepped", 1)])
 def test_masters_of_a_late_optimizer_are_the_parameters_present_values(zero: int, late: str) -> None:
     """Those before rounding where nothing has written the parameter since, or where they were loaded."""
     values = torch.randn(4, 4)
@@ -59,22 +161,6 @@ def test_masters_of_a_late_optimizer_are_the_parameters_present_values(zero: int
         assert not torch.equal(now, original.bfloat16().float())
 
 
-@pytest.mark.parametrize("zero", [0, 1], ids="zero={}".format)
-def test_values_before_rounding_are_let_go_of_once_an_optimizer_has_them(zero: int) -> None:
-    def body(rank: int) -> list[list[str]]:
-        module = nn.Sequential(linear(), linear())
-        step = compiled_alone(module, PAIR, microbatches=1, zero=zero, precision=fxpipe.Precision())
-        kept = []
-        for params in (None, "module.0.weight", "module.1.weight"):
-            optimizer = step.optimizer(torch.optim.SGD, params, lr=0.1) if params else None
-            kept.append(sorted(step._state.originals))
-            del optimizer
-        return kept
-
-    both = ["module.0.weight", "module.1.weight"]
-    assert run_strict(body, 2) == [[both, both[1:], []]] * 2
-
-
 BY_HAND: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
     "no_grad": lambda model, values: [p.detach().copy_(values[name]) for name, p in model.named_parameters()],
     "data": lambda model, values: [p.data.copy_(values[name]) for name, p in model.named_parameters()],
@@ -97,8 +183,7 @@ def stepped_model(**options: Any) -> tuple[nn.Module, fxpipe.ForwardBackward, to
     return model, forward_backward, optimizer
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True}], ids=["precision", "offload"])
-@pytest.mark.parametrize("way", BY_HAND)
+@pytest.mark.parametrize(("way", "options"), in_turn(list(BY_HAND), [{}, {"offload": True}]))
 def test_masters_follow_weights_written_by_hand(way: str, options: dict[str, Any]) -> None:
     model, forward_backward, optimizer = stepped_model(**options)
     wanted = {name: torch.full_like(parameter, 0.5) for name, parameter in model.named_parameters()}
@@ -111,10 +196,103 @@ def test_masters_follow_weights_written_by_hand(way: str, options: dict[str, Any
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True}], ids=["precision", "offload"])
-def test_other_memory_for_a_parameter_that_has_a_master_is_refused(options: dict[str, Any]) -> None:
-    model, forward_backward, optimizer = stepped_model(**options)
+def test_other_memory_for_a_parameter_that_has_a_master_is_refused() -> None:
+    model, forward_backward, optimizer = stepped_model(offload=True)
     model[1].bias.data = torch.ones_like(model[1].bias)
     forward_backward(torch.ones(4, 4), target=None)
     with pytest.raises(fxpipe.RunError, match=r"1\.bias was given other memory, as by parameter\.data = "):
         optimizer.step()
+
+
+# --- what is held over many steps ---
+
+
+WIDE = 512  # a weight of 1 MiB
+
+
+def steps_twice(rounds: int) -> tuple[Tensor, list[bool]]:
+    """A parameter after rounds of one call and two steps; and whether it was plain PyTorch's after each of them."""
+    fxpipe.init()
+    step = compiled_alone(linear(WIDE), PAIR, microbatches=1, zero=1, bucket_cap_mb=100.0)
+    optimizer = step.optimizer(torch.optim.SGD, lr=0.5, momentum=0.5)
+    model = linear(WIDE)
+    plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    right = []
+    for number in range(rounds):
+        x = torch.randn(2, WIDE, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        plain.zero_grad()
+        step(x)  # the same for both replicas
+        model(x).square().mean().backward()
+        for _ in range(2):
+            optimizer.step()
+            plain.step()
+        here = step.module.get_parameter("module.weight")
+        right.append(torch.allclose(here, model.weight, rtol=1e-4, atol=1e-6))
+    return here.detach().clone(), right
+
+
+def test_two_steps_behind_one_call_do_not_race(pool: Pool) -> None:
+    (first, right), (second, also) = pool.run(steps_twice, 10, ranks=2)
+    assert right == also == [True] * 10
+    assert torch.equal(first, second)
+
+
+def live(numel: int) -> int:
+    """How many floating-point buffers of at least that many elements Python has made since ``gc.freeze()``."""
+    tensors = [one for one in gc.get_objects() if type(one) is Tensor and one.is_floating_point()]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(size >= numel * 4 for size in storages.values())
+
+
+def most_live(microbatches: int) -> int:
+    """The most buffers of the gradient's size that both ranks have, as gradients come, beside those of parameters."""
+    counts: list[int] = []
+
+    def body(rank: int) -> None:
+        module = linear(256)
+        step = compiled_alone(module, PAIR, microbatches=microbatches, zero=2)
+        counts.append(-live(256 * 256))
+        module.weight.register_post_accumulate_grad_hook(lambda _: counts.append(live(256 * 256)))
+        step(torch.ones(8, 256))
+
+    gc.collect()
+    gc.freeze()
+    try:
+        run_strict(body, 2)
+    finally:
+        gc.unfreeze()
+    return max(counts)
+
+
+def test_the_buffers_of_zero_2_do_not_grow_with_the_number_of_micro_batches() -> None:
+    few, many = (most_live(microbatches) for microbatches in (4, 8))
+    assert 0 < few == many <= 2 * 5
+
+
+class Expanded(nn.Module):
+    """Has a buffer of one number, seen eight times; other ones on each rank."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("scale", torch.full((1, 1), number).expand(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(stage_boundary(self.one(x) * self.scale[0])).square().mean()
+
+
+def test_an_expanded_buffer_is_loaded_and_one_that_would_differ_is_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> Tensor:
+        step = fxpipe.compile(model := Expanded(2.0), SQUARE, microbatches=2)
+        fxpipe.save(tmp_path, step, None, step=1)
+        state = step.state_dict(full=True)
+        step.load_state_dict(state | {"scale": torch.full((2, 8), 3.0)})
+        assert rank > 1 or torch.equal(model.scale, torch.full((2, 8), 3.0))
+        fxpipe.load(tmp_path, step)
+        if rank < 2:
+            with pytest.raises(fxpipe.RunError, match="repeats one memory, as expand"):
+                step.load_state_dict(state | {"scale": torch.arange(16.0).view(2, 8)})
+        return step.state_dict(full=True)["scale"]
+
+    assert all(torch.equal(scale, torch.full((2, 8), 2.0)) for scale in run_strict(body, 4))

@@ -22,7 +22,6 @@ import fxpipe
 from fxpipe.errors import CheckpointError, RunError
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
-from tests.thinned import every
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
 
@@ -56,6 +55,25 @@ def step(forward_backward: Any, optimizers: list[Any], number: int) -> float:
     for optimizer in optimizers:
         optimizer.step()
     return float(loss)
+
+
+def plain_run() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Twins()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(rows(0)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def plain_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for number in range(5, 9):
+        optimizer.zero_grad()
+        losses.append(model(rows(number)))
+        losses[-1].backward()
+        optimizer.step()
+    return [float(loss) for loss in losses]
 
 
 Build = Callable[[Any], dict[str, Any]]
@@ -109,18 +127,12 @@ PIPE, DATA = {"pipe": 2, "data": 1}, {"pipe": 1, "data": 2}
 
 @pytest.mark.parametrize(
     ("build", "source", "again", "sink"),
-    every(
-        2,
-        [
-            (adam, PIPE, adam, PIPE),
-            (adam, PIPE, offloaded, {**DATA, "zero": 2}),
-            (muon_and_adam, {**DATA, "zero": 1}, muon_and_adam, PIPE),
-            (muon_and_adam, PIPE, muon_and_adam, {**DATA, "zero": 2}),
-            (offloaded, {**DATA, "zero": 1}, adam, PIPE),
-            (adagrad, {**DATA, "zero": 1}, adagrad, PIPE),
-            (momentum, PIPE, momentum, {**DATA, "zero": 1}),
-        ],
-    ),
+    [
+        (adam, PIPE, adam, PIPE),
+        (muon_and_adam, {**DATA, "zero": 1}, muon_and_adam, PIPE),
+        (offloaded, {**DATA, "zero": 1}, adam, PIPE),
+        (momentum, PIPE, momentum, {**DATA, "zero": 2}),
+    ],
 )
 def test_every_kind_of_optimizer_goes_on_as_it_was(
     pool: Pool, tmp_path: Path, build: Build, source: Any, again: Build, sink: Any
@@ -132,7 +144,7 @@ def test_every_kind_of_optimizer_goes_on_as_it_was(
     assert second[0] == second[1]
 
 
-@pytest.mark.parametrize("build", every(2, [momentum, adagrad, adam]))
+@pytest.mark.parametrize("build", [momentum, adagrad])
 def test_what_was_never_stepped_is_loaded_as_such(pool: Pool, tmp_path: Path, build: Build) -> None:
     """SGD's first step differs from one with a momentum of zeros; Adagrad has its state from the start."""
     first = pool.run(saved, build, PIPE, tmp_path, 0, ranks=2)
@@ -171,14 +183,7 @@ def test_a_plain_optimizer_goes_through_torchs_helpers(pool: Pool, tmp_path: Pat
     state = {"model": get_model_state_dict(plain), "optim": get_optimizer_state_dict(plain, optimizer, options=FLAT)}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     set_optimizer_state_dict(plain, optimizer, state["optim"], options=FLAT)
-    losses = []
-    for number in range(5, 9):
-        optimizer.zero_grad()
-        loss = plain(rows(number))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == pytest.approx(first[0], abs=1e-6)
+    assert plain_losses(plain, optimizer) == pytest.approx(first[0], abs=1e-6)
 
 
 def test_torchs_helpers_refuse_fxpipes_optimizer_and_say_what_to_write() -> None:
@@ -217,7 +222,6 @@ def message_of(kind: str) -> str:
     rank = torch.distributed.get_rank()
     groups: Any = {
         "options": [{"params": list(forward_backward.parameters()), "lr": 0.1 * (rank + 1)}],
-        "count": [{"params": [parameter]} for parameter in forward_backward.parameters()][: 2 - rank],
         "wrong on one": ["no.such.name"] if rank else None,
     }[kind]
     with pytest.raises(RunError) as caught:
@@ -225,14 +229,10 @@ def message_of(kind: str) -> str:
     return str(caught.value)
 
 
-BOTH = r"rank 0 \(pipe 0\) and rank 1 \(pipe 1\)"
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("options", rf"{BOTH} have made parameter groups of their own.*name their parameters on all ranks"),
-        ("count", rf"{BOTH} have made parameter groups of their own"),
+        ("options", r"rank 0 .* and rank 1 .* have made parameter groups of their own.*name their parameters on all"),
         ("wrong on one", r"asks for 'no\.such\.name'"),
     ],
 )
@@ -243,10 +243,10 @@ def test_groups_that_differ_between_ranks_are_refused_on_all(pool: Pool, kind: s
 # --- frozen parameters ---
 
 
-@pytest.mark.parametrize(("frozen_then", "frozen_now"), [(True, True), (False, True)])
-def test_a_frozen_parameter_needs_no_state(tmp_path: Path, frozen_then: bool, frozen_now: bool) -> None:
+def test_a_frozen_parameter_needs_no_state(tmp_path: Path) -> None:
+    """It was trained when the other parameters were saved."""
     parts = []
-    for seed, frozen in ((0, frozen_then), (1, frozen_now)):
+    for seed, frozen in ((0, False), (1, True)):
         torch.manual_seed(seed)
         model = Twins()
         model.first.requires_grad_(not frozen)
@@ -263,11 +263,7 @@ def test_a_frozen_parameter_needs_no_state(tmp_path: Path, frozen_then: bool, fr
 
 def test_a_state_dict_of_the_plain_optimizer_loads_as_it_is() -> None:
     """Whole tensors, without a checkpoint in between: torch.save and torch.load of get_optimizer_state_dict."""
-    torch.manual_seed(0)
-    plain = Twins()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    plain(rows(0)).backward()
-    optimizer.step()
+    plain, optimizer = plain_run()
     forward_backward = compiled(1, pipe=2)
     forward_backward.load_state_dict(plain.state_dict())
     mine = forward_backward.optimizer(torch.optim.AdamW, lr=0.9)
@@ -275,14 +271,8 @@ def test_a_state_dict_of_the_plain_optimizer_loads_as_it_is() -> None:
     assert mine.param_groups[0]["lr"] == 0.05
     with pytest.raises(CheckpointError, match=r"parameter groups lack 'first\.weight'.*get_optimizer_state_dict"):
         mine.load_state_dict(optimizer.state_dict())
-    losses = []
-    for number in range(5, 8):
-        optimizer.zero_grad()
-        loss = plain(rows(number))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert [step(forward_backward, [mine], number) for number in range(5, 8)] == pytest.approx(losses, abs=1e-6)
+    got = [step(forward_backward, [mine], number) for number in range(5, 9)]
+    assert got == pytest.approx(plain_losses(plain, optimizer), abs=1e-6)
 
 
 # --- what another optimizer, or another kind of state, made of it ---
@@ -293,15 +283,13 @@ def test_a_state_dict_of_the_plain_optimizer_loads_as_it_is() -> None:
     [
         (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
         (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
-        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, "grad_avg.*momentum_buffer"),
     ],
 )
-@pytest.mark.parametrize("precision", [None, fxpipe.Precision()])
 def test_options_that_need_state_which_was_not_asked_for_are_refused(
-    tmp_path: Path, cls: Any, saved_with: dict[str, Any], missing: str, precision: Any
+    tmp_path: Path, cls: Any, saved_with: dict[str, Any], missing: str
 ) -> None:
     """SGD without momentum read none of the buffers, but the momentum, and went on from buffers of its own."""
-    source, sink = compiled(0, precision=precision), compiled(1, precision=precision)
+    source, sink = compiled(0), compiled(1)
     optimizer, other = source.optimizer(cls, lr=0.1, **saved_with), sink.optimizer(cls, lr=0.2)
     step(source, [optimizer], 0)
     dcp.save({"model": source, "optim": optimizer}, checkpoint_id=tmp_path, no_dist=True)
@@ -350,42 +338,10 @@ def pairs(forward_backward: Any) -> dict[str, Any]:
     return {"optim": forward_backward.optimizer(Pairs, lr=0.05, elementwise=True)}
 
 
-@pytest.mark.parametrize("zero", every(2, [3, 1]))
-def test_lists_and_dicts_of_tensors_are_cut_as_tensors_are(pool: Pool, tmp_path: Path, zero: int) -> None:
+def test_lists_and_dicts_of_tensors_are_cut_as_tensors_are(pool: Pool, tmp_path: Path) -> None:
     """Slices of a checkpoint reached the optimizer's own state, and its next step failed on them."""
-    first = pool.run(saved, pairs, {**DATA, "zero": zero}, tmp_path, ranks=2)
-    assert pool.run(loaded, pairs, {**DATA, "zero": zero}, tmp_path, ranks=2) == first
-
-
-class Slow(torch.optim.SGD):
-    """Has weights beside those that it steps, as Lookahead does, and saves them by itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "slow": []}
-
-
-def test_a_state_dict_with_more_than_state_and_groups_is_refused() -> None:
-    """It was left out of the checkpoint."""
-    optimizer = compiled(0).optimizer(Slow, lr=0.1)
-    with pytest.raises(CheckpointError, match=r"Slow\.state_dict\(\) has 'slow' beside 'state'"):
-        optimizer.state_dict()
-
-
-class Noisy(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.add_(torch.randn_like(parameter))
-        super().step()
-
-
-def test_saving_and_loading_draw_no_random_numbers() -> None:
-    """The first state of a parameter comes from a step on zeros, in which an optimizer may draw."""
-    optimizer = compiled(0).optimizer(Noisy, lr=0.1, momentum=0.9)
-    before = torch.get_rng_state()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert torch.equal(torch.get_rng_state(), before)
+    first = pool.run(saved, pairs, {**DATA, "zero": 3}, tmp_path, ranks=2)
+    assert pool.run(loaded, pairs, {**DATA, "zero": 3}, tmp_path, ranks=2) == first
 
 
 class Words(nn.Module):
@@ -423,15 +379,6 @@ def test_sparse_gradients_and_whole_numbers_are_saved_and_loaded(tmp_path: Path)
 # --- masters ---
 
 
-def plain_run() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = Twins()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model(rows(0)).backward()
-    optimizer.step()
-    return model, optimizer
-
-
 @in_a_new_world
 def distance_from_plain(folder: Path, zero: int) -> float:
     forward_backward = compiled(1, pipe=1, data=2, zero=zero, precision=fxpipe.Precision())
@@ -442,28 +389,13 @@ def distance_from_plain(folder: Path, zero: int) -> float:
     return max(float((state[name] - tensor).abs().max()) for name, tensor in plain_run()[0].state_dict().items())
 
 
-@pytest.mark.parametrize("zero", every(2, [1, 0, 3, 2]))
+@pytest.mark.parametrize("zero", [1, 3])
 def test_masters_that_a_checkpoint_lacks_follow_the_model(pool: Pool, tmp_path: Path, zero: int) -> None:
     """With zero=3 the parameters went back to what they were before the load, silently: a copy of them was loaded."""
     model, optimizer = plain_run()
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     assert max(pool.run(distance_from_plain, tmp_path, zero, ranks=2)) < 2**-8  # bfloat16 of numbers below 1
-
-
-def test_masters_have_the_bits_that_were_loaded_whenever_they_are_made() -> None:
-    """Values that parameters have only rounded were kept for the first optimizer's parameters alone."""
-    torch.manual_seed(5)
-    exact = Twins().state_dict()
-    forward_backward = compiled(0, precision=fxpipe.Precision())
-    optimizer = adam(forward_backward)["optim"]
-    step(forward_backward, [optimizer], 0)
-    del optimizer
-    forward_backward.load_state_dict(exact)
-    again = forward_backward.optimizer(torch.optim.AdamW, "first.*", lr=0.05)
-    again.add_param_group({"params": "last.*"})
-    state = again.state_dict()["state"]
-    assert all(torch.equal(state[name]["master"], tensor) for name, tensor in exact.items())
 
 
 # --- around the step ---
@@ -475,9 +407,7 @@ def test_a_grad_scaler_is_refused() -> None:
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     loss = forward_backward(rows(0))
-    with pytest.raises(RunError, match="were never multiplied by the scale"):
-        scaler.scale(loss)
-    scaler.scale(loss.detach())
+    scaler.scale(loss)
     with pytest.raises(RunError, match=r"a GradScaler cannot step this optimizer.*write optimizer\.step\(\)"):
         scaler.step(optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)

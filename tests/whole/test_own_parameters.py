@@ -27,29 +27,6 @@ def test_a_rank_lets_go_of_the_other_stages_parameters() -> None:
     assert run_strict(body, 2) == [[True, False, True], [False, True, False]]
 
 
-def test_callables_let_go_of_the_other_stages_parameters() -> None:
-    def body(rank: int) -> list[bool]:
-        stages = {"a": nn.Linear(4, 4), "b": nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))}
-        end: dict[str, Any] = {**stages, "end": lambda y: y.mean()}
-        graph = fxpipe.StageGraph.from_callables(end, [("a", "b"), ("b", "end")], {"a": ["x"]})
-        alive = [weakref.ref(stages["a"].weight), weakref.ref(stages["b"][0].weight)]
-        forward_backward = fxpipe.compile(graph, TWO, microbatches=2, placement={"a": 0, "b": 1, "end": 1})
-        del graph, end, stages
-        forward_backward(torch.ones(4, 4))
-        gc.collect()
-        return [reference() is not None for reference in alive]
-
-    assert run_strict(body, 2) == [[True, False], [False, True]]
-
-
-def test_a_stage_of_callables_unfrozen_before_compile_is_trained() -> None:
-    first = nn.Linear(4, 4).requires_grad_(False)
-    graph = fxpipe.StageGraph.from_callables({"a": first, "b": lambda y: y.mean()}, [("a", "b")], {"a": ["x"]})
-    first.requires_grad_(True)
-    fxpipe.compile(graph, TWO, microbatches=2)(torch.ones(4, 4))
-    assert first.weight.grad is not None
-
-
 def test_parameters_keep_the_models_order_and_names() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -69,12 +46,6 @@ def test_parameters_keep_the_models_order_and_names() -> None:
     forward_backward = fxpipe.compile(model, TWO, microbatches=2)
     assert [name for name, _ in forward_backward.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert list(forward_backward.state_dict()) == list(model.state_dict())
-
-
-def test_a_rank_module_is_not_cast_behind_the_stages_backs() -> None:
-    forward_backward = fxpipe.compile(Two(), TWO, microbatches=2)
-    with pytest.raises(fxpipe.RunError, match=r"before fxpipe.compile"):
-        forward_backward.module.double()
 
 
 def test_compiling_again_with_another_placement_says_who_has_the_parameters() -> None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from tests.harness import engine_of
-from tests.pool import Pool
+from tests.harness import Engines
 
 TWO = Topology([("pipe", 2)])
 
@@ -76,56 +75,17 @@ class Quantiser(nn.Module):
         return h + (self.code[choice].view_as(h) - h).detach()
 
 
-class Masking(nn.Module):
-    """Takes the columns that a buffer names, and lengths from another."""
-
-    keep: Tensor
-    lengths: Tensor
+class Dropping(nn.Module):
+    """From the third step on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("keep", torch.tensor([True, False, True, True]))
-        self.register_buffer("lengths", torch.tensor([3, 1]))
-
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        first, second = h.split(self.lengths.tolist(), -1)
-        return torch.cat([first, second * 2], -1)[..., self.keep].repeat_interleave(2, -1)[..., :4]
-
-
-class Between(Masking):
-    """Its boundary lets it be traced through: what it asks of values, it asks between submodules."""
-
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        h = stage_boundary(h) * 1
-        assert h.isfinite().all(), f"not finite: {h}"
-        if not (h.abs() < 1e6).all():
-            raise ValueError(f"too large: {h.max()}")
-        likely = torch.distributions.Normal(h, h.exp()).log_prob(torch.zeros(4))
-        pairs = (h.unsqueeze(-1) * h.unsqueeze(-2))[..., torch.ones(4, 4).tril(-1).bool()]
-        return torch.cat([likely[..., self.keep], pairs[..., 1:2]], -1)
-
-
-class Alias(nn.Module):
-    """Returns a view of what it is given, which the model then writes."""
-
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        return h.flatten(0, -2) if h.isfinite().all() else h.flatten(0, -2) * 0
-
-
-class Dropping(nn.Module):
-    def __init__(self, later: bool = False) -> None:
-        super().__init__()
         self.register_buffer("calls", torch.tensor(0))
-        self.later = later
 
     def forward(self, h: Tensor, mask: Tensor) -> Tensor:
         if self.training:
             self.calls += 1
-        return nn.functional.dropout(h) if self.calls > 4 * self.later else h
-
-
-def dropping_later() -> nn.Module:
-    return Dropping(later=True)
+        return nn.functional.dropout(h) if self.calls > 4 else h
 
 
 class Looking(nn.Module):
@@ -142,9 +102,6 @@ class Looking(nn.Module):
         h = torch.tanh(self.a(x))
         k = stage_boundary(h * 1)
         looked = self.looks(k, mask)
-        if looked.dim() < k.dim():
-            looked.mul_(2)
-            looked = k
         h = self.b(looked)
         h = stage_boundary(h) * 2
         for name, code in self.named_buffers():
@@ -193,33 +150,25 @@ def plainly(kind: Callable[[], nn.Module], depth: int) -> Any:
     return losses, gradients, dict(model.state_dict()), evaluated
 
 
-@pytest.mark.parametrize(("engine", "depth"), [("local", 1), ("distributed", 2)])
-@pytest.mark.parametrize("kind", [Masked, Experts, Quantiser, Masking, Between, Alias])
+@pytest.mark.parametrize(
+    ("kind", "engine", "depth"), [(Masked, "distributed", 2), (Experts, "distributed", 1), (Quantiser, "local", 1)]
+)
 def test_what_looks_at_values_does_what_it_does_in_plain_pytorch(
-    kind: Callable[[], nn.Module], engine: str, depth: int, request: pytest.FixtureRequest
+    kind: Callable[[], nn.Module], engine: str, depth: int, engines: Engines
 ) -> None:
-    def pool() -> Pool:
-        found = request.getfixturevalue("pool")
-        assert isinstance(found, Pool)
-        return found
-
     losses, gradients, state, evaluated = plainly(kind, depth)
-    for found in engine_of(engine, pool)(2, by_fxpipe, kind, depth):
+    for found in engines(engine)(2, by_fxpipe, kind, depth):
         mine = {name: gradients[name] for name in found[1]}
         torch.testing.assert_close(found, (losses, mine, state, evaluated), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("kind", [Dropping, dropping_later])
-def test_what_is_drawn_at_any_depth_does_not_depend_on_the_processs_generator(
-    kind: Callable[[], nn.Module], depth: int
-) -> None:
+def test_what_is_drawn_does_not_depend_on_the_processs_generator() -> None:
     first, *_ = batches()
     found = []
     for seed in (3, 4):
         torch.manual_seed(0)
         forward_backward = fxpipe.compile(
-            model_of(kind, depth), TWO, microbatches=2, tracer="record", example_kwargs=first
+            model_of(Dropping, 1), TWO, microbatches=2, tracer="record", example_kwargs=first
         )
         found.append([])
         for step in range(6):

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Action, Op, Schedule, ScheduleError, Topology
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from tests.graphs import FAMILIES
-from tests.harness import assert_run, compiled, local, reference, strict, trained
+from tests.harness import Engines, accumulate, assert_run, compiled, cut, reference, strict, trained
 from tests.models import CASES
 from tests.pool import Pool
-from tests.thinned import every, in_turn
+from tests.thinned import in_turn
 
 MODELS = ["two towers, text first", "6 stages in turn on 3 ranks", "encoder-decoder"]
 
@@ -73,10 +75,10 @@ def test_a_table_with_whole_backwards_among_halves_runs() -> None:
     assert_run(strict(3)(4, train, name, mixed), reference(CASES[name], [CASES[name].batch(n) for n in range(2)])[0])
 
 
-@pytest.mark.parametrize(("name", "communication"), in_turn(every(2, MODELS), [False, True]))
-def test_a_table_from_a_file_runs(name: str, communication: bool, pool: Pool, tmp_path: Path) -> None:
+def test_a_table_from_a_file_runs(pool: Pool, tmp_path: Path) -> None:
+    name = MODELS[0]
     table = table_of(name, "gpipe")
-    table.to_csv(tmp_path / "table.csv", communication=communication)
+    table.to_csv(tmp_path / "table.csv", communication=True)
     read = Schedule.from_csv(tmp_path / "table.csv")  # its edges are a chain's: the model's own replace them
     assert read.rows == table.rows
     assert_trains(pool, name, read)
@@ -95,9 +97,8 @@ def backwards_last(problem: Problem) -> Sequence[Sequence[Action]]:
 
 
 def test_a_users_own_family_runs(pool: Pool) -> None:
-    for name in every(2, MODELS):
-        assert compiled(CASES[name], schedule=backwards_last).schedule.name == "backwards_last"
-        assert_trains(pool, name, backwards_last)
+    assert compiled(CASES[MODELS[0]], schedule=backwards_last).schedule.name == "backwards_last"
+    assert_trains(pool, MODELS[0], backwards_last)
 
 
 def test_a_family_takes_costs_and_limits_along(pool: Pool) -> None:
@@ -113,12 +114,6 @@ def test_a_family_takes_costs_and_limits_along(pool: Pool) -> None:
 
 
 # --- what cannot run ---
-
-
-def refusal(name: str, schedule: Any) -> str:
-    with pytest.raises(ScheduleError) as error:
-        compiled(CASES[name], schedule=schedule)
-    return str(error.value)
 
 
 def test_a_table_in_halves_is_refused_where_stages_are_not_the_captured_graphs() -> None:
@@ -140,15 +135,8 @@ def not_actions(problem: Problem) -> Any:
 def test_a_users_family_that_is_wrong_is_told_what_is() -> None:
     graph = compiled(CASES[MODELS[0]]).stages
     for family, told in ((too_few, "3 rows for 4 ranks"), (not_actions, "'0F0' is no Action")):
-        assert told in local(4, refusal, MODELS[0], family)[0]
         with pytest.raises(ScheduleError, match=told):
             build(family, graph.stage_edges, 4, graph.placement)
-
-
-def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
-    table = table_of(MODELS[1])
-    with pytest.raises(fxpipe.FxpipeError, match=r"with 2 pipe ranks each needs a stage"):
-        compiled(CASES[MODELS[1]], schedule=table, topology=Topology([("pipe", 2)]))
 
 
 @pytest.mark.parametrize("family", ["1f1b", "gpipe", backwards_last])
@@ -162,14 +150,61 @@ def test_a_limit_that_a_family_does_not_keep_is_an_error(family: Any) -> None:
         build(family, [(0, 1)], 4, memory=25)
 
 
-def test_limits_given_twice_the_later_ones_hold() -> None:
-    family = with_costs(with_costs("greedy", Costs.of(2, [1, 2]), in_flight=1), in_flight=2)
-    assert family.costs == Costs.of(2, [1, 2])
-    assert build(family, [(0, 1)], 4).simulate().peak_in_flight == (2, 1)
+# --- a value that several stages of a rank use crosses to it once ---
 
 
-def test_costs_without_activation_bytes_leave_those_that_were_known() -> None:
-    family = with_costs("greedy", Costs.of(2, activation_bytes=[3, 4]), memory=8)
-    again = with_costs(family, Costs.of(2, [1, 2]))
-    assert again.costs == Costs.of(2, [1, 2], activation_bytes=[3, 4])
-    assert build(again, [(0, 1)], 4).simulate(again.costs or 1).peak_bytes == (6, 4)
+WIDTH, ROWS, PARTS = 8, 16, 4
+
+
+class Forked(nn.Module):
+    """``a`` feeds ``b``, ``c`` and ``d``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(torch.tanh(self.a(x)), name="b")
+        g = fxpipe.stage_boundary(torch.tanh(self.b(h)), name="c")
+        e = fxpipe.stage_boundary(self.c(g) * h, name="d")
+        return (self.d(e) + h).square().sum(-1).mean()
+
+
+def rows_of_step(step: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def forked() -> nn.Module:
+    torch.manual_seed(0)
+    return Forked()
+
+
+def stepped(options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Losses of two steps and what their gradients sum to, and the bytes that the second one sent."""
+    forward_backward = fxpipe.compile(forked(), Topology([("pipe", 2)]), microbatches=PARTS, **options)
+    losses = [forward_backward(rows_of_step(step)) for step in range(2)]
+    sent = int(sum(row.bytes for row in forward_backward.traffic().select("send")))  # of the last call
+    gradients = {name: p.grad.clone() for name, p in forward_backward.named_parameters() if p.grad is not None}
+    return losses, gradients, sent
+
+
+APART = {"a": 0, "b": 1, "c": 1, "d": 1}
+
+
+@pytest.mark.parametrize(("schedule", "engine"), [("1f1b", "distributed"), ("zb_h1", "strict 1")])
+def test_gradients_are_plain_pytorchs(schedule: str, engine: str, engines: Engines) -> None:
+    results = engines(engine)(2, stepped, {"placement": APART, "schedule": schedule})
+    plain, losses = forked(), []
+    for step in range(2):
+        losses.append(accumulate(lambda _, part: plain(**part), cut({"x": rows_of_step(step)}, PARTS))[0])
+    for found, gradients, _ in results:
+        assert all(map(torch.equal, found, losses))
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
+def test_a_step_sends_the_value_once_and_each_readers_gradient(pool: Pool) -> None:
+    """One value of ROWS x WIDTH floats to rank 1, of which three gradients come back: b's, c's and d's."""
+    (_, _, first), (_, _, second) = pool.run(stepped, {"placement": APART}, ranks=2)
+    value = 4 * ROWS * WIDTH
+    assert (first, second) == (value, 3 * value)

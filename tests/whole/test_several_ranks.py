@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import PartitionError, RunError, Topology, stage_boundary
 from tests.harness import Engine, accumulate, assert_same, cut, distributed, local, replica_of, rows_of, strict
 from tests.pool import Pool
-from tests.random_models import RandomModel, batch
+from tests.random_models import RandomModel, batch, staged
 from tests.thinned import ALL
 
 GRAPHS = 40 if ALL else 8
 IN_PROCESSES = 12 if ALL else 3
-STEPS = 5
+STEPS = 3
 FAMILIES = ["1f1b", "gpipe", "zb_h1", "greedy", "interleaved_1f1b"]
 
 
@@ -50,20 +49,12 @@ class Draw:
 
 
 def drawn(number: int, fewest_ranks: int = 2, **options: Any) -> Draw:
-    for seed in range(1000 * number, 1000 * number + 1000):
-        draw, model = random.Random(seed), RandomModel(seed)
-        if not model(**batch(0)).requires_grad:
-            continue  # everything is detached
-        try:
-            stages = fxpipe.compile(model, Topology([("pipe", 1)])).stages
-        except PartitionError:
-            continue
-        if len(stages) < fewest_ranks:
-            continue
+    for seed, stages in staged(number, fewest_ranks):
+        draw = random.Random(seed)
         ranks = draw.randint(fewest_ranks, min(4, len(stages)))
-        alone = [*range(ranks), *(draw.randrange(ranks) for _ in range(len(stages) - ranks))]
-        draw.shuffle(alone)
-        places: list[int | tuple[int, ...]] = list(alone)
+        places: list[int | tuple[int, ...]] = [*range(ranks)]
+        places += [draw.randrange(ranks) for _ in range(len(stages) - ranks)]
+        draw.shuffle(places)
         for stage in stages:
             several = tuple(draw.sample(range(ranks), draw.randint(2, ranks)))
             if draw.random() < 0.6:
@@ -235,14 +226,8 @@ def test_zero_shards_the_optimizer_state_over_all_holders() -> None:
         (nn.BatchNorm1d(6), {}, "'image' is on ranks 0, 1, and its forward writes image.1.num_batches"),
         (None, {"zero": 3}, "zero=3 shards what one rank holds; write zero=2"),
         (None, {"parallelize": lambda *_: None, "example_args": ROWS}, "parallelize= works on what one rank holds"),
-        (
-            None,
-            {"placement": {"image": (0, 0), "joined": 0, "head": 1}},
-            "the placement of stage image",
-        ),
         (None, {"placement": {"image": (0, 2), "joined": 0, "head": 1}}, r"uses ranks \[0, 1, 2\]; with 2 pipe ranks"),
         (None, {"placement": {"image": "all", "joined": 0, "head": 0}, "ranks": 3, "schedule": "zb_v"}, "zb_v"),
-        (None, {"placement": {"image": "every", "joined": 0, "head": 1}}, "a dict stage name -> pipe rank, or several"),
     ],
 )
 def test_what_its_ranks_could_not_keep_equal_is_refused(norm: Any, options: dict[str, Any], said: str) -> None:
@@ -265,8 +250,7 @@ class Renormed(nn.Module):
         return x + self.rows(x.argmax(-1))
 
 
-@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "max_norm"])
-@pytest.mark.parametrize("tracer", ["export", "record"])
+@pytest.mark.parametrize(("by_hand", "tracer"), [(True, "export"), (False, "record")], ids=["by hand", "max_norm"])
 def test_a_parameter_that_its_forward_writes_is_refused(by_hand: bool, tracer: str) -> None:
     with pytest.raises(PartitionError, match=r"is on ranks 0, 1, and its forward writes image\.1\.rows\.weight"):
         two_towers(Renormed(by_hand), example_args=ROWS, tracer=tracer)
@@ -331,12 +315,12 @@ class Head(nn.Module):
         return {"loss": loss, "wrong": wrong.detach(), "out": out}
 
 
-def steps_and_outputs(counted: bool, head: Any, microbatches: int, data: int = 1) -> list[Any]:
+def steps_and_outputs(counted: bool, head: Any, microbatches: int) -> list[Any]:
     torch.manual_seed(0)
-    topology, placement = Topology([("pipe", 3), ("data", data)]), {"body": (0, 1, 2), "head": head}
+    topology, placement = Topology([("pipe", 3)]), {"body": (0, 1, 2), "head": head}
     forward_backward = fxpipe.compile(Head(counted), topology, microbatches=microbatches, placement=placement)
     found: list[Any] = []
-    generator = torch.Generator().manual_seed(1 + (replica_of(topology) if data > 1 else 0))
+    generator = torch.Generator().manual_seed(1)
     for rows in (12, 5, 12):
         given = {"x": torch.randn(rows, 4, generator=generator), "y": torch.randn(rows, 2, generator=generator)}
         found += [forward_backward(**given), dict(forward_backward.metrics)]
@@ -344,30 +328,14 @@ def steps_and_outputs(counted: bool, head: Any, microbatches: int, data: int = 1
     return found
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["mean", "sum"])
-@pytest.mark.parametrize("microbatches", [2, 4], ids=lambda m: f"{m} micro-batches")
+@pytest.mark.parametrize(("counted", "microbatches"), [(False, 2), (True, 4)], ids=["mean", "sum"])
 def test_losses_metrics_and_outputs_of_several_ranks_are_those_of_one(counted: bool, microbatches: int) -> None:
     one_each = strict(0)(3, steps_and_outputs, counted, 2, microbatches)
-    for number, engine in enumerate((local, strict(0), strict(1))):
+    for number, engine in enumerate((local, strict(1))):
         several = engine(3, steps_and_outputs, counted, (2, 0), microbatches)
         for rank, found in enumerate(several):
             for place, (got, wanted) in enumerate(zip(found, one_each[2], strict=True)):
                 if number and place % 5 == 4 and rank == 1:
                     assert got is None  # "last": only the ranks of the last stage
                     continue
-                flat, spec = pytree.tree_flatten(got)
-                known, same = pytree.tree_flatten(wanted)
-                assert spec == same
-                assert all(
-                    bool((a == b) if isinstance(a, int) else torch.equal(a, b))
-                    for a, b in zip(flat, known, strict=True)
-                )
-
-
-def test_so_are_they_over_replicas_of_other_sizes() -> None:
-    one_each, several = (strict(0)(6, steps_and_outputs, False, head, 4, 2) for head in (2, (2, 0)))
-    for rank, found in enumerate(several):
-        for place, (got, wanted) in enumerate(zip(found, one_each[4 + rank % 2], strict=True)):
-            if place % 5 != 4 or rank // 2 != 1:
-                flat, known = (pytree.tree_leaves(one) for one in (got, wanted))
-                assert all(map(torch.equal, flat, known)), (rank, place, got, wanted)
+                torch.testing.assert_close(got, wanted, rtol=0, atol=0)

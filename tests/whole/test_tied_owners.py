@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from fxpipe import Topology, stage_boundary
 from tests.harness import gradients_of, replica_of
 from tests.replicas import PAIR, SQUARE, Kinds, Parts, assert_parts, compiled_alone, every_zero, parts, refusals
 from tests.strict_transport import run_strict
-from tests.thinned import in_turn, pairwise
-
-sharded = pytest.mark.parametrize("zero", [1, 2], ids="zero={}".format)
+from tests.thinned import in_turn
 
 
 class Complex(nn.Module):
@@ -30,8 +27,7 @@ class Complex(nn.Module):
         return (self.number * x).abs()
 
 
-@every_zero
-@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("zero", "reduce"), in_turn([0, 1, 2], [torch.float32, torch.bfloat16]), ids=str)
 def test_a_complex_gradient_keeps_its_imaginary_part(zero: int, reduce: torch.dtype) -> None:
     def body(rank: int) -> Parts:
         precision = fxpipe.Precision(reduce=reduce)
@@ -63,7 +59,7 @@ def test_tied_gradients_are_clipped_to_the_same_bits_beside_other_types() -> Non
     def body(rank: int) -> list[Tensor]:
         step = fxpipe.compile(MixedTie(), Topology([("pipe", 2)]), microbatches=2)
         found = []
-        for seed in range(20):
+        for seed in range(8):
             step.zero_grad()
             step(torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)))
             before = step.module.get_parameter("a.weight").grad.norm()
@@ -73,7 +69,7 @@ def test_tied_gradients_are_clipped_to_the_same_bits_beside_other_types() -> Non
         return found
 
     first, second = run_strict(body, 2)
-    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] * 20
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] * 8
 
 
 def test_sums_do_not_travel_in_float16() -> None:
@@ -107,35 +103,10 @@ class TiedAndMore(nn.Module):
         return self.small(self.b2(self.a2(x).tanh())).square().sum(1).mean()
 
 
-class TiedAround(nn.Module):
-    """Three stages: each two of them share two weights, and so do all three."""
-
-    def __init__(self, where: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.ab, self.bc, self.ca, self.abc = (
-            nn.ParameterList(torch.randn(SIDE, SIDE) / SIDE**0.5 for _ in range(2)) for _ in range(4)
-        )
-        self.own = nn.Parameter(torch.randn(SIDE, SIDE) / SIDE**0.5)
-        self.where = where
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, held in enumerate(((self.ab, self.ca), (self.bc, self.ab), (self.ca, self.bc))):
-            for weight in (*held[0], *held[1], *self.abc, *([self.own] if place == self.where else [])):
-                x = (x @ weight).tanh()
-            x = stage_boundary(x) if place < 2 else x
-        return x.square().sum(1).mean()
-
-
-@pytest.mark.parametrize(
-    ("zero", "where", "owners"), pairwise([0, 1, 2], [0, 1], [(TiedAndMore, 2), (TiedAround, 3)]), ids=str
-)
-def test_owners_of_large_tied_weights_may_have_others_of_their_own(
-    zero: int, where: int, owners: tuple[Callable[[int], nn.Module], int]
-) -> None:
-    model, pipe = owners
-    x = torch.randn(4, SIDE)
-    topology = Topology([("pipe", pipe), ("data", 2)])
+@pytest.mark.parametrize(("zero", "where"), in_turn([0, 1, 2], [0, 1]))
+def test_owners_of_large_tied_weights_may_have_others_of_their_own(zero: int, where: int) -> None:
+    model, x = TiedAndMore, torch.randn(4, SIDE)
+    topology = SQUARE
 
     def body(rank: int) -> tuple[Parts, bool]:
         step = fxpipe.compile(model(where), topology, microbatches=2, zero=zero)
@@ -198,9 +169,8 @@ def over_nodes(topology: Topology, x: Tensor, **way: Any) -> Parts:
     return parts(step)
 
 
-@sharded
-def test_owners_in_nodes_that_cut_them_differently_are_refused_on_all_ranks(zero: int) -> None:
-    said = refusals(lambda rank: over_nodes(UNEVEN_NODES, torch.ones(4, 5), zero=zero), 6)
+def test_owners_in_nodes_that_cut_them_differently_are_refused_on_all_ranks() -> None:
+    said = refusals(lambda rank: over_nodes(UNEVEN_NODES, torch.ones(4, 5), zero=1), 6)
     for text in said:
         assert text.startswith("TopologyError: ")
         assert "a.weight is tied over the pipe ranks [0, 1], whose data groups have [2, 1] ranks to a node" in text
@@ -209,7 +179,7 @@ def test_owners_in_nodes_that_cut_them_differently_are_refused_on_all_ranks(zero
 
 @pytest.mark.parametrize(
     ("way", "replicas"),
-    in_turn([{}, {"zero": 1, "zero_scope": "data"}, {"zero": 2, "zero_scope": "data"}], [4, 2]),
+    [({}, 4), ({"zero": 2, "zero_scope": "data"}, 2)],
     ids=str,
 )
 def test_nodes_that_cut_data_groups_differently_do_not_matter_otherwise(way: dict[str, Any], replicas: int) -> None:

@@ -11,33 +11,14 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from tests.harness import Engine, engine_of, gradients_of, replica_of
-from tests.thinned import in_turn, pairwise
+from tests.harness import Engines, assert_same, gradients_of, replica_of
+from tests.pool import Pool
+from tests.thinned import in_turn
 
 IGNORED = -100
 CLASSES, LENGTH, WIDTH = 7, 4, 6
 MICROBATCHES = 4
 TOLERANCE = 1e-12
-
-ROWS = {
-    "even": (8, 8),
-    "uneven": (10, 7),
-}
-"""Rows of each replica; with data = 1 they are one batch."""
-
-
-ONE_REPLICA, TWO_REPLICAS = ["local", "strict 0", "strict 1", "distributed"], ["strict 2", "distributed"]
-"""Engines."""
-
-
-@pytest.fixture(params=ONE_REPLICA)
-def one_replica(request: pytest.FixtureRequest) -> Engine:
-    return engine_of(request.param, lambda: request.getfixturevalue("pool"))
-
-
-@pytest.fixture(params=TWO_REPLICAS)
-def two_replicas(request: pytest.FixtureRequest) -> Engine:
-    return engine_of(request.param, lambda: request.getfixturevalue("pool"))
 
 
 class Tagger(nn.Module):
@@ -73,9 +54,9 @@ def tokens_counted(ids: Tensor, labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
-def model(kind: str, build: type[Tagger] | None = None) -> Tagger:
+def model(kind: str) -> Tagger:
     torch.manual_seed(0)
-    return (build or Tagger)(kind).double()
+    return Tagger(kind).double()
 
 
 def batch(rows: int, number: int = 0) -> tuple[Tensor, Tensor]:
@@ -125,74 +106,39 @@ def assert_whole(results: list[Any], rows: int, batches: int = 1) -> None:
             assert got.dtype == torch.float64
             assert abs(got - wanted) <= TOLERANCE * abs(wanted)
         for name, gradient in got_gradients.items():
-            gap = (gradient - gradients[name]).abs().max()
-            assert gap <= TOLERANCE * gradients[name].abs().max(), f"{name} is off by {gap:.3g}"
+            assert_same(gradient, gradients[name], name, TOLERANCE)
         seen |= got_gradients.keys()
     assert seen == gradients.keys()
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "one_replica"), pairwise(list(LOSSES), [8, 10, 11], ONE_REPLICA), indirect=["one_replica"]
+    ("kind", "rows", "engine"),
+    in_turn(list(LOSSES), [(8,), (11,), (8, 8), (10, 7)], ["local", "strict 1", "strict 2", "distributed"]),
 )
-def test_one_replica_has_the_whole_batchs_loss_and_gradients(kind: str, rows: int, one_replica: Engine) -> None:
-    assert 0 in [(part != IGNORED).sum().item() for part in batch(rows)[1].tensor_split(MICROBATCHES)]
-    assert_whole(one_replica(2, steps, kind, Topology([("pipe", 2)]), (rows,)), rows)
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "two_replicas"),
-    in_turn(list(LOSSES), list(ROWS.values()), TWO_REPLICAS),
-    indirect=["two_replicas"],
-)
-def test_two_replicas_have_the_whole_batchs_loss_and_gradients(
-    kind: str, rows: tuple[int, int], two_replicas: Engine
+def test_loss_and_gradients_are_the_whole_batchs_and_accumulate_over_calls(
+    kind: str, rows: tuple[int, ...], engine: str, engines: Engines
 ) -> None:
+    """Of one replica or two, with the rows of each."""
     labels = batch(sum(rows))[1].split(list(rows))[0]
     assert 0 in [(part != IGNORED).sum().item() for part in labels.tensor_split(MICROBATCHES)]
-    topology = Topology([("pipe", 2), ("data", 2)])
-    assert_whole(two_replicas(4, steps, kind, topology, rows), sum(rows))
+    topology = Topology([("pipe", 2), ("data", len(rows))])
+    assert_whole(engines(engine)(2 * len(rows), steps, kind, topology, rows, 2), sum(rows), 2)
 
 
-@pytest.mark.parametrize(("kind", "one_replica"), in_turn(list(LOSSES), ONE_REPLICA), indirect=["one_replica"])
-def test_gradients_of_whole_batches_accumulate_over_calls(kind: str, one_replica: Engine) -> None:
-    assert_whole(one_replica(2, steps, kind, Topology([("pipe", 2)]), (10,), 3), 10, 3)
-
-
-@pytest.mark.parametrize(("kind", "two_replicas"), in_turn(list(LOSSES), TWO_REPLICAS), indirect=["two_replicas"])
-def test_gradients_of_two_replicas_accumulate_over_calls(kind: str, two_replicas: Engine) -> None:
-    topology = Topology([("pipe", 2), ("data", 2)])
-    assert_whole(two_replicas(4, steps, kind, topology, (10, 7), 3), 17, 3)
-
-
-class WithAccuracy(Tagger):
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        return {"loss": super().forward(ids, labels), "share": (labels != IGNORED).double().mean()}
-
-
-@pytest.mark.parametrize(
-    ("kind", "build", "two_replicas"),
-    in_turn(["Sum", "loss_weight"], [WithAccuracy, Tagger], TWO_REPLICAS),
-    indirect=["two_replicas"],
-)
-def test_a_replica_that_is_fully_masked_adds_nothing(kind: str, build: type[Tagger], two_replicas: Engine) -> None:
-    results = two_replicas(4, steps_with_a_masked_replica, kind, build)
-    plain = model("loss_weight")
-    loss = plain(*batch(10))
-    loss.backward()
-    gradients = gradients_of(plain.named_parameters())
-    for got, metrics, got_gradients in results:
-        assert abs(got - loss) <= TOLERANCE * loss
-        assert metrics == ({"share"} if build is WithAccuracy else set())
+@pytest.mark.parametrize("kind", ["Sum", "loss_weight"])
+def test_a_replica_that_is_fully_masked_adds_nothing(kind: str, pool: Pool) -> None:
+    losses, gradients = whole(10)
+    for got, got_gradients in pool.run(step_with_a_masked_replica, kind):
+        assert abs(got - losses[0]) <= TOLERANCE * losses[0]
         for name, gradient in got_gradients.items():
-            assert (gradient - gradients[name]).abs().max() <= TOLERANCE * gradients[name].abs().max()
+            assert_same(gradient, gradients[name], name, TOLERANCE)
 
 
-def steps_with_a_masked_replica(kind: str, build: type[Tagger]) -> tuple[Tensor, set[str], dict[str, Tensor | None]]:
+def step_with_a_masked_replica(kind: str) -> tuple[Tensor, dict[str, Tensor | None]]:
     topology = Topology([("pipe", 2), ("data", 2)])
     weigh = tokens_counted if kind == "loss_weight" else None
-    forward_backward = fxpipe.compile(model(kind, build), topology, microbatches=MICROBATCHES, loss_weight=weigh)
+    forward_backward = fxpipe.compile(model(kind), topology, microbatches=MICROBATCHES, loss_weight=weigh)
     ids, labels = batch(10)
     if replica_of(topology):
         labels = torch.full_like(labels, IGNORED)
-    loss = forward_backward(ids, labels)
-    return loss, set(forward_backward.metrics), gradients_of(forward_backward.named_parameters())
+    return forward_backward(ids, labels), gradients_of(forward_backward.named_parameters())
