@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fxpipe.distributed.activity import announced
-from fxpipe.distributed.connect import connect
 from fxpipe.distributed.forward_collectives import check_sync_batch_norms
 from fxpipe.distributed.grid import ROLES
-from fxpipe.distributed.metered_transport import Metered
+from fxpipe.distributed.processes import connect
 from fxpipe.distributed.stopwatch import clock_of
 from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph

@@ -89,12 +89,12 @@ class Hardware:
             )
         tera, tera_16, giga, link, between, memory = _SHEETS[key]
         return Hardware(
-            tera * 1e12,
-            tera_16 * 1e12,
-            giga * 1e9,
-            link * 1e9,
-            None if between is None else between * 1e9,
-            memory * 1e9,
+            flops=1e12 * tera,
+            flops_16=1e12 * tera_16,
+            bandwidth=1e9 * giga,
+            link=1e9 * link,
+            link_between=None if between is None else 1e9 * between,
+            memory=1e9 * memory,
             reached=0.5,
         )
 
@@ -111,7 +111,9 @@ class Hardware:
             OSError: it cannot be read or written.
         """
         _check_names(figures, "Hardware.measured(...)")
-        file, here = Path(path), _device_at_hand()
+        file, here = Path(path), f"{platform.machine()} with {torch.get_num_threads()} threads"
+        if torch.cuda.is_available():
+            here = torch.cuda.get_device_name()
         if not file.exists():
             write_whole(file, json.dumps({_DEVICE: here, **_measure()}, indent=1).encode() + b"\n")
         found = _figures_in(file)
@@ -163,8 +165,9 @@ class Hardware:
 
     def wire(self, crosses: bool) -> float:
         """Bytes a second of a link. ``crosses``: whether it leads out of a node."""
-        name = "link_between" if crosses else "link"
-        return self.figure(name, f"a message {'between nodes' if crosses else 'between ranks'}")
+        if crosses:
+            return self.figure("link_between", "a message between nodes")
+        return self.figure("link", "a message between ranks")
 
     def hop(self, size: float) -> float:
         """Seconds that a message of so many bytes takes, to another rank of a pipeline."""
@@ -178,15 +181,11 @@ Only their ratios matter to a balance: where the model runs on something else of
 """
 
 _UNITS = {
-    "flops": "operations a second",
-    "flops_16": "operations a second",
-    "bandwidth": "bytes a second",
-    "link": "bytes a second",
-    "link_between": "bytes a second",
+    **dict.fromkeys(("flops", "flops_16"), "operations a second"),
+    **dict.fromkeys(("bandwidth", "link", "link_between"), "bytes a second"),
     "memory": "bytes",
     "reached": "a part",
-    "launch": "seconds",
-    "latency": "seconds",
+    **dict.fromkeys(("launch", "latency"), "seconds"),
 }
 
 _SHEETS: Mapping[str, tuple[float, float, float, float, float | None, float]] = {
@@ -237,12 +236,6 @@ def _check_names(names: Iterable[str], what: str) -> None:
 
 ON_A_GPU, ON_A_CPU = (8192, 2**28), (1024, 2**24)
 """The width of the matrices, and the numbers copied."""
-
-
-def _device_at_hand() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} with {torch.get_num_threads()} threads"
 
 
 def _measure() -> dict[str, float]:

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.collective import Collective, PeerLost, Scope, Work
-from fxpipe.distributed.connect import seat_thread
+from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work
+from fxpipe.distributed.processes import seat_thread
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
+from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import decode, encode_for_all
 

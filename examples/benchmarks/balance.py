@@ -27,11 +27,12 @@ from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance import NodeCosts, balance, costs_from_shapes
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program
-from fxpipe.plan.balance.candidates import connected
+from fxpipe.plan.balance.choose import balance
+from fxpipe.plan.balance.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.plan.balance.search import connected
 from fxpipe.plan.balance.segments import between, partition
-from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout, without_gaps
+from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 
@@ -129,8 +130,8 @@ def layers_of(program: Program, work: BlockGraph, first_tower: str, second_tower
     seconds, held = [0.0] * len(names), [set[int]() for _ in names]
     for block, place in enumerate(layer_of):
         seconds[place] += work.blocks[block].seconds
-        held[place] |= work.blocks[block].parameters
-    sizes = tuple(float(sum(work.held[key].count for key in keys)) for keys in held)
+        held[place] |= work.blocks[block].cost.parameters
+    sizes = tuple(float(sum(work.costs.parameters[key].count for key in keys)) for keys in held)
     return Layers(work, layer_of, first, tuple(seconds), sizes)
 
 
@@ -235,7 +236,8 @@ def acyclic(work: BlockGraph, group_of: Sequence[int], rank_of: Sequence[int]) -
             return None
         order += ready
     number = {group: place for place, group in enumerate(order)}
-    return without_gaps([number[group] for group in group_of], [rank[group] for group in order], "by hand")
+    stage_of = tuple(number[group] for group in group_of)
+    return StageLayout(stage_of, tuple(rank[group] for group in order), "by hand")
 
 
 # --- the tables ---
@@ -259,10 +261,10 @@ def against_hands(name: str, ranks: Sequence[int]) -> bool:
         found = balance(program, count, MICROBATCHES_A_RANK * count, costs, FAMILY)
         took = time.process_time() - start
         judge = Judge(work, with_costs(FAMILY), MICROBATCHES_A_RANK * count, None)
-        columns.setdefault("fxpipe", []).append(f"{1e3 * found.makespan:.1f}")
+        columns.setdefault("fxpipe", []).append(f"{1e3 * found.outcome.seconds:.1f}")
         for label, rank_of_layer in hand(layers, count).items():
             seconds = by_hand(judge, layers, rank_of_layer)
-            won = won and (seconds is None or found.makespan <= seconds * (1 + 1e-9))
+            won = won and (seconds is None or found.outcome.seconds <= seconds * (1 + 1e-9))
             columns.setdefault(label, []).append("-" if seconds is None else f"{1e3 * seconds:.1f}")
         columns.setdefault("seconds to find it", []).append(f"{took:.1f}")
     print(f"{name}: {len(program.graph.nodes):,} nodes, captured and costed in {ready:.1f} s; simulated makespan, ms")
@@ -317,7 +319,7 @@ def scaling(sizes: Sequence[int], ranks: int) -> None:
         nodes = len(program.graph.nodes)
         whole = end - start
         rows.append((f"{nodes:,}", f"{costed - start:.2f}", f"{end - costed:.2f}", f"{1e3 * whole / nodes:.2f}"))
-        assert found.makespan > 0
+        assert found.outcome.seconds > 0
     headers = ["nodes", "costs, s", "balance, s", "ms a node"]
     print(f"two towers on {ranks} ranks")
     print(tabulate(rows, headers=headers, disable_numparse=True, colalign=["right"] * 4))

@@ -43,11 +43,12 @@ import fxpipe
 from fxpipe import passes
 from fxpipe.graph.program import Program, called_in
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance import BlockGraph, NodeCosts, balance, costs_from_shapes
-from fxpipe.plan.balance.block_graph import work_of_program
-from fxpipe.plan.balance.candidates import connected
+from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program
+from fxpipe.plan.balance.choose import balance
 from fxpipe.plan.balance.memory import Account
-from fxpipe.plan.balance.orders import topological
+from fxpipe.plan.balance.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.plan.balance.search import connected
+from fxpipe.plan.balance.segments import depth_first
 from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
@@ -103,7 +104,7 @@ def units(program: Program, work: BlockGraph, names: Sequence[Unit]) -> tuple[in
     number = {path: place for place, unit in enumerate(names) for path in unit}
     paths = {node.name: called_in(node) for node in program.graph.nodes}
     found = [0] * len(work)
-    for block in topological(work):
+    for block in depth_first(work):
         inside = [number[path] for node in work.blocks[block].nodes for path in paths[node] if path in number]
         found[block] = max(inside, default=max((found[source] for source in work.sources[block]), default=0))
     return tuple(found)

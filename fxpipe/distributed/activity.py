@@ -83,13 +83,11 @@ class Activity:
         self.last: tuple[float, object] = (time.monotonic(), "")
         """The last action or call, and when it began."""
         self.trail: deque[tuple[float, object]] = deque(maxlen=ACTIONS_KEPT)
-        self.handling = ""
-        """The exception that was on its way when the last call began, in words."""
         self.forget(0)
 
     def forget(self, epoch: int) -> None:
         """All ranks begin to count anew."""
-        self.epoch, self._place, self._number = epoch, 0, 0
+        self.epoch, self.place, self.number = epoch, 0, 0
         self.calls: tuple[Call, ...] = ()
         self.inside: tuple[Phase, ...] = ()
 
@@ -97,15 +95,6 @@ class Activity:
         """An action begins."""
         self.last = moment = (time.monotonic(), action)
         self.trail.append(moment)
-
-    def come_to(self, name: str, of_all: bool, alike: Alike) -> None:
-        """A collective call begins, of all ranks or of some."""
-        entered.name, entered.alike = name, alike
-        error = sys.exception()  # as in a finally: block of the user's
-        self.handling = f"{name} was called as {type(error).__name__}: {error!s:.200} was handled" if error else ""
-        entered.mark = zlib.crc32(name.encode()) << ALIKE_BITS | alike.digest
-        self._place, self._number = self._place + 1, self._number + of_all
-        self.calls = (*self.calls[1 - CALLS_KEPT :], Call(self._place, of_all and self._number, name))
 
     def described(self) -> tuple[str, float]:
         """What it does, in words behind the rank's number, and since when."""
@@ -147,7 +136,10 @@ def announced(name: str, of_all: bool = True, extends: bool = False, alike: Alik
     being noted: nothing is sent for it, and nothing waits. But where ranks gather something in a call, a number for it
     goes along, so that none takes for its own call's what another one meant. ``extends``: as of ``phase``.
     """
-    here.come_to(name, of_all, alike)
+    entered.name, entered.alike = name, alike
+    entered.mark = zlib.crc32(name.encode()) << ALIKE_BITS | alike.digest
+    here.place, here.number = here.place + 1, here.number + of_all
+    here.calls = (*here.calls[1 - CALLS_KEPT :], Call(here.place, of_all and here.number, name))
     with phase(name, extends):
         yield
 

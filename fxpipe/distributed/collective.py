@@ -33,6 +33,16 @@ class Work(Protocol):
         ...
 
 
+class OnceAwaited:
+    """A work that is done when it is waited for."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def wait(self) -> None:
+        self._call()
+
+
 class PeerLost(RunError):
     """A wait ended because the rank at the other end is gone, or has closed its connections; or the watch has ended it.
 
@@ -82,44 +92,13 @@ class Collective(NamedTuple):
         if self.input is not None:
             self.output.copy_(self.input)
 
-    @property
-    def name(self) -> Name:
-        return Name(self.operation, self.whole.numel(), self.scope)
-
     def __str__(self) -> str:
-        return str(self.name)
+        return f"{self.operation.replace('_', '-')} of {self.whole.numel()} elements over {self.scope}"
 
 
-class Name(NamedTuple):
-    """A collective without its buffers."""
-
-    operation: str
-    elements: int
-    scope: Scope
-
-    def __str__(self) -> str:
-        return f"{self.operation.replace('_', '-')} of {self.elements} elements over {self.scope}"
-
-
-class LooksUp(Protocol):
-    """Around a wait: tells the watchdog what is waited for. What it yields is called now and then; it may end the wait.
-
-    ``what``: the words, and the group of ranks that are waited for, at any moment.
-    """
-
-    def __call__(self, what: Callable[[], tuple[str, Scope]]) -> AbstractContextManager[Callable[[], None]]: ...
-
-
-class Starter(Protocol):
-    """Starts chains of collectives; each scope takes its own in the order in which they were started."""
-
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work: ...
-
-    def fail(self, error: Exception) -> None:
-        """Ends what is under way with an error."""
-
-    def close(self) -> None:
-        """Nothing is under way any more."""
+LooksUp = Callable[[Callable[[], tuple[str, Scope]]], AbstractContextManager[Callable[[], None]]]
+"""Around a wait: tells the watchdog what is waited for, at any moment: the words, and the group of ranks. What it
+yields is called now and then; it may end the wait."""
 
 
 class ThreadedChain:
@@ -133,8 +112,7 @@ class ThreadedChain:
         waiting: LooksUp,
     ) -> None:
         self._steps: list[Collective | None] = list(steps)
-        self._names = [step.name for step in steps]
-        self.what = what
+        self._named = [(f"{step} ({what})", step.scope) for step in steps]
         self._ended, self._waiting = ended, waiting
         self._done = [threading.Event() for _ in steps]
         self._error: Exception | None = None
@@ -146,7 +124,10 @@ class ThreadedChain:
         step, self._steps[place] = self._steps[place], None  # with the buffers, which may be needed no more
         try:
             if self._error is None and step is not None:
-                self._perform(step, perform)
+                try:
+                    perform(step)
+                except RuntimeError as error:
+                    raise PeerLost(self._named[place][0], reason=error) from None
                 if step.then is not None:
                     step.then()
                 if self._ended is not None and place == len(self._steps) - 1:
@@ -154,12 +135,6 @@ class ThreadedChain:
         except Exception as error:  # raised again where it is waited for
             self._error = without_frames(error)
         self._done[place].set()
-
-    def _perform(self, step: Collective, perform: Callable[[Collective], object]) -> None:
-        try:
-            perform(step)
-        except RuntimeError as error:
-            raise PeerLost(f"{step} ({self.what})", reason=error) from None
 
     def fail(self, error: Exception) -> None:
         """Starts nothing more, and hands the error to whoever waits."""
@@ -176,8 +151,8 @@ class ThreadedChain:
             raise self._error
 
     def _undone(self) -> tuple[str, Scope]:
-        place = next((place for place, done in enumerate(self._done) if not done.is_set()), -1)
-        return f"{self._names[place]} ({self.what})", self._names[place].scope
+        undone = (named for named, done in zip(self._named, self._done, strict=True) if not done.is_set())
+        return next(undone, self._named[-1])
 
 
 SLICE_SECONDS = 0.5
@@ -210,7 +185,7 @@ _JOIN_SECONDS = 10.0
 
 
 class Threads:
-    """A thread for each scope, which performs the collectives of that scope in order.
+    """A thread for each scope, which performs the collectives of that scope in the order in which chains were started.
 
     An idle thread holds nothing but its queue, and ends with this object: a thread that held the transport would keep
     its groups, and all their threads, for as long as the process lives.
@@ -239,11 +214,13 @@ class Threads:
         return self._lanes[scope]
 
     def fail(self, error: Exception) -> None:
+        """Ends what is under way with an error."""
         for chain in list(self._chains):
             chain.fail(error)
         _end(self._lanes)
 
     def close(self) -> None:
+        """Nothing is under way any more."""
         _end(self._lanes)
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
@@ -264,7 +241,7 @@ def _end(lanes: Mapping[Scope, _Lane]) -> None:
 
 
 class Streams:
-    """A stream for each scope; the host waits for nothing."""
+    """The same with a stream for each scope; the host waits for nothing."""
 
     def __init__(self, perform: Callable[[Collective], object]) -> None:
         self._perform = perform
@@ -282,19 +259,14 @@ class Streams:
                 if ended is not None and step is steps[-1]:
                     ended()
             before = stream.record_event()
-        return _OnStream(before, steps)
+        return OnceAwaited(partial(self._wait, before, steps))
+
+    def _wait(self, end: Any, steps: Sequence[Collective]) -> None:
+        """``steps``: their buffers stay until later work is behind the end."""
+        torch.cuda.current_stream().wait_event(end)
 
     def fail(self, error: Exception) -> None:
         self._streams.clear()
 
     def close(self) -> None:
         torch.cuda.synchronize()
-
-
-class _OnStream:
-    def __init__(self, end: Any, steps: Sequence[Collective]) -> None:
-        self._end, self._steps = end, steps  # the buffers stay until later work is behind the end
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
-        self._steps = ()

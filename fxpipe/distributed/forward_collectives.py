@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import distributed as dist
@@ -52,7 +51,11 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
     if not dist.is_initialized():  # so it is a plain batch norm
         return
     replicas = replicas_of(topology)
-    for name, part in _named_modules(model):
+    modules: list[tuple[str, object]] = [("", model)]
+    if not isinstance(model, nn.Module):
+        modules = [(stage.name, stage.module) for stage in model]
+    parts = [part for prefix, one in modules if isinstance(one, nn.Module) for part in one.named_modules(prefix=prefix)]
+    for name, part in parts:
         if not isinstance(part, nn.SyncBatchNorm):
             continue
         waits_for = dist.get_process_group_ranks(part.process_group or dist.group.WORLD)
@@ -69,12 +72,3 @@ def replicas_of(topology: Topology) -> list[int]:
     pipes = topology.groups("pipe")
     place = next(pipe.index(dist.get_rank()) for pipe in pipes if dist.get_rank() in pipe)
     return sorted(pipe[place] for pipe in pipes)
-
-
-def _named_modules(model: nn.Module | StageGraph) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(model, nn.Module):
-        yield from model.named_modules()
-        return
-    for stage in model:
-        if isinstance(stage.module, nn.Module):
-            yield from stage.module.named_modules(prefix=stage.name)

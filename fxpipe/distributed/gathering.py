@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,36 +27,13 @@ _NEVER = threading.Event()
 _FAREWELL = 5.0
 
 
-class Gathering(Protocol):
-    """Two messages. ``rank``: this process's number among those that meet."""
-
-    rank: int
-
-    def to_first(self, mine: Any) -> list[Any]:
-        """All ranks' values, by rank, on the first one."""
-
-    def from_first(self, given: Any) -> Any:
-        """The first rank's value on all."""
-
-
-class Alone:
-    """One process."""
-
-    rank = 0
-
-    def to_first(self, mine: Any) -> list[Any]:
-        return [mine]
-
-    def from_first(self, given: Any) -> Any:
-        return given
-
-
 class TransportGathering:
-    """Over the transport: collective calls of all ranks."""
+    """Over the transport: collective calls of all ranks, or of one process that plays them all."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank = transport.rank
+        """This process's number among those that meet."""
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -64,9 +41,11 @@ class TransportGathering:
         return [json.loads(one) for one in everyone]
 
     def to_first(self, mine: Any) -> list[Any]:
+        """All ranks' values, by rank, on the first one."""
         return self.gather(mine)
 
     def from_first(self, given: Any) -> Any:
+        """The first rank's value on all."""
         return self.gather(given)[0]
 
 
@@ -74,32 +53,28 @@ class StoreGathering:
     """Over a store of torch.distributed. ``name``: of this gathering, the same on all ranks and new each time."""
 
     def __init__(self, store: dist.distributed_c10d.Store, name: str, rank: int, ranks: int) -> None:
-        self.rank, self._ranks = rank, ranks
+        self.rank, self._ranks = rank, range(ranks)
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/checkpoint/{name}", store.clone())  # type: ignore[attr-defined]
         self._since = time.monotonic()
 
     def to_first(self, mine: Any) -> list[Any]:
         self._store.set(f"part {self.rank}", json.dumps(mine))
         self._since = time.monotonic()
-        return [json.loads(self._get(f"part {rank}", rank)) for rank in range(self._ranks)] if self.rank == 0 else []
+        return [json.loads(self._get(f"part {rank}", rank)) for rank in self._ranks] if self.rank == 0 else []
 
     def from_first(self, given: Any) -> Any:
-        seen = [f"seen {rank}" for rank in range(1, self._ranks)]
         if self.rank:
             given = json.loads(self._get("outcome", 0))
-            self._store.set(seen[self.rank - 1], "")
+            self._store.set(f"seen {self.rank}", "")
             return given
         self._store.set("outcome", json.dumps(given))
-        self._wait_for_all(seen)
-        for key in ["outcome", *seen, *(f"part {rank}" for rank in range(self._ranks))]:
-            self._store.delete_key(key)
-        return given
-
-    def _wait_for_all(self, seen: list[str]) -> None:
-        """The store may end with this process: others are to have read what it has. One that is gone does not."""
-        end = time.monotonic() + _FAREWELL
+        seen = [f"seen {rank}" for rank in self._ranks[1:]]
+        end = time.monotonic() + _FAREWELL  # the store may end with this process: others read what it has, if they live
         while not self._arrived(seen) and time.monotonic() < end:
             continue
+        for key in ["outcome", *seen, *(f"part {rank}" for rank in self._ranks)]:
+            self._store.delete_key(key)
+        return given
 
     def _get(self, key: str, rank: int) -> bytes:
         while not self._arrived([key]):
@@ -120,28 +95,26 @@ class StoreGathering:
         return found
 
 
+Gathering = TransportGathering | StoreGathering
+
+
 class Verdict:
     """What a rank's part of a common task came to: a value for ``json``, or an error."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.error: Exception | None = None
-        self.message: list[Any] = []
         try:
             value = make()
             json.dumps(value)
             self.message = [value, None]
         except Exception as error:
-            self.error = _as_fxpipes(error)
+            self.error = error
+            if isinstance(error, OSError) and error.strerror is not None:
+                where = f"{error.filename}: " if error.filename is not None else ""
+                text = f"{where}{error.strerror}; the checkpoints that were complete are as they were"
+                self.error = CheckpointError(text)
+                self.error.__cause__ = error
             self.message = [None, describe_error(self.error)]
-
-
-def _as_fxpipes(error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.strerror is not None:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        raised = CheckpointError(f"{where}{error.strerror}; the checkpoints that were complete are as they were")
-        raised.__cause__ = error
-        return raised
-    return error
 
 
 def values_of(messages: list[list[Any]], own: Verdict) -> list[Any]:
@@ -163,7 +136,7 @@ def agreed(gathering: TransportGathering, make: Callable[[], Any]) -> list[Any]:
 def gathering_beside(transport: Transport, name: str) -> Gathering | None:
     """Where ranks meet while training goes on; None where they cannot: several ranks in one process."""
     if transport.pipe_rank is None:
-        return Alone()
+        return TransportGathering(transport)
     if not dist.is_initialized():
         return None
     return StoreGathering(default_store(), name, transport.rank, len(transport.ranks("all")))

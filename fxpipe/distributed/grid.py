@@ -48,30 +48,25 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
     per_node, sizes = whole(ranks_per_node, "ranks_per_node"), [size for _, size in axes]
     ranks = math.prod(sizes)
     data = next((place for place, (name, _) in enumerate(axes) if ROLES[name] == "data"), None)
-    if per_node < 1 or ranks % per_node:
-        raise TopologyError(
-            f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}: "
-            f"write {_fitting(sizes, data)}"
+    groups = [] if data is None else axis_groups(sizes, data)
+
+    def uneven(size: int) -> list[int] | None:
+        """The first data group with more ranks in one node of this size than in another."""
+        return next((group for group in groups if len({len(part) for part in by_node(group, size)}) > 1), None)
+
+    if per_node > 0 and ranks % per_node == 0:
+        group = uneven(per_node)
+        if group is None:
+            return per_node
+        parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in by_node(group, per_node))
+        fact = (
+            f"with ranks_per_node={per_node} the data group {abbreviated(group)} of {shape(axes)} meets nodes unevenly "
+            f"({parts}), and cannot shard in the same way in all: make data the innermost axis, or"
         )
-    group = None if data is None else uneven(sizes, data, per_node)
-    if data is None or group is None:
-        return per_node
-    parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in by_node(group, per_node))
-    inner = [*axes[:data], *axes[data + 1 :], axes[data]]
-    remedy = ""
-    if uneven([size for _, size in inner], len(inner) - 1, per_node) is None:
-        remedy = f", or make data the innermost axis: Topology({inner!r}, ranks_per_node={per_node})"
-    raise TopologyError(
-        f"with ranks_per_node={per_node} the data group {abbreviated(group)} of {shape(axes)} meets "
-        f"nodes unevenly ({parts}), and cannot shard in the same way in all: write {_fitting(sizes, data)}{remedy}"
-    )
-
-
-def _fitting(sizes: Sequence[int], data: int | None) -> str:
-    ranks = math.prod(sizes)
-    fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    fits = [size for size in fits if data is None or uneven(sizes, data, size) is None]
-    return "ranks_per_node=" + " or ".join(map(str, fits))
+    else:
+        fact = f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}:"
+    fits = [str(size) for size in range(1, ranks + 1) if ranks % size == 0 and uneven(size) is None]
+    raise TopologyError(f"{fact} write ranks_per_node={' or '.join(fits)}")
 
 
 def shape(axes: Sequence[tuple[str, int]]) -> str:
@@ -102,26 +97,6 @@ def positive(value: int, what: str) -> int:
     return whole(value, what)
 
 
-def replicas_of(ranks: int, model: int, what: str) -> int:
-    """How many replicas so many ranks make, of ``model`` ranks each."""
-    if ranks % model:
-        fewer, more = ranks // model * model, (ranks // model + 1) * model
-        start = f"{fewer} or {more}" if fewer else f"{more}"
-        raise TopologyError(f"{ranks} ranks are no multiple of {what}: start {start}, or write another pipe=")
-    return ranks // model
-
-
-def check_rows(rows: int, data: int, model: int) -> None:
-    """TopologyError where replicas cannot share the rows of a step evenly; with numbers of ranks that can."""
-    if rows % data:
-        sizes = [size for size in range(1, min(rows, 4 * data) + 1) if rows % size == 0]
-        near = sorted(sorted(sizes, key=lambda size: abs(size - data))[:3])
-        raise TopologyError(
-            f"{rows} rows of a step are no multiple of {data} replicas, and a step would be another one: start "
-            f"{' or '.join(str(model * size) for size in near)} ranks, or write another pipe= or rows="
-        )
-
-
 def axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:
     """The groups of axis ``index`` of a row-major grid: arithmetic progressions, inner axes first."""
     outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
@@ -134,25 +109,12 @@ def by_node(group: list[int], per_node: int) -> list[list[int]]:
     return [list(part) for _, part in groupby(group, key=lambda rank: rank // per_node)]
 
 
-def uneven(sizes: Sequence[int], data: int, per_node: int) -> list[int] | None:
-    """The first data group that has more ranks in one node than in another, if there is one."""
-    for group in axis_groups(sizes, data):
-        if len({len(part) for part in by_node(group, per_node)}) > 1:
-            return group
-    return None
-
-
 def abbreviated(group: list[int]) -> str:
     """A group as it is shown."""
     if len(group) <= _SHOWN_RANKS:
         return str(group)
     start = ", ".join(str(rank) for rank in group[: _SHOWN_RANKS // 2])
     return f"[{start}, …, {group[-1]}]"
-
-
-def lengths(groups: list[list[int]]) -> str:
-    # Only shard and replica groups can differ: one data group fits into a node, and the next straddles two.
-    return " or ".join(str(size) for size in sorted({len(group) for group in groups}))
 
 
 def listed(groups: list[list[int]]) -> str:

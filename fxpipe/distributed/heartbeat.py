@@ -46,16 +46,15 @@ class Ending(NamedTuple):
     """Why a run ends, in one rank's words. ``error``: it is an exception of that rank's own; else it is what it found
     of ``culprits``."""
 
-    by: int
-    error: bool
     text: str
-    culprits: tuple[int, ...]
+    culprits: tuple[int, ...] = ()
+    error: bool = False
 
 
 class Report(NamedTuple):
     """What a rank is doing. ``where``: in words behind its number; ``age``: for how many seconds. ``waits_for``: what,
     and ``ranks``: for whom. ``extends``: whether others give it more time. ``left``: its program has ended. ``calls``:
-    since ``epoch``. ``handling``: an exception on whose way the last of them was made. ``beat``: counts the reports."""
+    since ``epoch``. ``beat``: counts the reports."""
 
     process: ProcessId
     where: str
@@ -66,7 +65,6 @@ class Report(NamedTuple):
     left: bool
     epoch: int
     calls: tuple[Call, ...]
-    handling: str
     beat: int = 0
 
 
@@ -82,7 +80,7 @@ class Heard(NamedTuple):
         return time.monotonic() - self.at > SILENT
 
 
-UNHEARD = Heard(Report(ProcessId("", 0, 0), "", 0.0, "", (), False, False, -1, (), ""), float("-inf"))
+UNHEARD = Heard(Report(ProcessId("", 0, 0), "", 0.0, "", (), False, False, -1, ()), float("-inf"))
 
 
 class Heartbeat:
@@ -91,7 +89,13 @@ class Heartbeat:
     def __init__(
         self, store: Store, rank: int, size: int, report: Callable[[], Report], wanted: Collection[int]
     ) -> None:
-        self._store, self._rank, self._report = _own_connection(store), rank, report
+        # A connection of its own, so that nobody waits for a wait of somebody else; its values are bytes, whatever its
+        # signatures say.
+        own: Any = store.clone()  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):  # not every kind of store has a timeout
+            own.set_timeout(_ANSWER)
+        self._store: Any = PrefixStore("fxpipe", own)
+        self._rank, self._report = rank, report
         self._period, world = max(PERIOD, _PER_RANK * size), dist.group.WORLD
         self._world = weakref.ref(world) if world is not None else lambda: None
         self._broken, self._stopping, self._beat = False, False, 0
@@ -158,13 +162,13 @@ class Heartbeat:
     def _exchange(self) -> None:
         while self._unsent:
             number, ending = self._unsent.popitem()
-            self._store.compare_set(_ending(number), "", encode(ending))
+            self._store.compare_set(f"{number}/ending", "", encode(ending))
         self._beat += 1
         self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))
         self._hear(self.wanted)  # before their endings: a rank reports one, and is gone then
-        for number in list(self.transports):
-            if number not in self.endings and self._store.check([_ending(number)]):
-                self.endings[number] = decode(self._store.get(_ending(number)), "a rank")
+        for number in self.transports - self.endings.keys():
+            if self._store.check([f"{number}/ending"]):
+                self.endings[number] = decode(self._store.get(f"{number}/ending"), "a rank")
 
     def _hear(self, ranks: Collection[int]) -> None:
         there = [rank for rank in ranks if rank in self.heard or self._store.check([_place(rank)])]
@@ -174,20 +178,8 @@ class Heartbeat:
                 self.heard[rank] = Heard(report, time.monotonic())
 
 
-def _ending(number: int) -> str:
-    return f"{number}/ending"
-
-
 def _place(rank: int) -> str:
     return f"rank/{rank}"
-
-
-def _own_connection(store: Store) -> Any:  # whose values are bytes, whatever its signatures say
-    """The same store over a connection of its own, so that nobody waits for a wait of somebody else."""
-    own: Any = store.clone()  # type: ignore[attr-defined]
-    with contextlib.suppress(RuntimeError):  # not every kind of store has one
-        own.set_timeout(_ANSWER)
-    return PrefixStore("fxpipe", own)
 
 
 # --- what the system says of a process on this machine

@@ -6,22 +6,22 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from fxpipe.distributed.processes import init
-from fxpipe.distributed.stores import LOOPBACK, local_store, loopback_interface
+from fxpipe.distributed.processes import TCPStore, init
 from fxpipe.distributed.watchdog import end_with
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.validation import is_whole, shown
@@ -34,6 +34,8 @@ _EXIT_SECONDS = 30.0
 
 
 _END_SECONDS = 5.0
+
+LOOPBACK = "127.0.0.1"
 
 
 def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
@@ -53,13 +55,20 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
         raise RunError(f"fn is {shown(fn)}; it is a function, defined at the top of a module")
     if not is_whole(nproc) or nproc < 1:
         raise TopologyError(f"nproc is {shown(nproc)}; it is a whole number, 1 or more")
-    task = _pickled_task(fn, args)
+    try:
+        task = pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RunError(
+            f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to other processes: "
+            f"{error}; define the function at the top of a module, and pass values that pickle"
+        ) from error
     # The store lives here, as torchrun's does: nobody can take its port, and no rank's end takes it away.
     store, port = local_store()
     workers = [_Worker(rank, task) for rank in range(nproc)]
     try:
         for worker in workers:
-            with _environment(_variables(worker.rank, nproc, port)):
+            # OpenMP reads its variables before the new process could set them.
+            with mock.patch.dict(os.environ, _variables(worker.rank, nproc, port)):
                 worker.start()
         results: list[T] = _results(workers)
         _join_all(workers, _EXIT_SECONDS)
@@ -69,16 +78,13 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
     return results
 
 
-@dataclass(frozen=True)
-class _Returned:
-    result: Any
+class _Outcome(NamedTuple):
+    """What ``fn`` returned, or why it failed and when: one failure brings others down, and the first is the cause."""
 
-
-@dataclass(frozen=True)
-class _Failed:
-    # By the machine's clock, in seconds: one failure brings others down, and the first is the cause.
-    at: float
-    reason: str
+    result: Any = None
+    reason: str = ""
+    at: float = float("-inf")
+    """By the machine's clock, in seconds."""
 
 
 class _Worker:
@@ -87,29 +93,29 @@ class _Worker:
     def __init__(self, rank: int, task: bytes) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank = rank
-        self.receiver, self._sender = context.Pipe(duplex=False)
-        self.process: SpawnProcess = context.Process(target=_work, args=(self._sender, task), name=f"rank {rank}")
+        self.receiver, self.sender = context.Pipe(duplex=False)
+        self.process: SpawnProcess = context.Process(target=_work, args=(self.sender, task), name=f"rank {rank}")
 
     def start(self) -> None:
         self.process.start()
         # The process holds the only sending end now, so that its death is the end of the pipe.
-        self._sender.close()
+        self.sender.close()
 
-    def outcome(self) -> _Returned | _Failed:
+    def outcome(self) -> _Outcome:
         """What the process sent, once the pipe is ready: pickled here by hand, see ``_work``."""
         try:
-            outcome: _Returned | _Failed = pickle.loads(self.receiver.recv_bytes())
+            outcome: _Outcome = pickle.loads(self.receiver.recv_bytes())
         except EOFError:
             self.process.join(_END_SECONDS)
-            return _Failed(float("-inf"), f"ended without a result, {_exit(self.process.exitcode)}")
+            code = self.process.exitcode
+            end = f"with exit status {code}"
+            if code is not None and code < 0:
+                end = f"killed by signal {-code} ({signal.strsignal(-code)})"
+            return _Outcome(reason=f"ended without a result, {end}")
         return outcome
 
     def started(self) -> bool:
         return self.process.pid is not None
-
-    def close(self) -> None:
-        self.receiver.close()
-        self._sender.close()
 
 
 def _work(sender: Connection, task: bytes) -> None:
@@ -117,7 +123,6 @@ def _work(sender: Connection, task: bytes) -> None:
     # Ctrl-C reaches the launching process as well, and that one ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    outcome: _Returned | _Failed
     try:
         fn, args = pickle.loads(task)
         init()
@@ -125,10 +130,10 @@ def _work(sender: Connection, task: bytes) -> None:
         if dist.is_initialized():  # fn may have done so itself
             dist.destroy_process_group()
         # Pickled here, for Connection.send would pass tensors as handles that die with this process.
-        message = pickle.dumps(_Returned(result))
+        message = pickle.dumps(_Outcome(result))
     except BaseException as error:  # SystemExit, too, is an end without a result
         end_with(error)
-        outcome = _Failed(time.time(), f"failed:\n{traceback.format_exc()}")
+        outcome = _Outcome(None, f"failed:\n{traceback.format_exc()}", time.time())
         sender.send_bytes(pickle.dumps(outcome))
         sys.exit(1)
     sender.send_bytes(message)
@@ -139,16 +144,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _pickled_task(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    try:
-        return pickle.dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise RunError(
-            f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to other processes: "
-            f"{error}; define the function at the top of a module, and pass values that pickle"
-        ) from error
 
 
 def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -162,7 +157,7 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs already: rank 0 is not to start one
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    interface = loopback_interface()
+    interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # of LOOPBACK
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface  # nobody but these processes is to reach them
     if torch.cuda.device_count() < nproc:
@@ -170,41 +165,18 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     return variables
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets ``variables`` while a process starts: OpenMP reads its own before that process could set them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _results(workers: list[_Worker]) -> list[Any]:
     """All results by rank, or the first failure as a RunError."""
     results: dict[int, Any] = {}
-    pending = list(workers)
-    while pending:
+    while pending := [worker for worker in workers if worker.rank not in results]:
         ready = wait([worker.receiver for worker in pending])
         outcomes = {worker.rank: worker.outcome() for worker in pending if worker.receiver in ready}
-        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, _Failed)}
+        failures = [(outcome.at, rank, outcome.reason) for rank, outcome in outcomes.items() if outcome.reason]
         if failures:
-            rank = min(failures, key=lambda rank: failures[rank].at)
-            raise RunError(f"rank {rank} of {len(workers)} {failures[rank].reason}")
-        results |= {rank: outcome.result for rank, outcome in outcomes.items() if isinstance(outcome, _Returned)}
-        pending = [worker for worker in pending if worker.rank not in outcomes]
+            _, rank, reason = min(failures)
+            raise RunError(f"rank {rank} of {len(workers)} {reason}")
+        results |= {rank: outcome.result for rank, outcome in outcomes.items()}
     return [results[worker.rank] for worker in workers]
-
-
-def _exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by signal {-code} ({signal.strsignal(-code)})"
-    return f"with exit status {code}"
 
 
 def _join_all(workers: list[_Worker], seconds: float) -> None:
@@ -222,4 +194,13 @@ def _end(workers: list[_Worker]) -> None:
             stop(worker.process)
         _join_all(running, _END_SECONDS)
     for worker in workers:
-        worker.close()
+        worker.receiver.close()
+        worker.sender.close()
+
+
+def local_store() -> tuple[Store, int]:
+    """A store for processes of this machine alone, and its port; by itself a TCPStore listens on all interfaces."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    fd = listener.detach()  # the store closes it
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd), port

@@ -1,7 +1,13 @@
-"""Pre-flight: before ranks open connections, they compare what they run, and with what."""
+"""What ranks compare before they go on: what they run, and what a gather will come to.
+
+Before they open connections they compare facts, through a store. In a step they need only compare whether all expect
+the same of a gather: an all-gather of gloo takes a hop for each rank of the group, one behind another. A maximum over a
+few numbers takes far less, and shows every rank whether all brought the same: where max(h) = min(h), which is −max(−h).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +16,7 @@ from importlib import metadata
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from fxpipe.distributed.activity import ALIKE_BITS
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 
@@ -37,45 +44,84 @@ def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
 
 
 def compare_facts(
-    store: Store, rank: int, size: int, facts: Facts, wait: Callable[[str], None], named: Callable[[int], str]
+    store: Store,
+    rank: int,
+    size: int,
+    facts: Facts,
+    wait: Callable[[Sequence[str]], None],
+    named: Callable[[int], str],
 ) -> None:
     """RunError on all ranks where their facts differ. A collective call of all ranks; it needs no connections.
 
-    ``wait``: waits for a key of the store, with an error where it never comes. The first rank compares.
+    ``wait``: waits for keys of the store, with an error where they never come. The first rank compares.
     """
-    store.set(f"facts/{rank}", json.dumps(dict(facts)))
-    if store.add("came", 1) == size:
-        store.set("all came", "")
+    keys = [f"facts/{each}" for each in range(size)]
+    store.set(keys[rank], json.dumps(dict(facts)))
     if rank == 0:
-        wait("all came")
-        texts = store.multi_get([f"facts/{each}" for each in range(size)])
-        store.set("preflight", difference(dict(enumerate(map(json.loads, texts))), named))
-    wait("preflight")
+        wait(keys)
+        everyone = dict(enumerate(map(json.loads, store.multi_get(keys))))
+        store.set("preflight", difference(everyone, named))
+    wait(["preflight"])
     differing = store.get("preflight").decode()
     if differing:
         raise RunError(f"the ranks do not run the same: {differing}; give all ranks the same")
 
 
 def difference(everyone: Mapping[int, Facts], named: Callable[[int], str]) -> str:
-    """In which facts ranks differ, in words; empty where they do not."""
-    names = dict.fromkeys(name for facts in everyone.values() for name in facts)
-    texts = [
-        _differing(name, {r: facts.get(name, "not known") for r, facts in everyone.items()}, named) for name in names
-    ]
-    return "; ".join([text for text in texts if text][:_SHOWN])
+    """In which facts ranks differ: "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; else empty."""
+    found = []
+    for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in everyone.items():
+            ranks.setdefault(facts.get(name, "not known"), []).append(rank)
+        parts = []
+        for value, some in ranks.items():
+            others = f" and {len(some) - _SHOWN} others" if len(some) > _SHOWN else ""
+            parts.append(f"{value:.{_LONGEST}} on {', '.join(map(named, some[:_SHOWN]))}{others}")
+        if len(ranks) > 1:
+            found.append(f"{name} is {', and '.join(parts)}")
+    return "; ".join(found[:_SHOWN])
 
 
-def _differing(name: str, values: Mapping[int, str], named: Callable[[int], str]) -> str:
-    """ "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; empty where all have the same."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    if len(ranks) == 1:
-        return ""
-    parts = [f"{value:.{_LONGEST}} on {_some(some, named)}" for value, some in ranks.items()]
-    return f"{name} is {', and '.join(parts)}"
+Values = tuple[bytes, ...]
+_KEPT = 1 << 15
+"""Values, of all ranks together, of some 500 bytes at most, and mostly of few."""
+_MOST = (1 << 63) - 1
+_ALIKE = (1 << ALIKE_BITS) - 1
 
 
-def _some(ranks: Sequence[int], named: Callable[[int], str]) -> str:
-    others = len(ranks) - _SHOWN
-    return ", ".join(map(named, ranks[:_SHOWN])) + (f" and {others} others" if others > 0 else "")
+class Predicted:
+    """What messages have come to. Ranks may remember different things: then they do not agree, and gather."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[object, bytes], Values] = {}
+        self._count = 0
+
+    def of(self, scope: object, mine: bytes, count: int) -> Values:
+        """What ``count`` ranks will bring, this one ``mine``: what they brought beside it the last time, or else the
+        same."""
+        return self._values.get((scope, mine)) or (mine,) * count
+
+    def keep(self, scope: object, mine: bytes, values: Values) -> None:
+        self._count += len(values)
+        if self._count > _KEPT:
+            self._values.clear()
+            self._count = len(values)
+        self._values[scope, mine] = values
+
+
+def words(mark: int, values: Values) -> tuple[int, int, int, int]:
+    """What a rank brings: a hash of the call and of what it expects, and what must be the same; and each of both less
+    than nothing, so that the maxima give the least and the greatest. ``mark``: as ``activity.LastCall`` has it."""
+    call, alike = mark >> ALIKE_BITS, mark & _ALIKE
+    each_once = {value: place for place, value in enumerate(dict.fromkeys(values))}  # they may be long
+    text = repr((call, list(each_once), [each_once[value] for value in values]))
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    return number, _MOST - number, alike, _ALIKE - alike if alike else 0
+
+
+def agree(greatest: Sequence[int]) -> bool:
+    """Whether all ranks that brought words with these maxima expect the same. Some leave out what must be the same, and
+    have 0 there."""
+    most, least, alike, least_alike = greatest
+    return most == _MOST - least and (not alike or alike == _ALIKE - least_alike)

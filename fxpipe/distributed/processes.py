@@ -1,4 +1,4 @@
-"""``init``: this process among those that torchrun or SLURM started."""
+"""``init``: this process among those that torchrun or SLURM started; and the transport that it uses then."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import atexit
 import datetime
 import os
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fxpipe.distributed.live_groups import served_device_type
-from fxpipe.distributed.stores import job_store, restarted_store
+from fxpipe.distributed.grid import shape
+from fxpipe.distributed.topology import Topology, served_device_type
+from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport
+from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.distributed.watchdog import watchdog
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.validation import is_number
 
 TIMEOUT = 300.0
 """Seconds that a wait may take, unless the user says otherwise."""
-MAX_SECONDS = 10.0**7
+_MAX_SECONDS = 10.0**7
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # documented, but not marked as exported
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def init(timeout: float = TIMEOUT) -> torch.device:
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. SLURM, under srun with several tasks:
     SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; processes meet on the first host of SLURM_STEP_NODELIST (or
     SLURM_JOB_NODELIST) at a port that SLURM_JOB_ID and SLURM_STEP_ID give, unless MASTER_ADDR and MASTER_PORT say
-    otherwise; that nobody else is met there is checked.
+    otherwise; another job that has the same one is not met there.
     With neither, this is the only process and nothing is started. Nothing is done, either, where
     torch.distributed has been started already.
 
@@ -63,7 +69,8 @@ def init(timeout: float = TIMEOUT) -> torch.device:
         TopologyError: a variable is missing or malformed, or there is no GPU for the local rank.
         RunError: the processes could not meet, or ``timeout`` is no number above 0.
     """
-    check_timeout(timeout)
+    if not is_number(timeout) or not 0 < timeout < _MAX_SECONDS:
+        raise RunError(f"timeout is {timeout!r}; write a number of seconds, such as timeout=300")
     if dist.is_available() and dist.is_initialized():
         return _current_device(served_device_type())
     place = torchrun_place(os.environ) or slurm_place(os.environ)
@@ -77,12 +84,6 @@ def init(timeout: float = TIMEOUT) -> torch.device:
     if place.world_size > 1:
         watchdog()
     return device
-
-
-def check_timeout(timeout: float) -> None:
-    """RunError where it is no number of seconds."""
-    if not is_number(timeout) or not 0 < timeout < MAX_SECONDS:
-        raise RunError(f"timeout is {timeout!r}; write a number of seconds, such as timeout=300")
 
 
 def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -164,8 +165,7 @@ def slurm_port(job_id: int, step: int = 0) -> int:
     """The port at which the processes of a job's step meet: the same for all of them, and another for the next job or
     step.
 
-    It lies below 32768, where the ports begin that Linux hands out by itself. Two of 20,000 jobs have the same one,
-    which ``job_store`` says.
+    It lies below 32768, where the ports begin that Linux hands out by itself. Two of 20,000 jobs have the same one.
     """
     return 12000 + (job_id + 7919 * step) % 20000
 
@@ -219,10 +219,16 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
 
 
 def _store(place: ProcessPlace, timeout: float) -> Store | None:
-    """Where it is another than torch.distributed makes by itself."""
-    if place.job:
-        return job_store(place.address, place.port, place.rank, place.job, timeout)
-    return restarted_store(place.address, place.port, place.restarts, timeout) if place.restarts else None
+    """Where it is another than torch.distributed makes by itself: one whose keys nobody else has.
+
+    torchrun's own, where no other rendezvous is named, lives over its restarts, and the addresses of processes that
+    have died are still there. Another SLURM job may have the same port.
+    """
+    if not place.job and not place.restarts:
+        return None
+    limit, is_master = datetime.timedelta(seconds=timeout), bool(place.job) and place.rank == 0
+    store = TCPStore(place.address, place.port, is_master=is_master, timeout=limit, wait_for_workers=False)
+    return PrefixStore(f"job {place.job}" if place.job else f"restart {place.restarts}", store)
 
 
 def _leave() -> None:
@@ -233,3 +239,35 @@ def _leave() -> None:
 
 def _current_device(kind: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+
+
+# --- the transport ---
+
+
+_thread = threading.local()
+
+
+def seat_thread(processes: int, transport: Callable[[Topology], Transport]) -> None:
+    """Makes this thread a rank by itself, of that many: ``connect`` in it is ``transport``. For a test's transport."""
+    _thread.seat = processes, transport
+
+
+def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, str] = NO_OPTIONS) -> Transport:
+    """The transport of this process, for which torch.distributed is started where it must be.
+
+    One process alone plays every pipe rank. ``timeout``: seconds that any wait may take. ``options``: what, in words,
+    must be the same on all ranks. TopologyError where the number of processes is another than the topology's.
+    """
+    seat: tuple[int, Callable[[Topology], Transport]] | None = getattr(_thread, "seat", None)
+    if seat is None:
+        init(timeout)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return LocalTransport()
+        seat = dist.get_world_size(), partial(DistributedTransport, timeout=timeout, options=options)
+    processes, transport = seat
+    if topology.world_size != processes:
+        raise TopologyError(
+            f"the topology has {topology.world_size} ranks ({shape(topology.axes)}), but "
+            f"{processes} processes run; start {topology.world_size}, or change an axis"
+        )
+    return transport(topology)

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from fxpipe.schedules.action import Action
 
 
-class Clock(Protocol):
-    """Marks moments in the order in which a rank's work runs, and reports them later."""
+class HostClock:
+    """Marks moments in the order in which a rank's work runs, and reports them later; of work that runs when it is
+    called."""
 
-    def mark(self) -> Any:
-        """This moment; does not wait."""
+    mark: Callable[[], Any] = staticmethod(time.perf_counter_ns)
+    """This moment; does not wait."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """The moments on the host's clock, ``time.perf_counter``; once the work is done."""
-
-
-class HostClock:
-    """Of work that runs when it is called."""
-
-    mark = staticmethod(time.perf_counter_ns)
-
-    def seconds(self, marks: Sequence[int]) -> list[float]:
         return [mark / 1e9 for mark in marks]
 
 
 class CudaClock:
-    """Of work on the current stream of a GPU, timed with events."""
+    """The same of work on the current stream of a GPU, timed with events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,6 +40,9 @@ class CudaClock:
         now.synchronize()
         first = time.perf_counter() - marks[0].elapsed_time(now) / 1e3 if marks else 0.0
         return [first + marks[0].elapsed_time(mark) / 1e3 for mark in marks]  # in single precision: so from near by
+
+
+Clock = HostClock | CudaClock
 
 
 class Lap(NamedTuple):

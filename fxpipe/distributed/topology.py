@@ -8,7 +8,9 @@ only they import it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sized
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from tabulate import tabulate
@@ -19,18 +21,14 @@ from fxpipe.distributed.grid import (
     abbreviated,
     axis_groups,
     by_node,
-    check_rows,
     checked_axes,
     checked_node,
-    lengths,
     listed,
     positive,
-    replicas_of,
     role_of,
     shape,
     whole,
 )
-from fxpipe.distributed.live_groups import LiveGroups, new_group, plays_all_ranks, served_device_type
 from fxpipe.errors import TopologyError
 from fxpipe.notebook import Tabular
 from fxpipe.validation import is_flag, shown
@@ -39,6 +37,28 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DistributedSampler
+
+
+@dataclass
+class _LiveGroups:
+    """What a topology has made in torch.distributed, and under which default group."""
+
+    world: object
+    mesh: DeviceMesh | None = None
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    data_meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+
+
+def served_device_type() -> str:
+    """The device type that the started default process group serves: ``"cuda"``, or else ``"cpu"``."""
+    import torch
+    import torch.distributed as dist
+
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    # Gloo claims "cuda" too, but lacks most collectives there; whoever started gloo alone wants the CPU.
+    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
+        return "cuda"
+    return "cpu"
 
 
 class Topology(Tabular):
@@ -62,14 +82,17 @@ class Topology(Tabular):
     [[0, 4], [8, 12], [1, 5]]
     """
 
+    has_sampler = False
+    """Whether ``sampler`` was called in this process."""
+
     def __init__(self, axes: Iterable[tuple[str, int]], ranks_per_node: int | None = None) -> None:
         self._axes = checked_axes(axes)
         self._sizes = tuple(size for _, size in self._axes)
         self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
         self._world_size = math.prod(self._sizes)
         self._ranks_per_node = None if ranks_per_node is None else checked_node(self._axes, ranks_per_node)
-        self._live: LiveGroups | None = None
-        self._has_sampler = False
+        self._node = self._ranks_per_node or self._world_size
+        self._live: _LiveGroups | None = None
 
     @classmethod
     def fit(
@@ -98,9 +121,17 @@ class Topology(Tabular):
             TopologyError: the ranks are no multiple of ``pipe × tensor``, or the rows none of the replicas.
         """
         model = positive(pipe, "pipe") * positive(tensor, "tensor")
-        data = replicas_of(positive(world_size, "world_size"), model, f"pipe {pipe} × tensor {tensor}")
-        if rows is not None:
-            check_rows(positive(rows, "rows"), data, model)
+        data, left = divmod(positive(world_size, "world_size"), model)
+        if left:
+            raise TopologyError(
+                f"{world_size} ranks are no multiple of pipe {pipe} × tensor {tensor}: start a multiple of {model}, or "
+                "write another pipe="
+            )
+        if rows is not None and positive(rows, "rows") % data:
+            raise TopologyError(
+                f"{rows} rows of a step are no multiple of {data} replicas, and a step would be another one: start "
+                "a number of replicas that divides them, or write another pipe= or rows="
+            )
         axes = [("pipe", pipe), ("tensor", tensor), ("data", data)]
         return cls([(name, size) for name, size in axes if name != "tensor" or size > 1], ranks_per_node)
 
@@ -134,7 +165,9 @@ class Topology(Tabular):
         """
         rest = whole(rank, "a rank")
         if not 0 <= rest < self._world_size:
-            raise TopologyError(f"rank {rank} is outside {self._shape()}: its ranks are 0 to {self._world_size - 1}")
+            raise TopologyError(
+                f"rank {rank} is outside {shape(self._axes)}: its ranks are 0 to {self._world_size - 1}"
+            )
         indices: list[int] = []
         for size in reversed(self._sizes):
             rest, index = divmod(rest, size)
@@ -156,7 +189,7 @@ class Topology(Tabular):
                 raise TopologyError(f"{_call(coordinate)} gives the {role} axis twice: keep one of its names")
             if not 0 <= index < size:
                 raise TopologyError(
-                    f"{name}={index} is outside {self._shape()}: "
+                    f"{name}={index} is outside {shape(self._axes)}: "
                     + (f"indices along {name} are 0 to {size - 1}" if size > 1 else "the only index there is 0")
                 )
             given[role] = index
@@ -187,15 +220,15 @@ class Topology(Tabular):
 
     def shard_groups(self) -> list[list[int]]:
         """Each data group's ranks inside one node: those among which ZeRO shards."""
-        return [shard for group in self.groups("data") for shard in self._by_node(group)]
+        return [shard for group in self.groups("data") for shard in by_node(group, self._node)]
 
     def replica_groups(self) -> list[list[int]]:
         """Each data group's ranks at the same position inside their nodes: those that hold the same shard."""
-        return [list(ranks) for group in self.groups("data") for ranks in zip(*self._by_node(group), strict=True)]
+        return [list(ranks) for group in self.groups("data") for ranks in zip(*by_node(group, self._node), strict=True)]
 
     def crosses_nodes(self, axis: str) -> bool:
         """Whether any group of ``axis`` (or of ``"model"``) has ranks in more than one node."""
-        return self._cross(self.groups(axis))
+        return any(group[0] // self._node != group[-1] // self._node for group in self.groups(axis))
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -227,7 +260,7 @@ class Topology(Tabular):
         if key not in live.groups:
             index = self._index.get(key)
             live.groups[key] = (
-                new_group(self.groups(key)) if index is None else self.mesh.get_group(self._axes[index][0])
+                _new_group(self.groups(key)) if index is None else self.mesh.get_group(self._axes[index][0])
             )
         return live.groups[key]
 
@@ -252,8 +285,8 @@ class Topology(Tabular):
             shards, replicas = self.shard_groups(), self.replica_groups()
             if zero_scope == "data":
                 shards, replicas = self.groups("data"), [[rank] for rank in range(self._world_size)]
-            groups = [new_group(replicas), new_group(shards)]
-            rows = self._by_node(self._mine("data")) if zero_scope == "node" else [self._mine("data")]
+            groups = [_new_group(replicas), _new_group(shards)]
+            rows = by_node(self._mine("data"), self._node) if zero_scope == "node" else [self._mine("data")]
             live.data_meshes[zero_scope] = DeviceMesh.from_group(
                 groups, served_device_type(), rows, mesh_dim_names=("replica", "shard")
             )
@@ -307,7 +340,7 @@ class Topology(Tabular):
             if not is_flag(flag):
                 raise TopologyError(f"{name} is {shown(flag)}; it is True or False")
         seed = whole(seed, "the sampler's seed")
-        self._has_sampler = True
+        self.has_sampler = True
         return DistributedSampler(
             dataset,  # type: ignore[arg-type]
             num_replicas=self.data_size,
@@ -316,11 +349,6 @@ class Topology(Tabular):
             seed=seed,
             drop_last=drop_last,
         )
-
-    @property
-    def has_sampler(self) -> bool:
-        """Whether ``sampler`` was called in this process."""
-        return self._has_sampler
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
@@ -357,9 +385,12 @@ class Topology(Tabular):
         if self._ranks_per_node is not None:
             nodes = f"{self._ranks_per_node} to a node"
             groups |= {"shard": self.shard_groups(), "replica": self.replica_groups()}
-        rows = [
-            (name, lengths(rows), listed(rows), "yes" if self._cross(rows) else "no") for name, rows in groups.items()
-        ]
+        rows = []
+        for name, found in groups.items():
+            # Shard and replica groups can differ: one data group fits into a node, and the next straddles two.
+            lengths = " or ".join(map(str, sorted(set(map(len, found)))))
+            crosses = any(group[0] // self._node != group[-1] // self._node for group in found)
+            rows.append((name, lengths, listed(found), "yes" if crosses else "no"))
         table = tabulate(rows, headers=("axis", "size", "groups", "crosses nodes"), colalign=("left", "right"))
         return f"{self._world_size} ranks, {nodes}\n{table}"
 
@@ -379,19 +410,15 @@ class Topology(Tabular):
         # Process groups belong to one process; a copy makes its own.
         return Topology, (self._axes, self._ranks_per_node)
 
-    def _shape(self) -> str:
-        return shape(self._axes)
-
-    def _by_node(self, group: list[int]) -> list[list[int]]:
-        return by_node(group, self._ranks_per_node or self._world_size)
-
-    def _cross(self, groups: list[list[int]]) -> bool:
-        per_node = self._ranks_per_node or self._world_size
-        return any(group[0] // per_node != group[-1] // per_node for group in groups)
-
     def _is_alone(self) -> bool:
         """Whether one process plays every rank; TopologyError where that is not known yet."""
-        alone = plays_all_ranks()
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            alone = dist.get_world_size() == 1
+        else:  # as far as is known: whether torchrun or srun has started this process as one of several
+            rank, count = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
+            alone = rank not in os.environ or os.environ.get(count, "1") == "1"
         if not alone:
             self._distributed()
         return alone
@@ -402,7 +429,7 @@ class Topology(Tabular):
 
         return next(group for group in self.groups(axis) if dist.get_rank() in group)
 
-    def _distributed(self) -> LiveGroups:
+    def _distributed(self) -> _LiveGroups:
         """What this topology has made of the running torch.distributed, which must be of its size."""
         import torch.distributed as dist
 
@@ -414,14 +441,29 @@ class Topology(Tabular):
         running = dist.get_world_size()
         if running != self._world_size:
             raise TopologyError(
-                f"torch.distributed runs {running} processes, but {self._shape()} makes {self._world_size}: "
+                f"torch.distributed runs {running} processes, but {shape(self._axes)} makes {self._world_size}: "
                 f"start {self._world_size}, or write sizes whose product is {running}"
             )
         # A process group that was destroyed and started again takes meshes and groups with it.
         if self._live is None or self._live.world is not dist.group.WORLD:
-            self._live = LiveGroups(dist.group.WORLD)
+            self._live = _LiveGroups(dist.group.WORLD)
         return self._live
 
 
 def _call(coordinate: dict[str, int]) -> str:
     return "rank(" + ", ".join(f"{name}={index}" for name, index in coordinate.items()) + ")"
+
+
+def _new_group(groups: list[list[int]]) -> ProcessGroup:
+    """Makes all ``groups``, as every rank must, and returns the one that this rank is in."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    mine: ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            mine = group
+    if mine is None:
+        raise TopologyError(f"rank {rank} is in none of the groups {listed(groups)}")
+    return mine

@@ -6,9 +6,10 @@ import atexit
 import contextlib
 import datetime
 import os
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,22 +23,19 @@ from fxpipe.distributed.activity import Waiting, are_apart, entered, here
 from fxpipe.distributed.collective import (
     SLICE_SECONDS,
     Collective,
+    OnceAwaited,
     PeerLost,
     Scope,
-    Starter,
     Streams,
     Threads,
     Work,
     wait_in_slices,
 )
-from fxpipe.distributed.crash_report import ends_later, say
 from fxpipe.distributed.heartbeat import Ending
-from fxpipe.distributed.live_groups import served_device_type
-from fxpipe.distributed.predicted import Predicted, agree, words
-from fxpipe.distributed.preflight import compare_facts, difference, facts_of
-from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import NO_GROUPS, Groups, OnceAwaited, Pair
-from fxpipe.distributed.watchdog import EXTENSION, Watchdog, watchdog
+from fxpipe.distributed.preflight import Predicted, agree, compare_facts, difference, facts_of, words
+from fxpipe.distributed.topology import Topology, served_device_type
+from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
+from fxpipe.distributed.watchdog import EXTENSION, Watchdog, ends_later, say, watchdog
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, group_of_members, reduce_scatter_single
@@ -69,7 +67,10 @@ class DistributedTransport:
         self._timeout = datetime.timedelta(seconds=timeout) if self._on_cuda else self._longest
         self.for_good: tuple[datetime.timedelta, ...] = () if self._on_cuda else (self._longest,)
         self.watchdog: Watchdog = watchdog()
-        self.number, self._explained = _next_number(), False
+        world = dist.group.WORLD
+        assert world is not None
+        self.number = _made[world] = _made.get(world, 0) + 1
+        self._explained = False
         self._closed = ""  # why, once it is
         self._everyone = tuple(range(dist.get_world_size()))
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{self.number}", default_store())
@@ -86,30 +87,25 @@ class DistributedTransport:
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
         self._predicted = Predicted()
-        self._beside: Starter = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
+        self._beside = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
         _open.add(self)
         try:
             self._meet(topology, options)
-            self._apart(lambda: self._new_scopes(coordinate))
+            self._apart(lambda: self._new_scopes(coordinate.items()))
         except PeerLost as lost:
             raise RunError(self.explain(lost)) from None
         except RunError:  # the ranks differ, as all of them know
             self.watchdog.put_down(self.number)
             raise
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the watchdog has found that nothing will come, or this rank itself has failed."""
-        return bool(self._closed) or self.watchdog.verdict(self.number) is not None
-
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
         """Waits until all ranks are here, and run the same."""
         self.watchdog.take_up(self.number, topology)
 
-        def wait(key: str) -> None:
+        def wait(keys: Sequence[str]) -> None:
             with self._waiting(lambda: ("all ranks to come to fxpipe.compile", "all")) as look_up:
                 pause = 0.01
-                while not self._store.check([key]):  # its wait writes to stderr whenever a slice is over
+                while not self._store.check(list(keys)):  # its wait writes to stderr whenever a slice is over
                     threading.Event().wait(pause)
                     look_up()
                     pause = min(2 * pause, SLICE_SECONDS)
@@ -149,7 +145,7 @@ class DistributedTransport:
             return words, [rank for rank in self.ranks(scope) if rank != self.rank]
 
         def look_up() -> None:
-            if self.is_over:
+            if self._closed or self.watchdog.verdict(self.number) is not None:
                 raise PeerLost(*found())
 
         here.waiting = Waiting(self.number, self.timeout, time.monotonic(), found, lambda: None)
@@ -158,13 +154,9 @@ class DistributedTransport:
         finally:
             here.waiting = None
 
-    def _new_scopes(self, groups: Groups) -> None:
-        for scope, ranks in groups.items():
-            self._new_scope(scope, ranks)
-
-    def _new_scope(self, scope: Scope, groups: Sequence[Sequence[int]]) -> None:
+    def _new_scopes(self, groups: Iterable[tuple[Scope, Sequence[Sequence[int]]]]) -> None:
         """Makes a device group and a host group for each list of ranks; all ranks of the world, in one order."""
-        for ranks in groups:
+        for scope, ranks in ((scope, ranks) for scope, some in groups for ranks in some):
             if len(ranks) == 1 and scope not in ("pipe", "data"):  # with whom nothing is shared
                 if self.rank in ranks:
                     self._ranks[scope] = list(ranks)
@@ -180,46 +172,29 @@ class DistributedTransport:
         return self._everyone if scope not in self._ranks and scope == "all" else tuple(self._ranks[scope])
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
-        self._apart(lambda: self._new_groups(pairs, owners, groups))
-        self._connect(pairs)
+        of_owners = {owner: [[pipe[rank] for rank in owner] for pipe in self._pipes] for owner in owners}
+        self._apart(lambda: self._new_scopes([*of_owners.items(), *groups.items()]))
+        self.open_more(pairs)
 
     def open_more(self, pairs: Sequence[Pair]) -> None:
         self._check_open()
         mine = [pair for pair in sorted(pairs) if self.pipe_rank in pair]  # in one order on all: nobody waits in a ring
         self._apart(lambda: self._new_links(mine))
-        self._connect(mine)
+        works = []  # links are connected before a step needs them
+        for pair in mine:
+            token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            works.append(((self.send if self.pipe_rank == pair[0] else self.receive)(pair, token), token))
+        for work, _ in works:
+            work.wait()
 
     def _new_links(self, pairs: Sequence[Pair]) -> None:
         """Groups that the two ranks make by themselves: other replicas may never meet such a batch."""
-        pipe = self._ranks["pipe"]
-        for sender, receiver in pairs:
-            name = f"fxpipe {self.number}: {pipe[sender]} to {pipe[receiver]}"
-            ranks = [pipe[sender], pipe[receiver]]
-            self._add_link((sender, receiver), pipe, group_of_members(ranks, name, timeout=self._timeout))
-
-    def _add_link(self, pair: Pair, pipe: Sequence[int], group: dist.ProcessGroup) -> None:
-        peer = pipe[pair[1] if self.rank == pipe[pair[0]] else pair[0]]
-        self._links[pair] = _PairLink(group, peer, dist.get_group_rank(group, peer))
-
-    def _new_groups(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups) -> None:
-        for sender, receiver in pairs:
-            for pipe in self._pipes:
-                group = dist.new_group([pipe[sender], pipe[receiver]], timeout=self._timeout)
-                if self.rank in (pipe[sender], pipe[receiver]):
-                    self._add_link((sender, receiver), pipe, group)
-        for owner in owners:
-            self._new_scope(owner, [[pipe[rank] for rank in owner] for pipe in self._pipes])
-        self._new_scopes(groups)
-
-    def _connect(self, pairs: Sequence[Pair]) -> None:
-        """Connects links before a step needs them, in one order on all ranks, so that none connects mid-step."""
-        works = []
-        for sender, receiver in sorted(pair for pair in pairs if pair in self._links):
-            token = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            start = self.send if self.pipe_rank == sender else self.receive
-            works.append((start((sender, receiver), token), token))
-        for work, _ in works:
-            work.wait()
+        for pair in pairs:
+            ranks = [self._ranks["pipe"][end] for end in pair]
+            name = f"fxpipe {self.number}: {ranks[0]} to {ranks[1]}"
+            group = group_of_members(ranks, name, timeout=self._timeout)
+            peer = ranks[self.rank == ranks[0]]
+            self._links[pair] = _PairLink(group, peer, dist.get_group_rank(group, peer))
 
     def _link(self, pair: Pair) -> _PairLink:
         self._check_open()
@@ -246,65 +221,65 @@ class DistributedTransport:
             raise PeerLost(f"a message with {self.watchdog.named(link.peer)}", (link.peer,), error) from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        group = self._member(self._hosts, scope)
+        self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return [item]
-        # torch's all_gather_object pickles. As data.
-        everyone = zip(self._gathered(scope, group, encode_for_all(item)), self._names(scope), strict=True)
-        return [decode(sent, name) for sent, name in everyone]
+        # As data: torch's all_gather_object pickles.
+        everyone = zip(self._gathered(scope, encode_for_all(item)), self._ranks[scope], strict=True)
+        return [decode(sent, f"rank {rank}") for sent, rank in everyone]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
-        group = self._member(self._hosts, scope)
+        self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)
-        everyone = self._gathered(scope, group, item.to_bytes(8, "little", signed=True))
+        everyone = self._gathered(scope, item.to_bytes(8, "little", signed=True))
         return tuple(int.from_bytes(sent, "little", signed=True) for sent in everyone)
 
-    def _names(self, scope: str) -> list[str]:
-        return [f"rank {rank}" for rank in self._ranks[scope]]
-
-    def _gathered(self, scope: str, group: dist.ProcessGroup, sent: bytes) -> tuple[bytes, ...]:
+    def _gathered(self, scope: str, sent: bytes) -> tuple[bytes, ...]:
         """What each rank sends. Whatever that is, ranks in different calls have done the same until they know it."""
-        count = len(self._ranks[scope])
-        expected = self._predicted.of(scope, sent, count)
+        ranks = self._ranks[scope]
+        expected = self._predicted.of(scope, sent, len(ranks))
         greatest = torch.tensor(words(entered.mark, expected), device="cpu")
+        group = self._hosts[scope]
         self._together("an all-gather", scope, group, dist.all_reduce, greatest, dist.ReduceOp.MAX)
         if agree(greatest.tolist()):
             return expected
-        heads = self._gathered_bytes(scope, group, _head(entered.mark, sent), _HEAD)
-        marks, lengths = zip(*(_numbers_of(head) for head in heads), strict=True)
+        numbers = _NUMBERS.pack(entered.mark, len(sent))
+        heads = self._gathered_bytes(scope, numbers + sent[:_IN_HEAD], _HEAD)
+        marks, lengths = zip(*map(_NUMBERS.unpack_from, heads), strict=True)
         if len(set(marks)) > 1 and are_apart(marks):
-            self._differ(scope, group)
-        longest = max(map(check_length, lengths, self._names(scope)))
-        texts = [head[_NUMBERS:] for head in heads]
+            self._differ(scope)
+        longest = max(map(check_length, lengths, [f"rank {rank}" for rank in ranks]))
+        texts = [head[_NUMBERS.size :] for head in heads]
         if longest > _IN_HEAD:
-            rests = self._gathered_bytes(scope, group, sent[_IN_HEAD:], longest - _IN_HEAD)
+            rests = self._gathered_bytes(scope, sent[_IN_HEAD:], longest - _IN_HEAD)
             texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
         values = tuple(text[:length] for text, length in zip(texts, lengths, strict=True))
         if longest <= _IN_HEAD:
             self._predicted.keep(scope, sent, values)
         return values
 
-    def _gathered_bytes(self, scope: str, group: dist.ProcessGroup, sent: bytes, size: int) -> list[bytes]:
+    def _gathered_bytes(self, scope: str, sent: bytes, size: int) -> list[bytes]:
         """So many bytes of each rank, what it sends filled up to them."""
-        count = len(self._ranks[scope])
+        count, group = len(self._ranks[scope]), self._hosts[scope]
         mine = torch.frombuffer(bytearray(sent.ljust(size)), dtype=torch.uint8)
         items = torch.empty(count * size, dtype=torch.uint8, device="cpu")
         self._together("an all-gather", scope, group, all_gather_single, items, mine)
         return [bytes_of(each) for each in items.chunk(count)]
 
-    def _differ(self, scope: str, group: dist.ProcessGroup) -> None:
+    def _differ(self, scope: str) -> None:
         """All ranks of the group have seen that they are not in the same call, and report to each other in which."""
-        sent = encode_for_all((entered.name, dict(entered.alike.facts()), here.handling))
+        sent = encode_for_all((entered.name, dict(entered.alike.facts())))
         if len(sent) > _LONGEST:
-            sent = encode_for_all((entered.name, {}, here.handling))
-        sent_by = zip(self._ranks[scope], self._gathered_bytes(scope, group, sent, _LONGEST), strict=True)
-        found = {rank: decode(each, f"rank {rank}") for rank, each in sent_by}
-        names, facts, notes = ({rank: sent[part] for rank, sent in found.items()} for part in range(3))
+            sent = encode_for_all((entered.name, {}))
+        everyone = zip(self._ranks[scope], self._gathered_bytes(scope, sent, _LONGEST), strict=True)
+        found = {rank: decode(each, f"rank {rank}") for rank, each in everyone}
+        facts = {rank: facts for rank, (_, facts) in found.items()}
         text = f"in {entered.name}: {difference(facts, self.watchdog.named)}; give all ranks the same"
+        names = {rank: name for rank, (name, _) in found.items()}
         if len(set(names.values())) > 1:
-            text = self.watchdog.apart(names, notes)
-        self.watchdog.judge(self.number, Ending(self.rank, False, text, ()))
+            text = self.watchdog.apart(names)
+        self.watchdog.judge(self.number, Ending(text))
         raise PeerLost(f"an all-gather over {scope}")
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
@@ -329,7 +304,8 @@ class DistributedTransport:
             return OnceAwaited(partial(self.broadcast, scope, tensor, source))
         others = [rank for rank in ranks if rank != self.rank] if ranks[source] == self.rank else [ranks[source]]
         links = [_PairLink(group, peer, dist.get_group_rank(group, peer)) for peer in others]
-        return _SeveralWorks([self._start(tensor, link, sends=ranks[source] == self.rank) for link in links])
+        works = [self._start(tensor, link, sends=ranks[source] == self.rank) for link in links]
+        return OnceAwaited(lambda: [work.wait() for work in works])
 
     def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
         """A collective call that this rank stands still for; its failure is a PeerLost."""
@@ -356,44 +332,33 @@ class DistributedTransport:
             step.alone()
             return
         group, root = self._member(self._groups, step.scope), ranks[step.root]
-        work: dist.Work
-        match step.operation:
-            case "all_reduce":
-                work = dist.all_reduce(step.output, group=group, async_op=True)
-            case "maximum":
-                work = dist.all_reduce(step.output, dist.ReduceOp.MAX, group=group, async_op=True)
-            case "reduce_scatter" if self._on_cuda:
-                work = reduce_scatter_single(step.output, step.input, group=group, async_op=True)
-            case "reduce_scatter":  # gloo's own is an all-reduce of a copy, whose wait cannot be left
-                work = dist.all_reduce(step.input, group=group, async_op=True)
-            case "all_gather":
-                work = all_gather_single(step.output, step.input, group=group, async_op=True)
-            case "reduce":
-                work = dist.reduce(step.output, root, group=group, async_op=True)
-            case "broadcast":
-                work = dist.broadcast(step.output, root, group=group, async_op=True)
-            case other:
-                raise ValueError(f"no collective is called {other!r}")
+        calls = {
+            "all_reduce": partial(dist.all_reduce, step.output),
+            "maximum": partial(dist.all_reduce, step.output, dist.ReduceOp.MAX),
+            "reduce_scatter": partial(dist.all_reduce, step.input),  # gloo's own copies, and its wait cannot be left
+            "all_gather": partial(all_gather_single, step.output, step.input),
+            "reduce": partial(dist.reduce, step.output, root),
+            "broadcast": partial(dist.broadcast, step.output, root),
+        }
+        if self._on_cuda:
+            calls["reduce_scatter"] = partial(reduce_scatter_single, step.output, step.input)
+        work: Any = calls[step.operation](group=group, async_op=True)
         if self._on_cuda:
             work.wait()
             return
-        self._finish(work, group)
-        if step.operation == "reduce_scatter" and step.input is not None:
-            step.output.copy_(step.input.chunk(len(ranks))[ranks.index(self.rank)])
 
-    def _finish(self, work: dist.Work, group: dist.ProcessGroup) -> None:
-        """Waits on a thread of its own, which must not be inside of torch when the process ends."""
-
-        def look_up() -> None:
+        def look_up() -> None:  # on a thread of its own, which must not be inside of torch when the process ends
             if self._closed:
                 raise RuntimeError(self._closed)
 
         wait_in_slices(work, group, look_up)
+        if step.operation == "reduce_scatter" and step.input is not None:
+            step.output.copy_(step.input.chunk(len(ranks))[ranks.index(self.rank)])
 
     def abort(self, reason: str) -> None:
         """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
         text = f"{self.watchdog.named(self.rank)}: {reason}"
-        self._end(Ending(self.rank, True, text, (self.rank,)), text)
+        self._end(Ending(text, (self.rank,), error=True), text)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -466,35 +431,15 @@ class _Transfer:
                 work.wait(_AT_ONCE)
 
 
-class _SeveralWorks:
-    """Works that are waited for together."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _FEW = 32
 """Ranks that one sends something, each by a message of its own."""
-_HEAD, _NUMBERS = 512, 16
-"""Bytes of what all ranks of a group send first, where they do not all predict it, and of the two numbers in front."""
-_IN_HEAD = _HEAD - _NUMBERS
+_HEAD, _NUMBERS = 512, struct.Struct("<Qq")
+"""Bytes of what all ranks of a group send first, where they do not all predict it: the call, how long the message is,
+and its beginning. A length may be anything."""
+_IN_HEAD = _HEAD - _NUMBERS.size
 _LONGEST = 2**16
 """Bytes in which a rank reports to others in which call it is."""
-
-
-def _head(mark: int, sent: bytes) -> bytes:
-    """What is sent first: the call, how long the message is, and its beginning."""
-    return mark.to_bytes(8, "little") + len(sent).to_bytes(8, "little") + sent[:_IN_HEAD]
-
-
-def _numbers_of(head: bytes) -> tuple[int, int]:
-    """The call, and how long the message is; a length may be anything."""
-    return int.from_bytes(head[:8], "little"), int.from_bytes(head[8:_NUMBERS], "little", signed=True)
 
 
 _open: WeakSet[DistributedTransport] = WeakSet()
@@ -509,11 +454,4 @@ def _close_all() -> None:
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-
-def _next_number() -> int:
-    """Counts the transports of this world of processes: all its ranks make them in the same order."""
-    world = dist.group.WORLD
-    assert world is not None
-    _made[world] = _made.get(world, 0) + 1
-    return _made[world]
+"""How many transports each world of processes has made: all its ranks make them in the same order."""

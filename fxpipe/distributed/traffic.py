@@ -1,12 +1,21 @@
-"""Traffic: what a rank moved in a step, between which ranks, and how long it stood still for it."""
+"""Traffic: what a rank moved in a step, between which ranks, and how long it stood still for it; and a transport that
+counts it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
 
 from tabulate import tabulate
+from torch import Tensor
 
-from fxpipe.distributed.collective import Scope
+from fxpipe.distributed.collective import Collective, Scope, Work
+from fxpipe.distributed.stopwatch import Clock
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.notebook import Tabular
 
 DATA_AXIS = ("shard", "replica", "gather")
@@ -112,3 +121,163 @@ def _size(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"
+
+
+# What each rank of a ring of k sends to work on n bytes in all is this many times n(k − 1)/k. To or from a root it is
+# so on average: one end of the chain sends nothing. What gather carries is a few bytes.
+_RING = {
+    "all_reduce": 2,
+    "maximum": 2,
+    "reduce_scatter": 1,
+    "all_gather": 1,
+    "reduce": 1,
+    "broadcast": 1,
+    "gather": 0,
+    "gather_int": 1,
+}
+_INT = 16  # with the number of the call
+
+Key = tuple[str, Scope]
+"""(operation, scope): what a row is about."""
+
+
+class _Timed:
+    """A work of which each wait is timed. It belongs to whatever step it is waited for in."""
+
+    __slots__ = ("_between", "_home", "_keys", "_work")
+
+    def __init__(self, work: Work, home: Metered, keys: Sequence[Key], between: Sequence[Any] = ()) -> None:
+        self._work, self._home, self._keys, self._between = work, home, keys, between
+
+    def wait(self) -> object:
+        before = self._home.mark()
+        result = self._work.wait()
+        self._home.waits.append((self._keys, (before, *self._between, self._home.mark())))
+        return result
+
+
+class Metered:
+    """A transport over another one that also counts what this rank moves, and times what it waits for.
+
+    It counts and marks now, and computes nothing until it is asked. The bytes that all-gathers move after a call belong
+    to that call, and the time for which the next call waits for them belongs to the next one: it is that call which
+    stood still.
+    """
+
+    def __init__(self, transport: Transport, topology: Topology, clock: Clock) -> None:
+        self._inner, self._clock = transport, clock
+        self._per_node = topology.ranks_per_node or topology.world_size
+        self.mark: Callable[[], Any] = clock.mark
+        self.pipe_rank: int | None = transport.pipe_rank
+        self.data_rank, self.data_size, self.device = transport.data_rank, transport.data_size, transport.device
+        self.open, self.open_more, self.ranks = transport.open, transport.open_more, transport.ranks
+        self.abort, self.close, self.explain = transport.abort, transport.close, transport.explain
+        self.begin_step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # of an object that is being unpickled
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    # what a transport does
+
+    def send(self, pair: Pair, buffer: Tensor) -> Work:
+        return self._counted(("send", pair), buffer.nbytes, self._inner.send(pair, buffer))
+
+    def receive(self, pair: Pair, buffer: Tensor) -> Work:
+        return self._counted(("receive", pair), 0, self._inner.receive(pair, buffer))
+
+    def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
+        return self._counted(("broadcast", scope), tensor.nbytes, self._inner.tell(scope, tensor, source))
+
+    def gather(self, scope: str, item: Any) -> list[Any]:
+        return cast(list[Any], self._together("gather", scope, 0, self._inner.gather, item))
+
+    def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
+        size = _INT * len(self._inner.ranks(scope))
+        return cast(tuple[int, ...], self._together("gather_int", scope, size, self._inner.gather_int, item))
+
+    def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
+        self._together("all_reduce", scope, tensor.nbytes, self._inner.all_reduce, tensor)
+
+    def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
+        self._together("broadcast", scope, tensor.nbytes, self._inner.broadcast, tensor, source)
+
+    def _together(self, operation: str, scope: Scope, size: int, call: Callable[..., Any], *args: Any) -> Any:
+        """A call that this rank stands still for."""
+        key = (operation, scope)
+        before = self.mark()
+        result = call(scope, *args)
+        self.waits.append(((key,), (before, self.mark())))
+        self._count(key, size)
+        return result
+
+    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        ends: list[Any] = []
+        marked = [step._replace(then=partial(self._follow, step.then, ends)) for step in steps[:-1]]
+        work = self._inner.start([*marked, *steps[-1:]], what, ended)
+        keys = [(step.operation, step.scope) for step in steps]
+        for key, step in zip(keys, steps, strict=True):
+            self._count(key, step.whole.nbytes)
+        return _Timed(work, self, keys, ends)
+
+    def _follow(self, then: Callable[[], object] | None, ends: list[Any]) -> None:
+        if then is not None:
+            then()
+        ends.append(self.mark())
+
+    def _counted(self, key: Key, size: int, work: Work) -> Work:
+        self._count(key, size)
+        return _Timed(work, self, (key,))
+
+    def _count(self, key: Key, size: int) -> None:
+        count, total = self.counts.get(key, (0, 0))
+        self.counts[key] = (count + 1, total + size)
+
+    # what moved
+
+    def begin_step(self) -> None:
+        """Starts a new table."""
+        self.counts: dict[Key, tuple[int, int]] = {}  # how many, and the bytes that their groups worked on
+        self.waits: list[tuple[Sequence[Key], Sequence[Any]]] = []
+        """For a chain of collectives: the wait's beginning, when each of them but the last had ended, and its end."""
+
+    def exposed(self) -> dict[Key, float]:
+        """Seconds of waiting: for each of a chain that part of the wait which lay between its predecessor's end and
+        its own."""
+        moments = iter(self._clock.seconds([mark for _, marks in self.waits for mark in marks]))
+        exposed: dict[Key, float] = {}
+        for keys, marks in self.waits:
+            first, *middle, last = [next(moments) for _ in marks]
+            within = [first, *(min(max(moment, first), last) for moment in middle), last]
+            for key, (start, end) in zip(keys, pairwise(within), strict=False):
+                exposed[key] = exposed.get(key, 0.0) + max(end - start, 0.0)
+        return exposed
+
+    def traffic(self) -> Traffic:
+        """What this rank moved since ``begin_step``. On a GPU it waits until that has happened."""
+        data = self._inner.ranks("data")
+        rank = data[self.data_rank]
+        exposed = self.exposed()
+        rows = []
+        for key in dict.fromkeys([*self.counts, *exposed]):
+            count, size = self.counts.get(key, (0, 0))
+            if key[0] in ("send", "receive"):
+                pipe, sent = self._inner.ranks("pipe"), float(size)
+                group = tuple(pipe[int(end)] for end in key[1])
+            else:
+                group = self._inner.ranks(key[1])
+                sent = _RING[key[0]] * size * (len(group) - 1) / len(group)
+            nodes = {member // self._per_node for member in group}
+            leaving = sent * self._edges(group, rank, data)
+            rows.append(Moved(*key, group, len(nodes) > 1, count, sent, exposed.get(key, 0.0), leaving))
+        rows.sort(key=lambda row: (-row.bytes, -row.exposed))
+        return Traffic(rank, tuple(row for row in rows if len(row.group) > 1))
+
+    def _edges(self, group: tuple[int, ...], rank: int, data: tuple[int, ...]) -> int:
+        """How many edges of a ring lead out of this node, of all such rings in the data group together."""
+        nodes, here = [member // self._per_node for member in group], rank // self._per_node
+        edges = sum(one == here != other for one, other in zip(nodes, nodes[1:] + nodes[:1], strict=True))
+        if not set(group) <= set(data):
+            return edges
+        return edges * sum(member // self._per_node == here for member in data) // nodes.count(here)

@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.collective import Collective, PeerLost, Scope, Work, without_frames
+from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work, without_frames
 from fxpipe.errors import RunError, describe_error
 
 Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
-
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """Scope → its groups of ranks, which cover all ranks."""
@@ -29,7 +28,10 @@ NO_GROUPS: Groups = MappingProxyType({})
 
 
 class Transport(Protocol):
-    """One rank's view. A scope is "pipe" (its pipe group), "data", a tuple of pipe ranks, or one that was opened."""
+    """One rank's view. A scope is "pipe" (its pipe group), "data", a tuple of pipe ranks, or one that was opened.
+
+    What the methods do here is what they come to in one process that plays every rank of a pipe group.
+    """
 
     number: int
     """How many transports this process has made, with this one; the same on all ranks."""
@@ -50,18 +52,24 @@ class Transport(Protocol):
 
     def ranks(self, scope: Scope) -> tuple[int, ...]:
         """The ranks of this rank's group of a scope, counted over the whole topology."""
+        return (0,)
 
-    def send(self, pair: Pair, buffer: Tensor) -> Work: ...
-    def receive(self, pair: Pair, buffer: Tensor) -> Work: ...
+    def send(self, pair: Pair, buffer: Tensor) -> Work:
+        raise RunError(f"one process plays all pipe ranks, so nothing travels from rank {pair[0]} to {pair[1]}")
+
+    def receive(self, pair: Pair, buffer: Tensor) -> Work:
+        raise RunError(f"one process plays all pipe ranks, so nothing travels from rank {pair[0]} to {pair[1]}")
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         """Every rank's ``item``, by rank in the group: plain data as ``plain_data`` has it, on the host.
 
         RunError on all of them where one rank's item is none.
         """
+        return [item]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         """The same for one 63-bit integer, faster."""
+        return (item,)
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
         """Sums ``tensor`` over the group, in place; the same bits on every rank."""
@@ -72,12 +80,20 @@ class Transport(Protocol):
     def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
         """``broadcast``, done once it was waited for, where the others may come to it long before the source does. Of a
         scope only one is under way."""
+        return OnceAwaited(lambda: None)
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
         """Starts collectives that run one after another, beside the caller; ``ended`` follows the last of them.
 
         Each scope takes them in the order in which they were started, which must be the same on all ranks of a group.
         """
+        for step in steps:
+            step.alone()
+            if step.then is not None:
+                step.then()
+        if ended is not None:
+            ended()
+        return OnceAwaited(lambda: None)
 
     def abort(self, reason: str) -> None:
         """Makes every rank that waits for this one end with an error."""
@@ -87,6 +103,23 @@ class Transport(Protocol):
 
     def explain(self, lost: PeerLost) -> str:
         """Why a wait ended, in words: which rank failed, and how."""
+        return str(lost)
+
+
+class LocalTransport(Transport):
+    """One process that plays every pipe rank of one replica: nobody to talk to."""
+
+    number = 1
+    rank = 0
+    pipe_rank = None
+    data_rank = 0
+    data_size = 1
+    device = torch.device("cpu")
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    open = open_more = all_reduce = broadcast = abort = close = _nothing
 
 
 def member(transport: Transport, scope: str, place: int) -> str:
@@ -124,69 +157,38 @@ def failing_together(
         raise RunError(reason) from None
 
 
-class LocalTransport:
-    """One process that plays every pipe rank of one replica: nobody to talk to."""
-
-    number = 1
-    rank = 0
-    pipe_rank: int | None = None
-    data_rank = 0
-    data_size = 1
-    device = torch.device("cpu")
-
-    def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
-        pass
-
-    def open_more(self, pairs: Sequence[Pair]) -> None:
-        pass
-
-    def ranks(self, scope: Scope) -> tuple[int, ...]:
-        return (0,)
-
-    def send(self, pair: Pair, buffer: Tensor) -> Work:
-        raise RunError(f"one process plays all pipe ranks, so nothing travels from rank {pair[0]} to {pair[1]}")
-
-    receive = send
-
-    def gather(self, scope: str, item: Any) -> list[Any]:
-        return [item]
-
-    def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
-        return (item,)
-
-    def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
-        pass
-
-    def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
-        pass
-
-    def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
-        return OnceAwaited(lambda: None)
-
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        for step in steps:
-            step.alone()
-            if step.then is not None:
-                step.then()
-        if ended is not None:
-            ended()
-        return OnceAwaited(lambda: None)
-
-    def abort(self, reason: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def explain(self, lost: PeerLost) -> str:
-        return str(lost)
+def broadcast(tensors: Sequence[Tensor], transport: Transport, scope: Scope, source: int) -> None:
+    """Overwrites the tensors by those of the group's rank number ``source``."""
+    # as bytes: a backend may not know every type
+    in_flat_buffers(tensors, lambda flat: transport.broadcast(scope, flat.view(torch.uint8), source))
 
 
-class OnceAwaited:
-    """A work that is done when it is waited for."""
+def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> None:
+    """Has ``call`` change the tensors in place: all of a type at once, as one flat buffer."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for group in groups.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        call(flat)
+        offset = 0
+        for tensor in group:
+            overwrite(tensor, flat[offset : offset + tensor.numel()].view_as(tensor))
+            offset += tensor.numel()
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
 
-    def wait(self) -> None:
-        self._call()
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """``tensor.copy_(values)``, also where ``expand`` has made it, into whose repetitions torch writes nothing.
+
+    RunError where the values do not repeat.
+    """
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            once = values.narrow(dim, 0, 1)
+            if not bool(((values == once) | (values != values)).all()):
+                raise RunError(
+                    f"a tensor of shape {list(tensor.shape)} repeats one memory, as expand() makes it, and is given "
+                    "values that differ there; register tensor.expand(...).clone()"
+                )
+            tensor, values = tensor.narrow(dim, 0, 1), once
+    tensor.copy_(values)

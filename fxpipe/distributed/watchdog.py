@@ -7,22 +7,63 @@ is gone, or in another call, ends the wait within seconds; one that is slow, sil
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 
 import torch.distributed as dist
 
 from fxpipe.distributed import heartbeat
 from fxpipe.distributed.activity import Waiting, first_difference, here
-from fxpipe.distributed.crash_report import install, say, write_trail
 from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, SILENT, Ending, Heard, Heartbeat, Report
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, describe_error
 from fxpipe.torch_compat import default_store
+
+
+def say(text: str) -> None:
+    """One line to stderr, at once: what ends this process may leave no time later."""
+    with contextlib.suppress(OSError, ValueError):  # there may be nobody to read it
+        print(f"fxpipe: {' | '.join(text.splitlines())}", file=sys.stderr, flush=True)
+
+
+def write_trail(rank: int, head: str) -> None:
+    """The last actions of this rank, into the folder that FXPIPE_DEBUG_DIR names."""
+    folder = os.environ.get("FXPIPE_DEBUG_DIR")
+    if not folder:
+        return
+    now = time.monotonic()
+    lines = [f"{now - at:10.3f} s ago  {what}" for at, what in list(here.trail)]
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"rank{rank}.txt").write_text("\n".join([head, *lines, ""]))
+    except OSError as error:
+        say(f"FXPIPE_DEBUG_DIR is {folder!r}, which cannot be written to: {error}")
+
+
+@contextlib.contextmanager
+def ends_later() -> Iterator[None]:
+    """A SIGTERM, by which launchers end those that are left, does so once it has been said why."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
+
 
 LOOK_AFTER = 1.0
 """Seconds of waiting after which a rank looks what others do."""
@@ -90,7 +131,7 @@ class Watchdog:
     def judge(self, number: int, ending: Ending) -> None:
         """This rank has found out why, or has itself failed."""
         if self._verdicts.setdefault(number, ending) is ending:
-            where = "; ".join(filter(None, [here.described()[0], here.handling]))
+            where = here.described()[0]
             write_trail(self.rank, f"{self.named(self.rank)} {where}, as this was reported: {ending.text}")
 
     def end(self, number: int, ending: Ending) -> None:
@@ -112,7 +153,7 @@ class Watchdog:
                 quiet = quiet or [rank for rank in others if self._heard(rank).is_silent]
                 described = map(self._described, (quiet or ranks)[:_SHOWN])
                 text = "; ".join(["a connection broke", *described, *filter(None, [reason])])
-                return Ending(self.rank, False, text, tuple(quiet))
+                return Ending(text, tuple(quiet))
             self._stopping.wait(_SOON)
         return found
 
@@ -123,16 +164,15 @@ class Watchdog:
         me = self.named(self.rank)
         return ending.text if f"{me} waits for" in ending.text else f"{ending.text}; {me} waited for {waited_for}"
 
-    def apart(self, calls: Mapping[int, str], notes: Mapping[int, str]) -> str:
-        """Ranks that are in different calls, in words. ``notes``: the exceptions on whose way they came to them."""
+    def apart(self, calls: Mapping[int, str]) -> str:
+        """Ranks that are in different calls, in words."""
         ranks: dict[str, list[str]] = {}
         for rank, name in sorted(calls.items()):
             ranks.setdefault(name, []).append(self.named(rank))
         where = ", ".join(f"{', '.join(some)} in {name}" for name, some in ranks.items())
-        noted = [f"; on {self.named(rank)} {note}" for rank, note in sorted(notes.items()) if note]
         return (
-            f"ranks are in different calls: {where}{''.join(noted)}; all ranks must make the same calls of fxpipe, in "
-            "one order: none under `if rank == 0`, and as many on each, as with topo.sampler(dataset)"
+            f"ranks are in different calls: {where}; all ranks must make the same calls of fxpipe, in one order: none "
+            "under `if rank == 0`, and as many on each, as with topo.sampler(dataset)"
         )
 
     # --- the end of this process
@@ -148,9 +188,8 @@ class Watchdog:
                 say(self.message(cause, "a call of torch.distributed"))
         culprits = cause.culprits if cause is not None else ()
         if not culprits or self.rank in culprits:
-            self.end(
-                PROGRAM, Ending(self.rank, True, f"{self.named(self.rank)}: {describe_error(error)}", (self.rank,))
-            )
+            text = f"{self.named(self.rank)}: {describe_error(error)}"
+            self.end(PROGRAM, Ending(text, (self.rank,), error=True))
             return
         until = time.monotonic() + 5.0
         heard = [rank for rank in culprits if rank in self._heartbeat.heard]
@@ -181,7 +220,7 @@ class Watchdog:
         words, ranks = waiting.what() if waiting is not None else ("", ())
         extends = waiting is None and any(phase.extends for phase in here.inside)
         doing = self._process, where, time.monotonic() - since, words, tuple(ranks)
-        return Report(*doing, extends, self._left, here.epoch, here.calls, here.handling)
+        return Report(*doing, extends, self._left, here.epoch, here.calls)
 
     # --- the thread
 
@@ -210,8 +249,9 @@ class Watchdog:
         found = self._lost(ranks, _LEFT) or self._elsewhere()
         if found is not None:
             return found
-        late = self._late(words, ranks)
-        if any(map(self._extends, late)):
+        late = [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks  # who have not come
+        heard = [self._heard(rank) for rank in late if self._system(rank) != "stopped"]
+        if any(one.report.extends and not one.is_silent for one in heard):  # they work on what may take long
             self._extended = min(self._extended + now - self._looked, EXTENSION * waiting.timeout)
         self._looked = now
         is_over = age > waiting.timeout + self._extended
@@ -224,7 +264,7 @@ class Watchdog:
             say(story)
             return None
         more = f"longer than timeout={waiting.timeout:g} s; where it may be, write fxpipe.compile(..., timeout=)"
-        return Ending(self.rank, False, f"{story}: {more}", ())
+        return Ending(f"{story}: {more}")
 
     # --- what is known of the others
 
@@ -248,41 +288,30 @@ class Watchdog:
                     left.append(rank)
         found = gone or left
         text = "; ".join(map(self._described, found[:_SHOWN]))
-        return Ending(self.rank, False, text, tuple(found)) if found else None
+        return Ending(text, tuple(found)) if found else None
 
     def _elsewhere(self) -> Ending | None:
-        """A rank that has made another call than this one has, where both should have made the same."""
+        """A rank that has made another call than this one has."""
         for rank, (report, _) in list(self._heartbeat.heard.items()):
             names = first_difference(here.calls, report.calls, rank in self._pipe)
             if names is not None and report.epoch == here.epoch:
-                calls = {self.rank: names[0], rank: names[1]}
-                notes = {self.rank: here.handling, rank: report.handling}
-                return Ending(self.rank, False, self.apart(calls, notes), ())
+                return Ending(self.apart({self.rank: names[0], rank: names[1]}))
         return None
-
-    def _late(self, words: str, ranks: Sequence[int]) -> Sequence[int]:
-        """The ranks that are waited for; of a group those that have not come."""
-        return [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks
 
     def _last_of_chain(self, late: Sequence[int]) -> list[str]:
         """Those for whom all wait: the late ranks, or those for whom these wait in their turn, and so on."""
         seen = {self.rank}
-        while not (slow := [rank for rank in late if not self._waits(rank)]):
+        while late and all(map(self._waits, late)):
             seen |= set(late)
-            further = [rank for rank in self._heard(late[0]).report.ranks if rank not in seen] if late else []
+            further = [rank for rank in self._heard(late[0]).report.ranks if rank not in seen]
             if not further:
-                break
+                return [self._described(late[0])]
             late = further
-        return [*map(self._described, slow[:_SHOWN] or late[:1])]
+        return [self._described(rank) for rank in late if not self._waits(rank)][:_SHOWN]
 
     def _waits(self, rank: int) -> bool:
         """Whether a rank waits itself, so that another one is to blame."""
         return bool(self._heard(rank).report.waits_for) and not self._heard(rank).is_silent
-
-    def _extends(self, rank: int) -> bool:
-        """Whether a rank is known to work on what may take long."""
-        heard = self._heard(rank)
-        return heard.report.extends and not heard.is_silent and self._system(rank) != "stopped"
 
     def _described(self, rank: int) -> str:
         """What became of a rank, or what it does."""
@@ -336,7 +365,13 @@ def watchdog() -> Watchdog:
     """The watchdog of this process and its world; there is one from now on."""
     global _current
     if _current is None:
-        install(end_with)
+        before = sys.excepthook  # prints an exception that nobody handles: first, so that nobody's repeats it before
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
+            end_with(error)
+
+        sys.excepthook = hook
     if _current is None or not _current.is_mine() or not _current.is_on():
         if _current is not None and _current.is_mine():
             _current.stop()

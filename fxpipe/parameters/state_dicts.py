@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fxpipe.distributed.broadcast import broadcast, overwrite
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, broadcast, overwrite
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.dtensors import is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.parameters.own_buffers import mark_own_buffers

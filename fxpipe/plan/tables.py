@@ -25,7 +25,7 @@ from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
-    from fxpipe.plan.balance.stage_work import StageWork
+    from fxpipe.plan.balance.simulated_layouts import StageWork
 
 Marked = tuple[bool, ...]
 """Whether each stage is recomputed."""

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.distributed.activity import NOTHING, Alike, announced
-from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.traffic import Traffic
+from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted

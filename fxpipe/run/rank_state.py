@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxpipe.distributed.broadcast import broadcast
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import all_tensors

@@ -16,10 +16,9 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from fxpipe.distributed.broadcast import in_flat_buffers
 from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, in_flat_buffers
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.schedules.action import Action, Op

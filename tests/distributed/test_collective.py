@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.connect import connect
+from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.harness import engine_of
 from tests.pool import Pool
@@ -26,7 +26,7 @@ def opened() -> Transport:
     return transport
 
 
-@pytest.fixture(params=["strict 0", "strict 1", "strict 2", "distributed"])
+@pytest.fixture(params=["strict 0", "distributed"])
 def on_four(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     engine = engine_of(request.param, lambda: request.getfixturevalue("pool"))
     return lambda fn, *args: engine(4, fn, *args)

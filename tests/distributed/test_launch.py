@@ -25,7 +25,6 @@ from fxpipe.distributed.processes import init
 from fxpipe.errors import RunError, TopologyError
 from tests.distributed.environment import clean_environment
 from tests.pool import forking
-from tests.thinned import ALL
 
 SECONDS = 200.0  # for anything that starts processes; each imports torch
 
@@ -78,12 +77,6 @@ def fail_in_rank_1() -> None:
     threading.Event().wait(10 * SECONDS)
 
 
-def fail_because_rank_1_fails() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("rank one has had enough")
-    dist.recv(torch.zeros(1), src=1)
-
-
 def die_in_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -125,7 +118,6 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
             fail_in_rank_1,
             ["rank 1 of 2 failed:\nTraceback", "in fail_in_rank_1", "ValueError: rank one has had enough"],
         ),
-        (fail_because_rank_1_fails, ["rank 1 of 2 failed", "ValueError: rank one has had enough"]),
         (die_in_rank_1, ["rank 1 of 2 ended without a result, killed by signal 9"]),
         (leave_in_rank_1, ["rank 1 of 2 failed", "SystemExit: rank one leaves"]),
     ],
@@ -160,10 +152,9 @@ def test_a_function_that_does_not_pickle_is_refused() -> None:
         launch(lambda: None, 2)
 
 
-@pytest.mark.parametrize("nproc", [0, -1])
-def test_no_process_is_no_launch(nproc: int) -> None:
-    with pytest.raises(TopologyError, match=f"nproc is {nproc}; it is a whole number, 1 or more"):
-        launch(fail_in_rank_1, nproc)
+def test_no_process_is_no_launch() -> None:
+    with pytest.raises(TopologyError, match="nproc is 0; it is a whole number, 1 or more"):
+        launch(fail_in_rank_1, 0)
 
 
 # --- no orphans ---
@@ -194,7 +185,7 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, *([signal.SIGTERM] if ALL else [])])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_launching_process(
     tmp_path: Path, listener: socket.socket, number: signal.Signals
 ) -> None:

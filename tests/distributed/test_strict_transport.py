@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed.collective import PeerLost
-from fxpipe.distributed.connect import connect
+from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError, TopologyError
-from tests.strict_transport import StrictWorld, current_seat, run_strict
+from tests.strict_transport import run_strict
 
 T = TypeVar("T")
 
-every_seed = pytest.mark.parametrize("seed", range(12))
+every_seed = pytest.mark.parametrize("seed", range(3))
 
 
 def on_pipe(body: Callable[[int, Transport], T], ranks: int = 2, seed: int = 0) -> list[T]:
@@ -64,22 +64,6 @@ def test_a_send_does_not_end_before_its_receive_is_posted(seed: int) -> None:
 
     on_pipe(body, seed=seed)
     assert log == ["receive posted", "send ended"]
-
-
-@every_seed
-@pytest.mark.parametrize("first", [0, 1], ids=["send first", "receive first"])
-def test_a_send_and_a_receive_meet_whichever_is_first(seed: int, first: int) -> None:
-    def body(rank: int, transport: Transport) -> float:
-        buffer = torch.zeros(1) if rank == 1 else number(5)
-        if rank != first:
-            meet(transport)
-        work = (transport.receive if rank == 1 else transport.send)((0, 1), buffer)
-        if rank == first:
-            meet(transport)
-        work.wait()
-        return buffer.item()
-
-    assert on_pipe(body, seed=seed) == [5.0, 5.0]
 
 
 @every_seed
@@ -147,30 +131,6 @@ def test_a_buffer_that_is_overwritten_before_its_receive_is_posted_delivers_the_
     assert on_pipe(body, seed=seed)[1] == 2.0
 
 
-@every_seed
-def test_a_buffer_that_is_overwritten_after_the_send_has_ended_does_no_harm(seed: int) -> None:
-    def body(rank: int, transport: Transport) -> float:
-        buffer = number(1) if rank == 0 else torch.zeros(1)
-        (transport.send if rank == 0 else transport.receive)((0, 1), buffer).wait()
-        if rank == 0:
-            buffer.fill_(2)
-        meet(transport)
-        return buffer.item()
-
-    assert on_pipe(body, seed=seed)[1] == 1.0
-
-
-def test_buffers_of_different_sizes_are_an_error_with_both() -> None:
-    def body(rank: int, transport: Transport) -> None:
-        if rank == 0:
-            transport.send((0, 1), torch.zeros(4, dtype=torch.uint8)).wait()
-        else:
-            transport.receive((0, 1), torch.zeros(8, dtype=torch.uint8)).wait()
-
-    with pytest.raises(RunError, match=r"a message of 4 torch.uint8 meets a receive of 8 torch.uint8"):
-        on_pipe(body)
-
-
 def test_two_transports_of_one_rank_do_not_mix_their_messages() -> None:
     topology = Topology([("pipe", 2)])
 
@@ -205,15 +165,6 @@ def test_a_hang_is_an_error_that_says_who_waits_for_whom(seed: int) -> None:
         "rank 2 waits for a message from rank 0",
     ):
         assert told in str(error.value)
-
-
-def test_a_send_that_nobody_receives_is_a_hang_where_it_is_waited_for() -> None:
-    def body(rank: int, transport: Transport) -> None:
-        if rank == 0:
-            transport.send((0, 1), number(1)).wait()
-
-    with pytest.raises(RunError, match="rank 0 waits for rank 1 to receive"):
-        on_pipe(body)
 
 
 def test_a_collective_call_that_a_rank_never_joins_is_a_hang() -> None:
@@ -258,8 +209,7 @@ def test_a_wait_that_begins_after_the_error_ends_too(seed: int) -> None:
         on_pipe(body, seed=seed)
 
 
-@every_seed
-def test_the_error_of_another_rank_is_told_once(seed: int) -> None:
+def test_the_error_of_another_rank_is_told_once() -> None:
     told: list[str] = []
 
     class Broken(nn.Module):
@@ -279,14 +229,9 @@ def test_the_error_of_another_rank_is_told_once(seed: int) -> None:
             raise
 
     with pytest.raises((RunError, RuntimeError), match="mat1 and mat2"):
-        run_strict(body, 2, seed)
+        run_strict(body, 2)
     assert [text.count("another rank failed") for text in told] == [1]
     assert told[0].startswith("another rank failed: rank 1: RuntimeError: mat1 and mat2")
-
-
-def test_results_come_back_by_rank_and_a_strict_world_ends_with_the_call() -> None:
-    assert run_strict(lambda rank: rank * rank, 4) == [0, 1, 4, 9]
-    assert current_seat() is None
 
 
 def test_a_topology_of_another_size_is_refused() -> None:
@@ -313,10 +258,6 @@ def interleaving(seed: int, ranks: int = 3) -> list[tuple[int, int]]:
 @every_seed
 def test_the_same_seed_replays_the_same_interleaving(seed: int) -> None:
     assert interleaving(seed) == interleaving(seed)
-
-
-def test_other_seeds_try_other_interleavings() -> None:
-    assert len({tuple(interleaving(seed)) for seed in range(20)}) > 10
 
 
 def test_one_rank_runs_at_a_time_until_it_must_wait() -> None:
@@ -363,32 +304,6 @@ def test_collective_calls_over_the_pipe(seed: int) -> None:
     assert on_pipe(body, 3, seed) == [wanted] * 3
 
 
-def test_what_was_gathered_is_each_ranks_own() -> None:
-    def body(rank: int, transport: Transport) -> list[list[int]]:
-        mine = [rank]
-        everyone: list[list[int]] = transport.gather("pipe", mine)
-        everyone[0].append(99)
-        meet(transport)
-        return [mine, everyone[1]]
-
-    assert on_pipe(body) == [[[0], [1]], [[1], [1]]]
-
-
-@every_seed
-def test_nothing_is_kept_of_a_call_that_all_have_left(seed: int) -> None:
-    def body(rank: int, transport: Transport) -> int:
-        for _ in range(3):
-            meet(transport)
-        seat = current_seat()
-        assert seat is not None
-        worlds.append(seat.world)
-        return rank
-
-    worlds: list[StrictWorld] = []
-    on_pipe(body, 3, seed)
-    assert worlds[0].meetings == {}
-
-
 def test_groups_of_a_grid_are_separate() -> None:
     topology = Topology([("pipe", 2), ("data", 2)])
 
@@ -418,11 +333,3 @@ def test_mismatched_collective_calls_are_an_error_that_names_both(seed: int) -> 
 
     with pytest.raises(RunError, match=r"calls (all_reduce|broadcast) where others call (all_reduce|broadcast)"):
         on_pipe(body, seed=seed)
-
-
-def test_a_reduction_of_other_sizes_is_an_error() -> None:
-    def body(rank: int, transport: Transport) -> None:
-        transport.all_reduce("pipe", torch.zeros(2 + rank))
-
-    with pytest.raises((RunError, RuntimeError), match=r"size|shape"):
-        on_pipe(body)

@@ -14,10 +14,9 @@ import fxpipe
 from fxpipe.distributed import torch_transport
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.connect import connect
-from fxpipe.distributed.transport import LocalTransport, Transport
+from fxpipe.distributed.processes import connect
+from fxpipe.distributed.transport import Transport
 from tests.pool import Pool
-from tests.strict_transport import run_strict
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
@@ -37,7 +36,7 @@ def trained_on(backend: str | None) -> Tensor:
     return fxpipe.compile(Two(), TOPOLOGY, microbatches=2)(torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
 def test_torch_distributed_may_have_been_started_in_any_way(pool: Pool, backend: str | None) -> None:
     wanted = Two()(torch.ones(4, 4)).detach()
     for loss in pool.run(trained_on, backend, ranks=2):
@@ -135,11 +134,6 @@ def gathered_under_a_default_device() -> tuple[int, ...]:
 
 def test_a_default_device_changes_nothing(pool: Pool) -> None:
     assert pool.run(gathered_under_a_default_device, ranks=2) == [(5, 6), (5, 6)]
-
-
-def test_where_nothing_is_connected_there_is_nothing_to_close() -> None:
-    LocalTransport().close()
-    run_strict(lambda rank: opened().close(), 2)
 
 
 def told_in_steps(few: int) -> list[list[float]]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import PartitionError, RunError, stage_boundary
+from fxpipe import RunError, stage_boundary
 from fxpipe.graph.ranks import ranks_of
 from tests.harness import assert_same, engine_of, gradients_of
 from tests.thinned import ALL, every
@@ -93,14 +93,6 @@ def test_it_trains_and_evaluates_as_plain_pytorch(engine: str, tracer: str, requ
         assert {rank for place in placement for rank in ranks_of(place)} == set(range(count))
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-def test_a_tiny_tower_shares_a_rank_with_a_part_of_the_large_one(tracer: str) -> None:
-    stages = compiled(tracer, 2).stages
-    homes = {name: stages.placement[stage.index] for stage in stages for name in stage.parameters}
-    (with_text,) = ranks_of(homes["text.0.weight"])
-    assert any(with_text in ranks_of(place) for name, place in homes.items() if name.startswith("image."))
-
-
 def test_it_tells_its_choice_and_what_came_next(capsys: pytest.CaptureFixture[str]) -> None:
     compiled("export", 2)
     told = capsys.readouterr().err
@@ -109,11 +101,6 @@ def test_it_tells_its_choice_and_what_came_next(capsys: pytest.CaptureFixture[st
     assert [line for line in lines if line.startswith("runner-up")] == ["runner-up 1", "runner-up 2", "runner-up 3"]
     assert "makespan" in told
     assert "peak of a rank" in told
-
-
-def test_a_limit_of_memory_that_nothing_keeps_within_is_refused_with_the_least_found() -> None:
-    with pytest.raises(PartitionError, match=r"fits into 1,000 bytes a rank; the least that one was found to take is"):
-        compiled("export", 2, memory_per_rank=1000.0)
 
 
 class Chain(nn.Module):

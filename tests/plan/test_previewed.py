@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import Hardware, Preview, RunError, Topology, stage_boundary
-from fxpipe.plan.balance import Balanced, choose
+from fxpipe.plan.balance.choose import Balanced
 from tests.activations import counted as activations_counted
 from tests.pool import Pool
 from tests.thinned import every
@@ -69,17 +69,6 @@ def test_what_a_frozen_stage_makes_for_its_own_rank_counts_until_it_is_taken() -
     assert held == {"1f1b": value, "gpipe": MICROBATCHES * value}
 
 
-def test_messages_under_way_are_some_values_and_some_gradients() -> None:
-    value = ROWS // MICROBATCHES * (4 * WIDTH + 8)
-    for rank in preview().ranks:
-        assert rank.messages is not None
-        assert value <= rank.messages <= 4 * value
-
-
-def test_the_batch_is_with_the_ranks_whose_stages_take_it() -> None:
-    assert [rank.batch for rank in preview().ranks] == [4 * ROWS * WIDTH, 0]
-
-
 def test_without_a_batch_what_needs_its_shapes_is_left_open() -> None:
     told = preview(example_args=None)
     assert [rank.activations for rank in told.ranks] == [None, None]
@@ -96,7 +85,7 @@ def test_stages_of_the_users_own_tell_what_is_known_of_them() -> None:
     assert (told.ranks[0].whole, told.ranks[0].activations, told.seconds) == (2 * 4 * 64, None, None)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_replicas_without_a_pipeline_sum_their_gradients(zero: Any) -> None:
     """Sums begin with the last backwards, behind 3 F, and take 2 (D-1)/D w; or half of it, and what is gathered."""
     slow = Hardware(**{**vars(SIMPLE), "link": 1e6})
@@ -163,19 +152,19 @@ PLACED: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("how", "zero", "precision"),
-    every(3, list(itertools.product(PLACED, [0, 1, 2, 3], [None, fxpipe.Precision()]))),
+    every(5, list(itertools.product(PLACED, [0, 1, 2, 3], [None, fxpipe.Precision()]))),
 )
 def test_searches_count_what_a_preview_does(
     how: str, zero: Any, precision: fxpipe.Precision | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, options = PLACED[how]
     found: list[Balanced] = []
-    made = choose._balanced
-    monkeypatch.setattr(choose, "_balanced", lambda *args: found.append(made(*args)) or found[-1])
+    made = Balanced.of
+    monkeypatch.setattr(Balanced, "of", lambda *args: found.append(made(*args)) or found[-1])
     topology = Topology([("pipe", ranks), ("data", 4)])
     told = preview(topology, Buffered(), zero=zero, precision=precision, memory_per_rank=1e9, **options)
     counted = [rank.total - rank.messages for rank in told.ranks]
-    assert found[-1].peak_bytes == pytest.approx(counted)
+    assert found[-1].outcome.peak_bytes == pytest.approx(counted)
     assert {rank.batch for rank in told.ranks} >= {(4 if precision is None else 4 + 2) * ROWS * WIDTH}
 
 
@@ -202,12 +191,6 @@ def test_a_line_tells_of_a_limit_that_nothing_keeps(
 ) -> None:
     compiled(3, **options)
     assert re.search(line, capfd.readouterr().err)
-
-
-def test_parameters_alone_may_be_too_much() -> None:
-    layer = 4 * WIDTH * WIDTH
-    assert preview(example_args=None, memory_per_rank=2 * 4 * layer - 1).fits is False
-    assert preview(example_args=None, memory_per_rank=2 * 4 * layer).fits is None
 
 
 def test_a_limit_needs_no_figure_that_only_time_does() -> None:
@@ -312,12 +295,6 @@ def test_what_is_recomputed_takes_time_and_is_no_use() -> None:
     assert again.utilisation == pytest.approx((plain.utilisation or 0) / longer)
 
 
-def test_half_of_the_peak_takes_twice_the_time_at_half_the_utilisation() -> None:
-    whole, half = preview(hardware=SIMPLE), preview(hardware=Hardware(**{**vars(SIMPLE), "reached": 0.5}))
-    assert half.seconds == pytest.approx(2 * (whole.seconds or 0))
-    assert half.utilisation == pytest.approx((whole.utilisation or 0) / 2)
-
-
 def test_what_goes_between_nodes_goes_over_their_links() -> None:
     """The pipeline's two ranks in two nodes: hops take bytes / link_between."""
     inside, across = preview(hardware=SIMPLE), preview(Topology([("pipe", 2)], ranks_per_node=1), hardware=SIMPLE)
@@ -353,16 +330,6 @@ def test_seconds_need_hardware() -> None:
     assert "seconds need hardware=" in str(told)
 
 
-class Masked(Layers):
-    """Each stage has its own copy of what depends on the input alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = (x > 0).float()
-        for layer in self.layers:
-            x = layer(x) * mask
-        return x.square().mean()
-
-
 class ManyResults(Layers):
     """The loss is put together with what an early stage makes."""
 
@@ -373,7 +340,7 @@ class ManyResults(Layers):
         return {"loss": x.square().mean(), "kept": kept}
 
 
-class Scaled(Masked):
+class Scaled(Layers):
     """Each stage has its own copy of what depends on parameters alone, and takes time for its gradient."""
 
     def __init__(self) -> None:
@@ -387,8 +354,9 @@ class Scaled(Masked):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "greedy"}], ids=str)
-@pytest.mark.parametrize("model", [Layers, Masked, ManyResults, Scaled])
+@pytest.mark.parametrize(
+    ("model", "options"), [(Layers, {}), (ManyResults, {"recompute": True}), (Scaled, {"schedule": "greedy"})]
+)
 def test_the_bubble_of_the_search_is_that_of_the_table(
     model: type[nn.Module],
     options: dict[str, Any],
@@ -435,27 +403,17 @@ def test_bytes_between_nodes_are_those_of_a_run(name: str, zero: Any, pool: Pool
 # --- forms ---
 
 
-def test_the_figures_are_plain_data(tmp_path: Path) -> None:
-    told = preview(hardware="h100", memory_per_rank=1e9)
+def test_the_figures_are_plain_data_in_whole_bytes(tmp_path: Path) -> None:
+    told = preview(hardware="h100", memory_per_rank=np.float32(1e9))
     told.to_json(tmp_path / "told.json")
     found = json.loads((tmp_path / "told.json").read_text())
     assert found == json.loads(json.dumps(told.as_dict()))
-    assert found["ranks"][1]["activations"] == told.ranks[1].activations
-    assert found["ranks"][1]["total"] == told.ranks[1].total
-    assert (found["fits"], found["seconds"]) == (True, told.seconds)
+    assert (found["fits"], found["seconds"], found["memory"]) == (True, told.seconds, 10**9)
     assert found["stages"][0]["sends"] == {"last": sum(told.graph.bytes_of.values())}
-
-
-def test_json_has_whole_bytes_and_no_more_than_json_has(tmp_path: Path) -> None:
-    told = preview(Topology([("data", 3)]), zero=1, microbatches=1, memory_per_rank=np.float32(1e9))
-    told.to_json(tmp_path / "told.json")
-    found = json.loads((tmp_path / "told.json").read_text())
-    (rank,) = found["ranks"]
-    sizes = {name: size for name, size in rank.items() if name != "stages"}
-    assert {type(size) for size in [*sizes.values(), found["memory"], found["between_nodes"]]} == {int}
-    assert sizes.pop("total") == sum(sizes.values()) == pytest.approx(told.ranks[0].total, abs=len(sizes))
-    assert found["memory"] == 10**9
-    assert list(tmp_path.iterdir()) == [tmp_path / "told.json"]
+    for rank, whole in zip(told.ranks, found["ranks"], strict=True):
+        sizes = {name: size for name, size in whole.items() if name != "stages"}
+        assert {type(size) for size in sizes.values()} == {int}
+        assert sizes.pop("total") == sum(sizes.values()) == pytest.approx(rank.total, abs=len(sizes))
 
 
 def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
@@ -476,17 +434,11 @@ def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
         ({"hardware": "h1000"}, "hardware is 'h1000'; write one of"),
         ({"hardware": 1e12}, "hardware is 1000000000000.0; it is the name of a GPU"),
         ({"hardware": Hardware(flops=1.0)}, "hardware has no link, bytes a second, which a message between ranks"),
-        ({"hardware": Hardware(flops=1.0, link=1.0)}, "hardware has no bandwidth"),
         ({"optimizer": "adamv"}, "optimizer is 'adamv', which torch.optim has not; did you mean"),
         ({"optimizer": 3}, 'optimizer is 3; write a name such as "adamw"'),
         ({"optimizer": nn.Linear}, "cannot step a matrix"),
         ({"optimizer": "lbfgs"}, "torch.optim.LBFGS takes the parameters of the whole model as one vector"),
-        ({"optimizer": "sparseadam", "zero": 1}, "torch.optim.SparseAdam "),
         ({"optimizer": "sparseadam", "precision": fxpipe.Precision()}, "torch.optim.SparseAdam "),
-        ({"memory_per_rank": "80GB"}, "memory_per_rank is '80GB'; it is a number of bytes above 0"),
-        ({"memory_per_rank": float("inf")}, "memory_per_rank is inf; it is a number of bytes above 0"),
-        ({"zero": 4}, "zero is 4; it is 0, 1"),
-        ({"example_args": (torch.zeros(4, WIDTH),)}, "a batch of 4 rows cannot be cut into 8 micro-batches"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], told: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed.collective import Work
-from fxpipe.distributed.connect import connect
+from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.errors import RunError

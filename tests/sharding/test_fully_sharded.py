@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpipe
 from fxpipe import StageGraph
-from fxpipe.distributed.connect import connect
+from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import TopologyError

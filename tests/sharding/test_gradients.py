@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.distributed.connect import connect
+from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.sharding.data_axis import GradientSums

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.distributed.broadcast import broadcast
-from fxpipe.distributed.connect import connect
-from fxpipe.distributed.transport import LocalTransport, Transport
+from fxpipe.distributed.processes import connect
+from fxpipe.distributed.transport import LocalTransport, Transport, broadcast
 from fxpipe.sharding.flat_bucket import Piece
 from tests.strict_transport import run_strict
 from tests.thinned import ALL, every

@@ -12,35 +12,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.graph.program import Program, is_compute, made_by
-from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.alias_groups import nodes_of_written
 from fxpipe.passes.analysis.blocks import blocks
 from fxpipe.passes.analysis.effects import acts
-from fxpipe.plan.balance.memory import Account
-from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts
+from fxpipe.plan.balance.node_costs import NodeCost, NodeCosts, total
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a piece of the program takes for one micro-batch, in seconds, and what it keeps and holds, by key."""
+    """A piece of the program with what it takes for one micro-batch.
+
+    ``copies``: the copied nodes that it needs, which are not in it: each stage has its own, once.
+    """
 
     nodes: tuple[str, ...]
-    forward: float
-    backward: float
-    weight: float
-    saved: frozenset[int]
-    parameters: frozenset[int]
-    trains: bool
-    deferred: frozenset[int] = frozenset()
-    """What it keeps between I and W."""
-    again: int = 0
-    """The most bytes that one of its own checkpoints computes again."""
+    cost: NodeCost
     copies: frozenset[str] = frozenset()
-    """The copied nodes that it needs, which are not in it: each stage has its own, once."""
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward
+        return self.cost.forward + self.cost.backward
 
 
 @dataclass(frozen=True)
@@ -63,29 +54,21 @@ class BlockGraph:
     values: tuple[BlockValue, ...]
     result: tuple[int, ...]
     """The blocks that make the model's result."""
-    memory: Mapping[int, int]
-    """Bytes of what blocks keep, by key."""
-    held: Mapping[int, HeldParameter]
-    """The parameters, by key."""
-    hardware: Hardware = REFERENCE
-    account: Account = field(default_factory=Account)
-    """How parameters are counted."""
-    copied: Mapping[str, NodeCost] = field(default_factory=dict)
-    """What copied nodes take, by name."""
-    halves: bool = True
-    """Whether its costs give what W keeps."""
+    costs: NodeCosts
+    """What copied nodes take, and the bytes behind all keys."""
     gather: Mapping[int, int | None] = field(default_factory=dict)
     """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
-
+    given: bool = False
+    """Whether each block is a stage already, of which only the rank is open."""
     alone: frozenset[int] = frozenset()
     """Blocks that must run on one rank: those that may change what the model holds."""
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    @cached_property
-    def seconds(self) -> float:
-        return sum(block.seconds for block in self.blocks)
+    def seconds(self, blocks: Iterable[int] | None = None) -> float:
+        """What these blocks take, or all."""
+        return sum(self.blocks[block].seconds for block in (range(len(self)) if blocks is None else blocks))
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
@@ -99,41 +82,56 @@ class BlockGraph:
     @cached_property
     def shared(self) -> frozenset[int]:
         """The parameters that several blocks use."""
-        count = Counter(key for block in self.blocks for key in self.as_one([block]).parameters)
+        count = Counter(key for block in self.blocks for key in self.stage([block]).parameters)
         return frozenset(key for key, users in count.items() if users > 1)
 
-    @cached_property
-    def static(self) -> Mapping[int, float]:
-        """What each parameter takes where it lives, with gradient and optimizer state if it is trained."""
-        return {key: held.on(self.account).sum for key, held in self.held.items()}
-
-    def static_bytes(self, parameters: Iterable[int]) -> float:
-        """What parameters take together."""
-        return sum(map(self.static.__getitem__, parameters))
-
-    def saved_bytes(self, saved: Iterable[int]) -> int:
-        return sum(map(self.memory.__getitem__, saved))
-
-    def as_one(self, blocks: Sequence[Block]) -> Block:
+    def stage(self, blocks: Iterable[Block]) -> NodeCost:
         """What a stage of these blocks takes, with its own copies of copied nodes."""
         copies = frozenset[str]().union(*(block.copies for block in blocks))
-        return _of((), [*blocks, *(self.copied[name] for name in sorted(copies))]) if copies else _together(blocks)
+        return total([*(block.cost for block in blocks), *(self.costs[name] for name in sorted(copies))])
 
-    def merged(self, group_of: Sequence[int]) -> BlockGraph:
-        """The same work with blocks put together: ``group_of`` says which new block each becomes a part of."""
-        groups: list[list[int]] = [[] for _ in range(1 + max(group_of))]
-        for block, group in enumerate(group_of):
-            groups[group].append(block)
+    def after(self, group_of: Sequence[int]) -> dict[int, set[int]]:
+        """Group → the other groups that use its values. ``group_of``: block → its group."""
+        found: dict[int, set[int]] = {group: set() for group in group_of}
+        for value in self.values:
+            source = group_of[value.source]
+            found[source] |= {group_of[target] for target in value.targets} - {source}
+        return found
+
+    def merged(self, group_of: Sequence[int | None]) -> BlockGraph:
+        """The same work with blocks put together: ``group_of`` says which new block each becomes a part of. What
+        becomes a part of none is left out."""
+        groups: dict[int, list[Block]] = {}
+        for block, group in zip(self.blocks, group_of, strict=True):
+            if group is not None:
+                groups.setdefault(group, []).append(block)
         values = []
         for value in self.values:
             source = group_of[value.source]
-            targets = tuple(sorted({group_of[target] for target in value.targets} - {source}))
-            if targets or value.returned:
+            users = {group_of[target] for target in value.targets} - {source}
+            targets = tuple(sorted(group for group in users if group is not None))
+            if source is not None and (targets or value.returned):
                 values.append(BlockValue(source, targets, value.size, value.returned))
-        merged = tuple(_together([self.blocks[number] for number in group]) for group in groups)
-        result = tuple(sorted({group_of[block] for block in self.result}))
-        alone = frozenset(group_of[block] for block in self.alone)
-        return dataclasses.replace(self, blocks=merged, values=tuple(values), result=result, alone=alone)
+        return dataclasses.replace(
+            self,
+            blocks=tuple(_together(groups[number]) for number in range(len(groups))),
+            values=tuple(values),
+            result=tuple(sorted(_renumbered(self.result, group_of))),
+            gather={number: size for block, size in self.gather.items() if (number := group_of[block]) is not None},
+            alone=_renumbered(self.alone, group_of),
+        )
+
+
+def _renumbered(blocks: Iterable[int], group_of: Sequence[int | None]) -> frozenset[int]:
+    return frozenset(group for block in blocks if (group := group_of[block]) is not None)
+
+
+def _together(blocks: Sequence[Block]) -> Block:
+    if len(blocks) == 1:
+        return blocks[0]
+    nodes = tuple(name for block in blocks for name in block.nodes)
+    copies = frozenset[str]().union(*(block.copies for block in blocks))
+    return Block(nodes, total(block.cost for block in blocks), copies)
 
 
 def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
@@ -144,42 +142,35 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
     )
     copies = _copies(program)
     made = [
-        dataclasses.replace(_block(names, costs), copies=frozenset[str]().union(*map(copies.__getitem__, names)))
-        for names in cut.nodes
+        Block(names, costs.block(names), frozenset[str]().union(*map(copies.__getitem__, names))) for names in cut.nodes
     ]
-    whole = _graph(made, values, cut.result, costs, {name: costs[name] for name in program.copied})
-    return dataclasses.replace(whole, alone=_alone(program, cut.nodes))
+    return BlockGraph(tuple(made), values, cut.result, costs, alone=_alone(program, cut.nodes))
 
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     """A block for each stage of a program that is cut, by number, with its own copies of copied nodes."""
-    stages = 1 + max(program.stage_of.values())
-    members = _members(program, stages)
+    copies, stage_of = _copies(program), program.stage_of
+    names: list[set[str]] = [set() for _ in range(1 + max(stage_of.values()))]
+    for name, stage in stage_of.items():
+        names[stage] |= {name, *copies[name]}
+    order = {node.name: place for place, node in enumerate(program.graph.nodes) if is_compute(node)}
+    members = [sorted(some & order.keys(), key=order.__getitem__) for some in names]
+    last = program.output_stage or 0
     uses: dict[str, dict[int, None]] = {}
-    result = program.graph.output_node()
     for node in program.graph.nodes:
-        place = program.output_stage if node is result else program.stage_of.get(node.name)
-        for operand in node.all_input_nodes if place is not None else ():
-            source = program.stage_of.get(made_by(operand).name)
-            if source is not None and source != place:
-                uses.setdefault(made_by(operand).name, {})[place or 0] = None
-    values = tuple(
-        BlockValue(program.stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()
+        place = last if node.op == "output" else stage_of.get(node.name)
+        for name in (made_by(operand).name for operand in node.all_input_nodes):
+            if place is not None and stage_of.get(name, place) != place:
+                uses.setdefault(name, {})[place] = None
+    return BlockGraph(
+        tuple(Block(tuple(some), costs.block(some)) for some in members),
+        tuple(BlockValue(stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()),
+        (last,),
+        costs,
+        {stage: one.group for stage, one in program.gathered.items()},
+        given=True,
+        alone=_alone(program, members),
     )
-    made = [_block(names, costs) for names in members]
-    whole = _graph(made, values, (program.output_stage or 0,), costs, {})
-    return dataclasses.replace(whole, alone=_alone(program, members))
-
-
-def _graph(
-    blocks: Sequence[Block],
-    values: tuple[BlockValue, ...],
-    result: tuple[int, ...],
-    costs: NodeCosts,
-    copied: Mapping[str, NodeCost],
-) -> BlockGraph:
-    held, hardware, account, halves = costs.parameters, costs.hardware, costs.account, costs.halves
-    return BlockGraph(tuple(blocks), values, result, costs.memory, held, hardware, account, copied, halves)
 
 
 def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]:
@@ -190,16 +181,6 @@ def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]
     return frozenset(number for number, names in enumerate(members) if found.intersection(names))
 
 
-def _members(program: Program, stages: int) -> list[list[str]]:
-    """The nodes that each stage computes, its own copies of copied ones included, in program order."""
-    copies = _copies(program)
-    found: list[set[str]] = [set() for _ in range(stages)]
-    for name, stage in program.stage_of.items():
-        found[stage] |= {name, *copies[name]}
-    computed = {node.name: place for place, node in enumerate(program.graph.nodes) if is_compute(node)}
-    return [sorted(names & computed.keys(), key=computed.__getitem__) for names in found]
-
-
 def _copies(program: Program) -> dict[str, frozenset[str]]:
     """Node → the copied nodes that it is computed from."""
     found: dict[str, frozenset[str]] = {}
@@ -207,28 +188,3 @@ def _copies(program: Program) -> dict[str, frozenset[str]]:
         used = {made_by(operand).name for operand in node.all_input_nodes} & program.copied
         found[node.name] = frozenset(used).union(*map(found.__getitem__, used))
     return found
-
-
-def _block(names: Sequence[str], costs: NodeCosts) -> Block:
-    whole = _of(tuple(names), [costs[name] for name in names])
-    return dataclasses.replace(whole, again=costs.again_bytes(names))
-
-
-def _together(parts: Sequence[Block]) -> Block:
-    """Several blocks as one."""
-    copies = frozenset[str]().union(*(part.copies for part in parts))
-    return dataclasses.replace(_of(tuple(name for part in parts for name in part.nodes), parts), copies=copies)
-
-
-def _of(names: tuple[str, ...], parts: Sequence[NodeCost | Block]) -> Block:
-    return Block(
-        names,
-        sum(part.forward for part in parts),
-        sum(part.backward for part in parts),
-        sum(part.weight for part in parts),
-        frozenset[int]().union(*(part.saved for part in parts)),
-        frozenset[int]().union(*(part.parameters for part in parts)),
-        any(part.trains for part in parts),
-        frozenset[int]().union(*(part.deferred for part in parts)),
-        max((part.again for part in parts), default=0),
-    )

@@ -6,28 +6,39 @@ whole modules put cuts at borders of modules.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, takewhile
+from typing import Any
 
+import torch
 from tabulate import tabulate
 
-from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.distributed.topology import Topology
+from fxpipe.errors import PartitionError, RunError, ScheduleError
 from fxpipe.graph.program import Program, called_in
 from fxpipe.graph.ranks import Placement
-from fxpipe.options import Recompute
+from fxpipe.hardware import Hardware
+from fxpipe.options import AUTO, Options, Recompute
+from fxpipe.passes.analysis.union import Union
 from fxpipe.passes.partition import components
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
-from fxpipe.plan.balance.candidates import connected
-from fxpipe.plan.balance.node_costs import NodeCosts
-from fxpipe.plan.balance.orders import entries, topological
-from fxpipe.plan.balance.search import GAIN, Found, search
-from fxpipe.plan.balance.segments import Line, segments_of
-from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, StageLayout
+from fxpipe.plan.balance.memory import Account
+from fxpipe.plan.balance.node_costs import CostUnknown, NodeCosts, costs_from_shapes
+from fxpipe.plan.balance.search import GAIN, RUNNERS_UP, Found, connected, search
+from fxpipe.plan.balance.segments import Line, depth_first, entries, segments_of
+from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout, StageWork
+from fxpipe.plan.capture.sizes import bytes_of_inputs
+from fxpipe.plan.inputs.batch import Description, example_of
+from fxpipe.plan.inputs.pattern import Pattern
+from fxpipe.progress import log, progress
 from fxpipe.schedules import Family, ScheduleName, with_costs
-from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.trace.state.replay import checkpoints_that_keep
 
 BETWEEN = ", between modules"
 
@@ -45,33 +56,25 @@ class Balanced:
     what: str
     """What the costs are from, and what a parameter is reckoned at, in words."""
 
-    @property
-    def makespan(self) -> float:
-        """Seconds of a step, the sums of tied gradients included."""
-        return self.outcome.seconds
-
-    @property
-    def costs(self) -> Costs:
-        """What the stages take."""
-        return self.outcome.costs
-
-    @property
-    def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank: parameters, gradients, optimizer state, and activations at their most."""
-        return self.outcome.peak_bytes
+    @staticmethod
+    def of(program: Program, found: Found, costs: NodeCosts) -> Balanced:
+        best, what = found.best, f"costs from shapes; {costs.account}"
+        if BETWEEN in best.layout.origin and any(other.seconds < best.seconds for other in found.others):
+            what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
+        notes = "\n".join(filter(None, [what, costs.guesses]))
+        return Balanced(program, best.layout.rank_of, best, found.others, notes)
 
     def __str__(self) -> str:
-        shown = [self.outcome, *self.others[:3]]
         rows = [
             (
-                "chosen" if place == 0 else f"runner-up {place}",
+                f"runner-up {place}" if place else "chosen",
                 outcome.layout.origin,
                 outcome.layout.stages,
                 f"{outcome.seconds * 1e3:.3f}",
                 f"{outcome.bubble:.1%}",
                 f"{outcome.most_bytes / 2**20:,.1f}",
             )
-            for place, outcome in enumerate(shown)
+            for place, outcome in enumerate([self.outcome, *self.others[:RUNNERS_UP]])
         ]
         headers = ["", "cut", "stages", "makespan, ms", "bubble", "peak of a rank, MiB"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 4))
@@ -106,22 +109,22 @@ def balance(
         work = fine.merged(piece_of)
         again = Rerun.of(recompute, [""] * len(work))
         try:
-            one = search(work, ranks, microbatches, family, memory_per_rank, keep=False, again=again, several=several)
+            one = search(work, ranks, microbatches, family, memory_per_rank, again, several)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
         found = one.of_blocks(piece_of, how).unless(found, GAIN)
     if found is None:
         raise refused or AssertionError
-    layout = found.best.layout
-    stages = {name: layout.stage_of[number] for number, block in enumerate(fine.blocks) for name in block.nodes}
-    return _balanced(program.replace(stage_of=stages), layout, found, costs)
+    stage_of = found.best.layout.stage_of
+    stages = {name: stage_of[number] for number, block in enumerate(fine.blocks) for name in block.nodes}
+    return Balanced.of(program.replace(stage_of=stages), found, costs)
 
 
 def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
     """What cuts may separate, block → piece, with words for it: modules that take no more than a rank's part, then
     what they are made of."""
-    modules = whole_modules(program, fine, fine.seconds / ranks)
+    modules = whole_modules(program, fine, fine.seconds() / ranks)
     again = coarsened(fine.merged(modules), ranks)
     pieces = tuple(again[module] for module in modules)
     if ranks <= len(set(pieces)) < len(fine):
@@ -148,19 +151,9 @@ def place_stages(
     work = work_of_stages(program, costs)
     if len(work) < ranks:
         raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
-    work = dataclasses.replace(work, gather={stage: one.group for stage, one in program.gathered.items()})
     again = Rerun.of(recompute, program.stage_names)
-    family = with_costs(schedule)
-    found = search(work, ranks, microbatches, family, memory_per_rank, keep=True, again=again, several=several)
-    return _balanced(program, found.best.layout, found, costs)
-
-
-def _balanced(program: Program, layout: StageLayout, found: Found, costs: NodeCosts) -> Balanced:
-    what = f"costs from shapes; {costs.account}"
-    if BETWEEN in layout.origin and any(other.seconds < found.best.seconds for other in found.others):
-        what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
-    notes = "\n".join(filter(None, [what, costs.guesses]))
-    return Balanced(program, layout.rank_of, found.best, found.others, notes)
+    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, again, several)
+    return Balanced.of(program, found, costs)
 
 
 def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int, ...]:
@@ -171,41 +164,32 @@ def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int,
     between.
     """
     paths = {node.name: called_in(node) for node in program.graph.nodes}
+    kinds: list[Hashable] = list(range(len(work)))
     inside = [_common([paths[name] for name in block.nodes]) for block in work.blocks]
     seconds: dict[str, float] = {}
     for block, modules in zip(work.blocks, inside, strict=True):
         for path in modules:
             seconds[path] = seconds.get(path, 0.0) + block.seconds
-    kinds: list[Hashable] = []
     for number, modules in enumerate(inside):
-        kinds.append(next((path for path in modules if seconds[path] <= most), number))
+        kinds[number] = next((path for path in modules if seconds[path] <= most), number)
     while True:
-        parts = connected(work, kinds)
-        pieces = [parts.find(block) for block in range(len(work))]
-        waiting = _waiting(work, pieces)
+        pieces = _numbered(connected(work, kinds))
+        waiting = {piece for some in components(work.after(pieces)) if len(some) > 1 for piece in some}
         if not waiting:
-            break
+            return pieces
         kinds = [block if piece in waiting else kinds[block] for block, piece in enumerate(pieces)]
-    number_of: dict[int, int] = {}
-    return tuple(number_of.setdefault(piece, len(number_of)) for piece in pieces)
+
+
+def _numbered(parts: Union[int]) -> tuple[int, ...]:
+    """Block → the number of its part, in order of their first blocks."""
+    piece_of = {block: number for number, blocks in enumerate(parts.groups()) for block in blocks}
+    return tuple(piece_of[block] for block in range(len(piece_of)))
 
 
 def _common(stacks: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """The modules that all of a block's nodes are called in, outermost first."""
-    found = []
-    for level in zip(*stacks, strict=False):
-        if len(set(level)) > 1:
-            break
-        found.append(level[0])
-    return tuple(found)
-
-
-def _waiting(work: BlockGraph, pieces: Sequence[int]) -> set[int]:
-    """The pieces that wait for each other."""
-    after: dict[int, set[int]] = {piece: set() for piece in pieces}
-    for value in work.values:
-        after[pieces[value.source]] |= {pieces[target] for target in value.targets} - {pieces[value.source]}
-    return {piece for component in components(after) if len(component) > 1 for piece in component}
+    levels = takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))
+    return tuple(level[0] for level in levels)
 
 
 GRAINS = 256
@@ -222,25 +206,112 @@ def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
     grains = max(GRAINS, GRAINS_A_RANK * ranks)
     if len(work) <= grains:
         return tuple(range(len(work)))
-    line = Line(work, topological(work))
-    ends = sorted({*_cheapest(line, grains), *_borders(line)})
-    parts = connected(work, segments_of(line.order, [*ends, len(work)]))
-    number: dict[int, int] = {}
-    return tuple(number.setdefault(parts.find(block), len(number)) for block in range(len(work)))
+    line, reached = Line(work, depth_first(work)), entries(work)
+    cheapest: dict[int, int] = {}  # interval → the position that the fewest bytes cross
+    borders = []
+    for position, (before, behind) in enumerate(pairwise(line.order), start=1):
+        grain = int(line.time[position] / (line.time[-1] or 1.0) * grains)
+        if line.crossing[position] < line.crossing[cheapest.setdefault(grain, position)]:
+            cheapest[grain] = position
+        if reached[before] != reached[behind]:
+            borders.append(position)
+    ends = sorted({*cheapest.values(), *borders, len(work)})
+    return _numbered(connected(work, segments_of(line.order, ends)))
 
 
-def _cheapest(line: Line, grains: int) -> list[int]:
-    """In each interval of equal time the position that the fewest bytes cross, the first of equal ones."""
-    whole = line.time[-1] or 1.0
-    best: dict[int, int] = {}
-    for position in range(1, len(line.order)):
-        grain = int(line.time[position] / whole * grains)
-        if grain not in best or line.crossing[position] < line.crossing[best[grain]]:
-            best[grain] = position
-    return list(best.values())
+@dataclass
+class Balancing:
+    """Costs programs, and cuts and places them, by the options of one ``compile``."""
 
+    options: Options
+    topology: Topology
+    device: torch.device
+    """Where a model that is on no device yet will run."""
+    finds_cuts: bool = False
+    """Whether a search cuts and places the stages; else they are cut where they are marked."""
+    costed: tuple[Any, NodeCosts] | None = None
+    """What was last asked what it takes, and the answer."""
 
-def _borders(line: Line) -> list[int]:
-    """Where a tower, an encoder or what joins them begins: they depend on different sources of the graph."""
-    reached = entries(line.work)
-    return [place for place, (a, b) in enumerate(pairwise(line.order), start=1) if reached[a] != reached[b]]
+    def finds_placement_of(self, stages: int) -> bool:
+        """Whether nobody has said on which rank each stage runs, and there is a choice, or a limit to be kept."""
+        ranks = self.topology.size("pipe")
+        limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO  # which sees to it
+        left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
+        return left and (stages > ranks > 1 or (limited and stages >= ranks))
+
+    @property
+    def hardware(self) -> Hardware:
+        """What costs are reckoned with; all links of a pipeline are as slow as the slowest."""
+        hardware = Hardware.of(self.options.hardware)
+        if self.topology.size("pipe") == 1:
+            return hardware
+        return dataclasses.replace(hardware, link=hardware.wire(self.topology.crosses_nodes("pipe")))
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
+        return None if self.options.precision is None else self.options.precision.compute
+
+    def placed(self, program: Program, pattern: Pattern, shape: Description) -> Balanced | None:
+        """The best placement found; None where what the stages cost is not known, so that parameters count."""
+        try:
+            return self.searched(program, pattern, shape)
+        except CostUnknown as error:
+            if self.options.memory_per_rank is not None:
+                raise
+            log(f"stages are placed by the number of their parameters: {error}")
+            return None
+
+    def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> StageWork | None:
+        """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
+        shape = pattern.shapes[0] if pattern.shapes else None
+        if program is None or shape is None:
+            return None
+
+        def staged(keeping: bool = False) -> Staged:
+            work = work_of_stages(program, self.costs(program, pattern, shape, keeping))
+            return Staged(work, StageLayout(tuple(range(len(work))), placement), pattern.microbatches)
+
+        try:
+            with progress("costing the stages"):
+                return StageWork(staged(), cache(lambda: staged(keeping=True).costs))
+        except CostUnknown as error:
+            log(f"what the stages take is not known: {error}")
+            return None
+
+    def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
+        """What nodes take, each program's once. ``keeping``: where checkpoints keep their activations, as in an R."""
+        known = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
+        if self.costed is None or self.costed[0] != known:
+            with checkpoints_that_keep() if keeping else contextlib.nullcontext():
+                found = costs_from_shapes(
+                    program,
+                    example_of(shape),
+                    self.device,
+                    pattern.ambient.autocast,
+                    self.hardware,
+                    self.compute,
+                    Account.of(self.options, self.topology),
+                    bytes_of_inputs(pattern.shapes, self.options.precision),
+                    # not where backwards run whole, nor where a compiler cuts them
+                    halves=self.options.stage_compiler is None and self.options.parallelize is None,
+                )
+            self.costed = known, found
+        return self.costed[1]
+
+    def searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
+        """The program with the best stages found, and the rank of each, which are logged."""
+        if shape is None:
+            raise RunError(
+                'boundaries="auto" needs the shapes of a batch: pass example_args= or example_kwargs=, one batch as it '
+                "will be passed in calls"
+            )
+        with progress("balancing the stages"):
+            costs = self.costs(program, pattern, shape)
+            given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
+            search = balance if self.finds_cuts else place_stages
+            several = self.options.zero != 3 and self.options.parallelize is None
+            found = search(*given, self.options.memory_per_rank, self.options.recompute, several)
+        if found.others:
+            log(str(found))
+        return found

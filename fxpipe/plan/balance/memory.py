@@ -19,7 +19,7 @@ Rajbhandari et al., "ZeRO", https://arxiv.org/abs/1910.02054, table 1, where gra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torch import Tensor
 
@@ -39,15 +39,10 @@ class Held:
 
     @property
     def sum(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.whole
+        return float(sum(astuple(self)))
 
     def __add__(self, other: Held) -> Held:
-        return Held(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.whole + other.whole,
-        )
+        return Held(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -24,10 +25,10 @@ from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
 from fxpipe.plan.balance.memory import Account, Held, rows_of
-from fxpipe.plan.balance.operator_costs import OperatorMeter, size_in_bytes
+from fxpipe.plan.balance.operator_costs import OperatorMeter, size_in_bytes, tensors_in
 from fxpipe.plan.capture.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
-from fxpipe.torch_compat import pytree, without_onednn
+from fxpipe.torch_compat import without_onednn
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.replay import checkpoints_noted, checkpoints_that_keep
 
@@ -66,6 +67,25 @@ class NodeCost:
     """The most bytes that one of its own checkpoints computes again in backward."""
 
 
+def total(costs: Iterable[NodeCost]) -> NodeCost:
+    """What nodes take together; what several keep or use counts once."""
+    costs = tuple(costs)
+    return NodeCost(
+        forward=sum(cost.forward for cost in costs),
+        backward=sum(cost.backward for cost in costs),
+        weight=sum(cost.weight for cost in costs),
+        saved=_union(cost.saved for cost in costs),
+        parameters=_union(cost.parameters for cost in costs),
+        trains=any(cost.trains for cost in costs),
+        deferred=_union(cost.deferred for cost in costs),
+        again=max((cost.again for cost in costs), default=0),
+    )
+
+
+def _union(keys: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*keys)
+
+
 @dataclass(frozen=True)
 class HeldParameter:
     """A parameter: its bytes as stages run it, and whether it is trained. Or what takes its bytes and no more, with a
@@ -73,11 +93,20 @@ class HeldParameter:
 
     name: str
     size: int
-    count: int
-    trained: bool
+    count: int = 0
+    trained: bool = False
     floating: bool = True
     rows: int = 1
     """The size of its first dimension; 0 where it has none."""
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> HeldParameter:
+        """That of a parameter or buffer."""
+        size = size_in_bytes(tensor)
+        if not isinstance(tensor, nn.Parameter):
+            return HeldParameter(name, size)
+        floating = tensor.is_floating_point()
+        return HeldParameter(name, size, tensor.numel(), tensor.requires_grad, floating, rows_of(tensor))
 
     def on(self, account: Account) -> Held:
         """What it takes where it lives."""
@@ -92,45 +121,43 @@ class NodeCosts:
     """Node name → what it takes. ``costs["linear"].forward`` are seconds."""
 
     nodes: Mapping[str, NodeCost]
-    memory: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    memory: Mapping[int, int] = field(default_factory=dict)
     """Bytes of what is kept for backward, by key; parameters are not among it."""
-    parameters: Mapping[int, HeldParameter] = field(default_factory=lambda: MappingProxyType({}))
+    parameters: Mapping[int, HeldParameter] = field(default_factory=dict)
     """The model's parameters and buffers, tied ones once, and the batch's inputs."""
     hardware: Hardware = REFERENCE
     account: Account = field(default_factory=Account)
     """How parameters are counted."""
     halves: bool = True
     """Whether they give what W keeps: not of stages whose backward runs whole, or is cut by their compiler."""
-    guessed: tuple[str, ...] = ()
-    """Opaque regions that cannot run without numbers."""
-
-    @property
-    def guesses(self) -> str:
-        """What was taken for what, in words; empty where all was derived from shapes."""
-        if not self.guessed:
-            return ""
-        return (
-            f"{', '.join(self.guessed)}: opaque, and cannot run without numbers; reckoned as one product of the "
-            "parameters with each row of what is returned"
-        )
+    guesses: str = ""
+    """Opaque regions that cannot run without numbers and what they were taken for, in words."""
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
 
-    def saved_bytes(self, names: Sequence[str]) -> int:
-        """What is kept for the backward of these nodes together."""
-        keys = frozenset[int]().union(*(self[name].saved for name in names))
-        return sum(self.memory[key] for key in keys)
+    def saved_bytes(self, keys: Iterable[int]) -> int:
+        """What is kept under these keys."""
+        return sum(map(self.memory.__getitem__, keys))
 
-    def again_bytes(self, names: Sequence[str]) -> int:
-        """What a checkpoint of one of these nodes, which run in this order, computes again at most, beside what is kept
-        for the backward of all of them: when it does, what those behind it have kept is let go of."""
-        most, kept, seen = 0, 0, frozenset[int]()
-        for name in names:
-            kept += sum(self.memory[key] for key in self[name].saved - seen)
-            seen |= self[name].saved
-            most = max(most, kept + self[name].again)
-        return max(most - kept, 0)
+    def static_bytes(self, keys: Iterable[int]) -> float:
+        """What parameters take where they live, with gradients and optimizer state of those that are trained."""
+        return sum(map(self._static.__getitem__, keys))
+
+    @cached_property
+    def _static(self) -> Mapping[int, float]:
+        return {key: held.on(self.account).sum for key, held in self.parameters.items()}
+
+    def block(self, names: Sequence[str]) -> NodeCost:
+        """What these nodes take, which run in this order. When a checkpoint of one computes again, what those behind it
+        have kept is let go of."""
+        kept, most, seen = 0, 0, frozenset[int]()
+        for cost in map(self.__getitem__, names):
+            kept += self.saved_bytes(cost.saved - seen)
+            seen |= cost.saved
+            most = max(most, kept + cost.again)
+        whole = total(map(self.__getitem__, names))
+        return dataclasses.replace(whole, again=max(most - kept, 0))
 
 
 _NOTHING = NodeCost()
@@ -162,27 +189,29 @@ def costs_from_shapes(
         left_as_it_is(program.module),
         torch.inference_mode(False),
         fake_model(program.module, device, compute) as fake,
+        torch.enable_grad(),
+        without_onednn(),  # its recurrent layers say neither what they compute nor what they keep
+        modes_restored(),
+        within(autocast),
+        fake.mode,
     ):
         run = _CostingRun(program, fake, example, hardware, batch)
-        with _plainly(), modes_restored(), within(autocast), fake.mode:
-            checkpoints: list[None] = []
-            with checkpoints_noted(lambda: checkpoints.append(None)):
-                run.all_nodes()
-            if checkpoints:
-                again = _CostingRun(program, fake, example, hardware, batch)
-                with checkpoints_that_keep(again.one_checkpoint):
-                    again.all_nodes()
-                run.computes_again(again)
-        run.defer(deferred_calls(program))
-        return dataclasses.replace(run.costs(), account=account, halves=halves)
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """With gradients, and with recurrent layers as the operators that they are made of: oneDNN's own one says neither
-    what it computes nor what it keeps."""
-    with torch.enable_grad(), without_onednn():
-        yield
+        checkpoints: list[None] = []
+        with checkpoints_noted(lambda: checkpoints.append(None)):
+            run.all_nodes()
+        if checkpoints:
+            keeping = _CostingRun(program, fake, example, hardware, batch)
+            with checkpoints_that_keep(keeping.one_checkpoint):
+                keeping.all_nodes()
+            run.computes_again(keeping)
+    run.defer(deferred_calls(program))
+    guesses = ""
+    if run.guessed:
+        guesses = (
+            f"{', '.join(run.guessed)}: opaque, and cannot run without numbers; reckoned as one product of the "
+            "parameters with each row of what is returned"
+        )
+    return NodeCosts(run.found, run.memory, run.held, hardware, account, halves, guesses)
 
 
 class _CostingRun:
@@ -201,40 +230,24 @@ class _CostingRun:
         self.inputs = fake.inputs(example)
         self.found: dict[str, NodeCost] = {}
         self.memory: dict[int, int] = {}
-        self.held: dict[int, HeldParameter] = {}
         self.guessed: dict[str, None] = {}
-        self._storages: list[Any] = []  # keeps them, so that no two ever have the same id
         self._saved: set[int] = set()
-        self._packed: set[int] = set()
         self._inside: dict[int, int] | None = None  # what a checkpoint keeps that runs now
         self._again, self._again_seconds = 0, 0.0
         self.seconds_again: dict[str, float] = {}
         """Node → what its checkpoints compute again, where they keep all that they run."""
-        names = dict(program.module.named_parameters())
-        self._numbers = {id(parameter): number for number, parameter in enumerate(names.values())}
-        for name, parameter in names.items():
-            size = parameter.numel() * parameter.element_size()
-            self.held[self._numbers[id(parameter)]] = HeldParameter(
-                name,
-                size,
-                parameter.numel(),
-                parameter.requires_grad,
-                parameter.is_floating_point(),
-                rows_of(parameter),
-            )
-        for name, buffer in program.module.named_buffers():
-            number = self._numbers.setdefault(id(buffer), len(self._numbers))
-            self.held[number] = HeldParameter(name, size_in_bytes(buffer), 0, False)
-        self._inputs = {name: len(self._numbers) + place for place, name in enumerate(batch)}
-        self.held |= {self._inputs[name]: HeldParameter(name, size, 0, False) for name, size in batch.items()}
-        tensors = [*names.values(), *program.module.buffers(), *_tensors(self.inputs)]  # a batch counts by itself
-        self._own = {id(tensor.untyped_storage()) for tensor in tensors}
-        self._storages += [tensor.untyped_storage() for tensor in tensors]
-        weights = {id(parameter.untyped_storage()) for parameter in names.values()}
+        parameters = dict(program.module.named_parameters())
+        named = parameters | dict(program.module.named_buffers())
+        self._keys = {id(tensor): key for key, tensor in enumerate(named.values())}
+        self._inputs = {name: len(named) + place for place, name in enumerate(batch)}
+        held = [HeldParameter.of(name, tensor) for name, tensor in named.items()]
+        held += [HeldParameter(name, size) for name, size in batch.items()]
+        self.held = dict(enumerate(held))
+        # kept, so that no two storages ever have the same id; a batch counts by itself
+        self._storages = [tensor.untyped_storage() for tensor in [*named.values(), *tensors_in(self.inputs)]]
+        self._own = set(map(id, self._storages))
+        weights = {id(parameter.untyped_storage()) for parameter in parameters.values()}
         self.meter = OperatorMeter(hardware, lambda tensor: id(tensor.untyped_storage()) in weights)
-
-    def costs(self) -> NodeCosts:
-        return NodeCosts(self.found, self.memory, self.held, self.hardware, guessed=tuple(self.guessed))
 
     def all_nodes(self) -> None:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
@@ -271,17 +284,13 @@ class _CostingRun:
         """Takes over what checkpoints compute again, from a run in which they keep all: one that keeps nothing shows
         neither what that is nor what is differentiated there."""
         for name, seconds in keeping.seconds_again.items():
-            cost = keeping.found[name]
+            cost, plain = keeping.found[name], self.found[name]
             self.found[name] = dataclasses.replace(
-                cost,
-                backward=cost.backward + seconds,
-                saved=self.found[name].saved,
-                parameters=self.found[name].parameters,
+                cost, backward=cost.backward + seconds, saved=plain.saved, parameters=plain.parameters
             )
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._packed.add(self.meter.ran)
         if id(storage) not in self._own:
             if self._inside is not None:
                 self._inside[id(storage)] = storage.nbytes()
@@ -292,40 +301,32 @@ class _CostingRun:
 
     def _note(self, node: fx.Node) -> None:
         self.meter.clear()
-        self._saved, self._packed = set(), set()
+        self._saved = set()
         self._again, self._again_seconds = 0, 0.0
         try:
             with modes_of(node), self.meter:
                 self.values[node] = call_node(self.program, node, self.values)
-            cost = self._measured()
+            # What ran without gradients and kept something is an autograd.Function, or a checkpoint: its backward is
+            # taken to compute it again, and twice as much for the gradients.
+            meter = self.meter
+            backward = meter.input + meter.weight + (3 * meter.without_gradient if self._saved else 0.0)
+            cost = NodeCost(meter.forward, backward, meter.weight, meter.flops, meter.backward_flops, meter.ideal)
         except FigureMissing:
             raise
         except Exception as error:
             cost = self._guessed(node, error)
-        used = self._parameters(node)
+        used, made = self._parameters(node), tensors_in(self.values[node])
         self.found[node.name] = dataclasses.replace(
             cost,
-            bytes_out=sum(map(size_in_bytes, made := _tensors(self.values[node]))),
+            bytes_out=sum(map(size_in_bytes, made)),
             gradient_bytes=sum(size_in_bytes(tensor) for tensor in made if tensor.requires_grad),
-            parameters=frozenset(used),
-            trains=any(self.held[number].trained for number in used),
+            saved=frozenset(self._saved),
+            parameters=used,
+            trains=any(self.held[key].trained for key in used),
             again=self._again,
         )
         if self._again:
             self.seconds_again[node.name] = self._again_seconds
-
-    def _measured(self) -> NodeCost:
-        """What the meter shows. Activations that are computed again in backward show in what was not kept: at fewer
-        moments than there are products, or for operators that ran without gradients."""
-        meter = self.meter
-        again = meter.without_gradient if self._saved else 0.0
-        backward = meter.input + meter.weight + again + 2 * again
-        if meter.products > len(self._packed):
-            backward += meter.forward
-        saved = frozenset(self._saved)
-        return NodeCost(
-            meter.forward, backward, meter.weight, meter.flops, meter.backward_flops, meter.ideal, saved=saved
-        )
 
     def _guessed(self, node: fx.Node, error: Exception) -> NodeCost:
         """Of a node that cannot run on fake tensors: from what its capture saw it make."""
@@ -336,35 +337,24 @@ class _CostingRun:
             ) from error
         self.guessed |= dict.fromkeys(call.name for call in opaque_calls(self.program.opaque.get(str(node.target))))
         self.values[node] = faked(node.meta["val"], self.fake)
-        made = _tensors(self.values[node])
+        made = tensors_in(self.values[node])
         rows = max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
-        sizes = [self.held[number].count for number in self._parameters(node)]
-        flops, moved = 2.0 * rows * sum(sizes), 4.0 * sum(sizes) + sum(map(size_in_bytes, made))
+        count = sum(self.held[key].count for key in self._parameters(node))
+        flops, moved = 2.0 * rows * count, 4.0 * count + sum(map(size_in_bytes, made))
         seconds = self.hardware.seconds(flops, moved, 4)
         for tensor in made:
             self._pack(tensor)
-        ideal = 3 * flops / self.hardware.peak(4)
-        return NodeCost(seconds, 2 * seconds, seconds, flops, 2 * flops, ideal, saved=frozenset(self._saved))
+        return NodeCost(seconds, 2 * seconds, seconds, flops, 2 * flops, 3 * flops / self.hardware.peak(4))
 
-    def _parameters(self, node: fx.Node) -> set[int]:
-        """The numbers of the parameters, buffers and inputs that a node uses."""
-        found: set[int] = set()
-        for operand in node.all_input_nodes:
-            if operand.op == "get_attr" and id(self.values[operand]) in self._numbers:
-                found.add(self._numbers[id(self.values[operand])])
-            elif operand.op == "placeholder" and str(operand.target) in self._inputs:
-                found.add(self._inputs[str(operand.target)])
+    def _parameters(self, node: fx.Node) -> frozenset[int]:
+        """The keys of the parameters, buffers and inputs that a node uses."""
+        used: list[Tensor] = []
         if node.op == "call_module":
-            found |= {self._numbers[id(tensor)] for tensor in self._reads(node) if id(tensor) in self._numbers}
-        return found
-
-    def _reads(self, node: fx.Node) -> list[Tensor]:
-        module: nn.Module = self.program.attribute(str(node.target))
-        effects = self.program.effects.get(node.name)
-        if effects is None:
-            return [*module.parameters(), *module.buffers()]
-        return [*module.parameters(), *(self.program.attribute(name) for name in effects.reads)]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            module: nn.Module = self.program.attribute(str(node.target))
+            effects = self.program.effects.get(node.name)
+            read = module.buffers() if effects is None else map(self.program.attribute, effects.reads)
+            used = [*module.parameters(), *read]
+        used += [self.values[operand] for operand in node.all_input_nodes if operand.op == "get_attr"]
+        inputs = [str(operand.target) for operand in node.all_input_nodes if operand.op == "placeholder"]
+        found = [self._inputs[name] for name in inputs if name in self._inputs]
+        return frozenset([*found, *(self._keys[id(tensor)] for tensor in used if id(tensor) in self._keys)])

@@ -32,8 +32,6 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, hardware: Hardware, is_weight: Callable[[Tensor], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hardware, self._is_weight = hardware, is_weight
-        self.ran = 0
-        """How many operators have run, ever."""
         self.clear()
 
     def clear(self) -> None:
@@ -41,20 +39,18 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = self.backward_flops = 0.0
         self.ideal = 0.0
         """Seconds that the products take at the peak."""
-        self.products = 0
-        """The matrix products that are differentiated."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
-            self.ran += 1
             self._note(func, args, kwargs or {}, result)
         return result
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not made or _is_view(func, given, made):
+        given, made = tensors_in((args, kwargs)), tensors_in(result)
+        memory = {id(tensor.untyped_storage()) for tensor in given}
+        is_view = not schema_of(func).is_mutable and all(id(tensor.untyped_storage()) in memory for tensor in made)
+        if is_view or not made:
             return
         name = packet_of(func).__name__
         flops = _flops(func, name, args, kwargs, result)
@@ -63,44 +59,39 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = self._hardware.seconds(flops, moved, made[0].element_size())
         self.forward += seconds
         self.flops += flops
+        if not torch.is_grad_enabled():
+            self.without_gradient += seconds
         before = self.backward_flops
-        self._note_gradients(name, given, made, seconds, flops)
+        factors = given[1:3] if name in _ADDED_FIRST else given
+        needing = [tensor for tensor in factors if tensor.requires_grad and torch.is_grad_enabled()]
+        if needing:
+            self._note_gradients(name, needing, made, seconds, flops)
         if flops:
             self.ideal += (flops + self.backward_flops - before) / self._hardware.peak(made[0].element_size())
 
     def _note_gradients(
-        self, name: str, given: Sequence[Tensor], made: Sequence[Tensor], seconds: float, flops: float
+        self, name: str, needing: Sequence[Tensor], made: Sequence[Tensor], seconds: float, flops: float
     ) -> None:
         """A product's backward is a product for each factor that needs a gradient; another operator's moves as many
         bytes as its forward, but the gradient of an embedding is as large as its table."""
-        if not torch.is_grad_enabled():
-            self.without_gradient += seconds
-            return
-        factors = given[1:3] if name in _ADDED_FIRST else given
-        needing = [tensor for tensor in factors if tensor.requires_grad]
-        if not needing:
-            return
         if name.startswith(_ATTENTION):
-            self.products += 1
             self.input += _ATTENTION_BACKWARD * seconds
             self.backward_flops += 2 * flops
-        elif flops:
-            self.products += 1
-            for tensor in [tensor for tensor in needing if tensor.dim() > 1]:
-                self._note_gradient(tensor, seconds)
-                self.backward_flops += flops
+            return
+        if flops:
+            needing = [tensor for tensor in needing if tensor.dim() > 1]
+            self.backward_flops += flops * len(needing)
         elif name in _GATHERS:
+            needing = needing[:1]
             table = size_in_bytes(needing[0]) + sum(map(size_in_bytes, made))
-            self._note_gradient(needing[0], self._hardware.seconds(0, table, needing[0].element_size()))
+            seconds = self._hardware.seconds(0, table, needing[0].element_size())
         else:
-            activations = [tensor for tensor in needing if not self._is_weight(tensor)]
-            self._note_gradient((activations or needing)[0], seconds)
-
-    def _note_gradient(self, tensor: Tensor, seconds: float) -> None:
-        if self._is_weight(tensor):
-            self.weight += seconds
-        else:
-            self.input += seconds
+            needing = sorted(needing, key=self._is_weight)[:1]  # an activation, if there is one
+        for tensor in needing:
+            if self._is_weight(tensor):
+                self.weight += seconds
+            else:
+                self.input += seconds
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
@@ -114,12 +105,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
     return 0.0
 
 
-def _is_view(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    """Whether an operator only looks at memory that there is."""
-    if schema_of(func).is_mutable:
-        return False
-    memory = {id(tensor.untyped_storage()) for tensor in given}
-    return all(id(tensor.untyped_storage()) in memory for tensor in made)
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def size_in_bytes(tensor: Tensor) -> int:

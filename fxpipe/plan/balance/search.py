@@ -1,5 +1,7 @@
 """Search: of many layouts the one of the least simulated makespan within the memory of a rank.
 
+Those that are worth simulating are cuts of each order of the blocks, also with a part of them on all ranks.
+
 Every choice depends on the work alone, never on a clock, so that all ranks of a run find the same.
 """
 
@@ -8,17 +10,163 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from fxpipe.errors import PartitionError, ScheduleError
-from fxpipe.graph.ranks import Placement, rank_count
+from fxpipe.graph.ranks import rank_count
+from fxpipe.graph.topological import topological_order
+from fxpipe.passes.analysis.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.candidates import Recipe, layout_of, recipes
-from fxpipe.plan.balance.segments import Room
-from fxpipe.plan.balance.several import layouts
-from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout, without_gaps
+from fxpipe.plan.balance.segments import SMALL, Cuts, Line, Order, balanced, depth_first, entries, orders, segments_of
+from fxpipe.plan.balance.segments import towers as towers_of
+from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Limited
+
+CRUMB = 0.01
+"""What takes no more than this part of the greatest part of its segment is no stage of its own."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layout comes about: an order, where it is cut, and the rank of each segment.
+
+    ``kinds``: a kind for each block; what is not connected in a segment, or is of another kind, becomes a stage of its
+    own, and its rank runs them one by one. None: a stage for each segment.
+    """
+
+    order: Order
+    cuts: Cuts
+    rank_of: tuple[int, ...]
+    kinds: tuple[int, ...] | None
+    origin: str
+
+
+def recipes(work: BlockGraph, ranks: int, microbatches: int, memory: float | None) -> Iterator[Recipe]:
+    """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and apart."""
+    towers = towers_of(work)
+    ways: list[tuple[tuple[int, ...] | None, str]] = [(None, "")]
+    if not work.given and len(towers) > 1:
+        number = {block: place for place, tower in enumerate(towers) for block in tower}
+        ways.append((tuple(number.get(block, len(towers)) for block in range(len(work))), ", towers apart"))
+    for order in orders(work):
+        line = Line(work, order)
+        made = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
+        if ranks > 1:
+            made += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
+        for cuts, laps, how in made:
+            for kinds, apart in ways:
+                yield Recipe(order, cuts, tuple(range(ranks)) * laps, kinds, how + apart)
+
+
+def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
+    """The layout that a recipe makes."""
+    segment_of = segments_of(recipe.order, recipe.cuts)
+    if work.given:
+        ranks = tuple(recipe.rank_of[segment] for segment in segment_of)
+        return StageLayout(tuple(range(len(work))), ranks, recipe.origin)
+    whole = StageLayout(tuple(segment_of), recipe.rank_of, recipe.origin)
+    return whole if recipe.kinds is None else _apart(work, recipe, segment_of, recipe.kinds) or whole
+
+
+def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], kinds: Sequence[int]) -> StageLayout | None:
+    """A stage for each connected part of a kind in a segment; crumbs go with the largest. None where that makes stages
+    that wait for each other."""
+    parts = connected(work, list(zip(segment_of, kinds, strict=True)))
+    seconds = {blocks[0]: work.seconds(blocks) for blocks in parts.groups()}
+    largest: dict[int, int] = {}
+    for block in seconds:
+        before = largest.setdefault(segment_of[block], block)
+        if seconds[block] > seconds[before]:
+            largest[segment_of[block]] = block
+    for block, time in seconds.items():
+        most = largest[segment_of[block]]
+        if time <= CRUMB * seconds[most]:
+            parts.join(most, block)
+    group_of = [parts.find(block) for block in range(len(work))]
+    ranks = {group: recipe.rank_of[segment_of[block]] for block, group in enumerate(group_of)}
+    number = numbered(work, group_of, recipe.order)
+    if number is None:
+        return None
+    return StageLayout(
+        tuple(number[group] for group in group_of), tuple(ranks[group] for group in number), recipe.origin
+    )
+
+
+def numbered(work: BlockGraph, group_of: Sequence[int], order: Sequence[int]) -> dict[int, int] | None:
+    """Group → its place in topological order, the one first that begins first in ``order``; None where there is none.
+
+    The result's own order is that of the places.
+    """
+    first = {group: place for place, group in reversed(list(enumerate(group_of[block] for block in order)))}
+    found = topological_order(first, work.after(group_of))
+    return found if len(found) == len(first) else None
+
+
+def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
+    """The parts that values connect without leaving a class."""
+    parts = Union(range(len(work)))
+    for value in work.values:
+        for target in value.targets:
+            if class_of[value.source] == class_of[target]:
+                parts.join(value.source, target)
+    return parts
+
+
+# --- a part on all ranks, beside the others, as an encoder in front of a model is ---
+
+MOST_PARTS = 3
+"""So many are tried, the largest first."""
+
+STAGES = (1, 2, 4)
+"""Into so many stages a part is cut, where it has as many blocks: shorter actions fit into shorter gaps."""
+
+
+def on_all_ranks(
+    work: BlockGraph, ranks: int, best_of: Callable[[BlockGraph], LayoutOutcome | None]
+) -> Iterator[StageLayout]:
+    """Layouts with one or several stages on all ranks. ``best_of``: the search, of the work without these."""
+    if work.given:  # stages that need no other, and do not run once for the whole batch
+        free = (block for block in range(len(work)) if not work.sources[block] and block not in work.gather)
+        found = [frozenset([block]) for block in free]
+    else:  # large parts that depend on some of the graph's sources alone, as an image encoder does beside embeddings
+        reached = entries(work)
+        parts = (
+            frozenset(b for b, mine in enumerate(reached) if mine & bits == mine) for bits in dict.fromkeys(reached)
+        )
+        found = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
+    fitting = [part for part in found if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
+    for part in sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]:
+        rest = [block for block in range(len(work)) if block not in part]
+        place = {block: number for number, block in enumerate(rest)}
+        outcome = best_of(work.merged([place.get(block) for block in range(len(work))])) if len(rest) >= ranks else None
+        if outcome is None:
+            continue
+        for count in (count for count in STAGES if count <= len(part)):
+            group_of = _cut(work, part, count)
+            for block, stage in zip(rest, outcome.layout.stage_of, strict=True):
+                group_of[block] = stage
+            number = numbered(work, group_of, depth_first(work))
+            if number is not None:
+                places = (tuple(range(ranks)) if stage < 0 else outcome.layout.rank_of[stage] for stage in number)
+                what = "a stage" if count == 1 else f"{count} stages"
+                origin = f"{outcome.layout.origin}, beside {what} on all ranks"
+                yield StageLayout(tuple(number[group] for group in group_of), tuple(places), origin)
+
+
+def _cut(work: BlockGraph, part: frozenset[int], count: int) -> list[int]:
+    """The part's blocks → -1, -2, ..., so many segments of equal time; all others → 0."""
+    found, before, whole = [0] * len(work), 0.0, work.seconds(part)
+    for block in depth_first(work):
+        if block in part:
+            middle = before + work.blocks[block].seconds / 2
+            found[block] = -1 - min(int(count * middle / whole), count - 1)
+            before += work.blocks[block].seconds
+    return found
+
 
 ACTIONS = 150_000
 """So many actions are simulated to choose among candidates."""
@@ -33,6 +181,8 @@ GAIN = 0.03
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 """By how many blocks a cut is moved."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Found:
@@ -43,8 +193,12 @@ class Found:
 
     def of_blocks(self, piece_of: Sequence[int], how: str) -> Found:
         """The same for what the pieces were put together from. ``how``: words for the way in which they were."""
-        best, *others = (_of_blocks(one, piece_of, how) for one in (self.best, *self.others))
-        return Found(best, tuple(others))
+        found = []
+        for one in (self.best, *self.others):
+            stage_of = tuple(one.layout.stage_of[piece] for piece in piece_of)
+            layout = StageLayout(stage_of, one.layout.rank_of, one.layout.origin + how)
+            found.append(dataclasses.replace(one, layout=layout))
+        return Found(found[0], tuple(found[1:]))
 
     def unless(self, other: Found | None, gain: float) -> Found:
         """This, unless it is not faster than the other by so great a part; with the best that was found else."""
@@ -62,52 +216,51 @@ def search(
     microbatches: int,
     family: Limited,
     memory: float | None,
-    keep: bool,
     again: Rerun | None = None,
     several: bool = False,
     effort: float = 1.0,
 ) -> Found:
-    """The best layout of the work. ``keep``: each block is a stage, of which only the rank is open. ``several``: a
-    stage may be on all ranks, where a step then takes less by ``GAIN``: an encoder or, of given stages and where there
-    is a limit of memory, one that needs no other. ``effort``: the part of the usual number of
-    actions that is simulated.
+    """The best layout of the work. ``several``: a stage may be on all ranks, where a step then takes less by ``GAIN``:
+    an encoder or, of given stages and where there is a limit of memory, one that needs no other. ``effort``: the part
+    of the usual number of actions that is simulated.
 
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
     table for any.
     """
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
-    at_need = again is not None and again.at_need
-    judge = Judge(work, family, few, memory, None if at_need else again)
-    room = Room(memory, few) if memory is not None else None
-    rooms = [None] if room is None else [room, None]  # what is cut for speed alone may fit, too
-    tried = [recipe for one in rooms for recipe in recipes(work, ranks, few, keep, one)]
-    made = {layout_of(work, recipe, keep): recipe for recipe in tried}
-    most = ACTIONS * effort
-    outcomes = _simulated(judge, made, most)
-    if not outcomes and at_need:
-        judge = Judge(work, family, few, memory, again)
-        outcomes = _simulated(judge, made, most)
-    if not outcomes:
-        raise _no_fit(judge, memory)
+    memories = [memory] if memory is None else [memory, None]  # what is cut for speed alone may fit, too
+    made = {layout_of(work, one): one for most in memories for one in recipes(work, ranks, few, most)}
+    reruns = [None, again] if again is not None and again.at_need else [again]
+    for rerun in reruns:
+        judge = Judge(work, family, few, memory, rerun)
+        if outcomes := _simulated(judge, made, ACTIONS * effort):
+            break
+    else:
+        raise _no_fit(judge)
     starts = _best_of_each_way(outcomes, IMPROVED)
-    better = [
-        _improved(judge, made[start.layout], start, keep, judge.actions + effort * MORE_ACTIONS / len(starts))
-        for start in starts
-    ]
-    ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)
-    found = _finally(judge, ranked, microbatches)
-    several &= memory is not None or not keep  # else the first stage of any chain would be on all ranks
-    if several and work.seconds * microbatches / ranks < found.best.makespan * (1 - GAIN):
+    better = []
+    for start in starts:  # cuts are moved, and then stages
+        until = judge.actions + effort * MORE_ACTIONS / len(starts)
+        ways = partial(_neighbours, work), partial(layout_of, work)
+        best = _climbed(judge, start, made[start.layout], *ways, until)
+        better.append(_climbed(judge, best, best.layout, _exchanges, lambda layout: layout, until))
+    exact = Judge(work, family, microbatches, memory, judge.again)  # chosen with few micro-batches
+    ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
+    kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
+    if not kept:
+        raise _no_fit(exact)
+    kept[0].schedule.verify()
+    found = Found(kept[0], tuple(kept[1:]))
+    several &= memory is not None or not work.given  # else the first stage of any chain would be on all ranks
+    if several and work.seconds() * microbatches / ranks < found.best.makespan * (1 - GAIN):
 
         def best_of(rest: BlockGraph) -> LayoutOutcome | None:
             with contextlib.suppress(PartitionError, ScheduleError):
-                return search(rest, ranks, microbatches, family, memory, keep, effort=0.25).best
+                return search(rest, ranks, microbatches, family, memory, effort=0.25).best
             return None
 
-        exact = Judge(work, family, microbatches, memory, judge.again)
-        for layout in layouts(work, ranks, keep, best_of):
-            outcome = exact.outcome(layout)
-            if outcome is not None and exact.fits(outcome):
+        for layout in on_all_ranks(work, ranks, best_of):
+            if (outcome := exact.fitting(layout)) is not None:
                 found = Found(outcome, ()).unless(found, GAIN)
     return found
 
@@ -121,52 +274,65 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
     """The outcomes of layouts that fit, the best first, until enough has been simulated: of each way in turn the one
     of the least lower bound, unless its bound shows that it is no better."""
     ways: dict[str, list[StageLayout]] = {}
-    for layout in sorted(layouts, key=lambda layout: judge.staged(layout).lower_bound):
+    for layout in sorted(layouts, key=judge.lower_bound):
         ways.setdefault(layout.origin, []).append(layout)
     found: list[LayoutOutcome] = []
     for layout in filter(None, itertools.chain(*itertools.zip_longest(*ways.values()))):
         if found and judge.actions >= most:
             break
-        if layout is not ways[layout.origin][0] and found and judge.staged(layout).lower_bound >= found[0].seconds:
+        if layout is not ways[layout.origin][0] and found and judge.lower_bound(layout) >= found[0].seconds:
             continue
-        outcome = judge.outcome(layout)
-        if outcome is not None and judge.fits(outcome):
+        if (outcome := judge.fitting(layout)) is not None:
             found = sorted([*found, outcome], key=_merit)
     return found
 
 
-def _no_fit(judge: Judge, memory: float | None) -> PartitionError | ScheduleError:
+def _no_fit(judge: Judge) -> PartitionError | ScheduleError:
     if judge.refused is not None and judge.least_bytes == float("inf"):
         return judge.refused
     return PartitionError(
-        f"no balance fits into {memory:,.0f} bytes a rank; the least that one was found to take is "
+        f"no balance fits into {judge.memory:,.0f} bytes a rank; the least that one was found to take is "
         f"{judge.least_bytes:,.0f} bytes on its fullest rank. Use more pipe ranks, smaller micro-batches, or recompute"
     )
 
 
-def _improved(judge: Judge, recipe: Recipe, outcome: LayoutOutcome, keep: bool, until: float) -> LayoutOutcome:
-    """Moves cuts, and then stages, as long as it helps and no more than so many actions have been simulated."""
-    best, progress = outcome, True
-    while progress and judge.actions < until:
-        progress = False
-        for other in _neighbours(judge.work, recipe):
-            if judge.actions >= until:
-                break
-            layout = layout_of(judge.work, other, keep)
-            candidate = _if_better(judge, layout, best)
-            if candidate is not None:
-                recipe, best, progress = other, candidate, True
-                break
-    return _moved(judge, best, until)
+def _best_of_each_way(ranked: Iterable[LayoutOutcome], count: int) -> list[LayoutOutcome]:
+    """The first so many of each way of finding a layout, each layout once, in order."""
+    ways: Counter[str] = Counter()
+    found: dict[StageLayout, LayoutOutcome] = {}
+    for outcome in ranked:
+        if ways[outcome.layout.origin] < count and outcome.layout not in found:
+            ways[outcome.layout.origin] += 1
+            found[outcome.layout] = outcome
+    return list(found.values())
+
+
+# --- moving cuts and stages ---
+
+
+def _climbed(
+    judge: Judge,
+    best: LayoutOutcome,
+    here: T,
+    neighbours: Callable[[T], Iterable[T]],
+    layout_of: Callable[[T], StageLayout],
+    until: float,
+) -> LayoutOutcome:
+    """From here to the first neighbour that is better, and on from there, until there is none. A neighbour is simulated
+    only where its lower bound does not rule that out."""
+    others = iter(neighbours(here))
+    while judge.actions < until and (other := next(others, None)) is not None:
+        layout = layout_of(other)
+        outcome = judge.fitting(layout) if judge.lower_bound(layout) < best.seconds else None
+        if outcome is not None and _merit(outcome) < _merit(best):
+            best, others = outcome, iter(neighbours(other))
+    return best
 
 
 def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[Recipe]:
     """The same recipe with one cut elsewhere, or two next to each other: those of the heaviest segments first."""
-    cuts, starts = recipe.cuts, (0, *recipe.cuts[:-1])
-    weight = [
-        sum(work.blocks[recipe.order[position]].seconds for position in range(start, end))
-        for start, end in zip(starts, cuts, strict=True)
-    ]
+    cuts = recipe.cuts
+    weight = [work.seconds(recipe.order[start:end]) for start, end in itertools.pairwise((0, *cuts))]
     places = sorted(range(len(cuts) - 1), key=lambda place: (-max(weight[place], weight[place + 1]), place))
     for place in places:
         for step in STEPS:
@@ -184,78 +350,17 @@ def _with_cuts(recipe: Recipe, moved: Mapping[int, int]) -> Iterator[Recipe]:
         yield dataclasses.replace(recipe, cuts=cuts)
 
 
-def _moved(judge: Judge, best: LayoutOutcome, until: float) -> LayoutOutcome:
-    """Moves single stages to other ranks, as long as it helps."""
-    progress = True
-    while progress and judge.actions < until:
-        progress = False
-        for rank_of in _exchanges(best.layout):
-            if judge.actions >= until:
-                break
-            origin = best.layout.origin
-            layout = StageLayout(
-                best.layout.stage_of, rank_of, origin if "moved" in origin else f"{origin}, stages moved"
-            )
-            candidate = _if_better(judge, layout, best)
-            if candidate is not None:
-                best, progress = candidate, True
-                break
-    return best
-
-
-def _exchanges(layout: StageLayout) -> Iterator[Placement]:
-    """The ranks of the stages with one stage elsewhere, where its rank keeps another, or two stages changed."""
-    rank_of = layout.rank_of
-    ranks = rank_count(rank_of)
+def _exchanges(layout: StageLayout) -> Iterator[StageLayout]:
+    """The layout with one stage on another rank, where its own keeps another, or with two stages exchanged."""
+    rank_of, origin = list(layout.rank_of), layout.origin
+    ranks = rank_count(layout.rank_of)
     if layout.stages == ranks:
         return
-    for stage, rank in enumerate(rank_of):
-        if rank_of.count(rank) > 1:
-            for other in range(ranks):
-                if other != rank:
-                    yield (*rank_of[:stage], other, *rank_of[stage + 1 :])
-    for one in range(layout.stages):
-        for two in range(one + 1, layout.stages):
-            if rank_of[one] != rank_of[two]:
-                changed = list(rank_of)
-                changed[one], changed[two] = changed[two], changed[one]
-                yield tuple(changed)
-
-
-def _if_better(judge: Judge, layout: StageLayout, best: LayoutOutcome) -> LayoutOutcome | None:
-    """A layout's outcome where it fits and is better; simulated only where its lower bound does not rule that out."""
-    if judge.staged(layout).lower_bound >= best.seconds:
-        return None
-    outcome = judge.outcome(layout)
-    if outcome is None or not judge.fits(outcome) or _merit(outcome) >= _merit(best):
-        return None
-    return outcome
-
-
-def _best_of_each_way(ranked: Iterable[LayoutOutcome], count: int) -> list[LayoutOutcome]:
-    """The first so many of each way of finding a layout, each layout once, in order."""
-    seen: dict[str, set[StageLayout]] = {}
-    found: list[LayoutOutcome] = []
-    for outcome in ranked:
-        way = seen.setdefault(outcome.layout.origin, set())
-        if len(way) < count and not any(outcome.layout in layouts for layouts in seen.values()):
-            way.add(outcome.layout)
-            found.append(outcome)
-    return found
-
-
-def _of_blocks(outcome: LayoutOutcome, piece_of: Sequence[int], how: str) -> LayoutOutcome:
-    layout = outcome.layout
-    stage_of = [layout.stage_of[piece] for piece in piece_of]
-    return dataclasses.replace(outcome, layout=without_gaps(stage_of, layout.rank_of, layout.origin + how))
-
-
-def _finally(judge: Judge, ranked: list[LayoutOutcome], microbatches: int) -> Found:
-    """The best with all micro-batches, where they were chosen with fewer; its table verified."""
-    exact = Judge(judge.work, judge.family, microbatches, judge.memory, judge.again)
-    again = [exact.outcome(outcome.layout) for outcome in ranked[: 1 + RUNNERS_UP]]
-    kept = sorted((outcome for outcome in again if outcome is not None and exact.fits(outcome)), key=_merit)
-    if not kept:
-        raise _no_fit(exact, judge.memory)
-    kept[0].schedule.verify()
-    return Found(kept[0], tuple(kept[1:]))
+    moves: list[dict[int, int | tuple[int, ...]]] = [
+        {a: rank} for a in range(layout.stages) if rank_of.count(rank_of[a]) > 1 for rank in range(ranks)
+    ]
+    moves += [{a: rank_of[b], b: rank_of[a]} for a, b in itertools.combinations(range(layout.stages), 2)]
+    for move in moves:
+        moved = tuple(move.get(stage, rank) for stage, rank in enumerate(rank_of))
+        if moved != layout.rank_of:
+            yield StageLayout(layout.stage_of, moved, origin if "moved" in origin else f"{origin}, stages moved")

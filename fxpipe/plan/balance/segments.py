@@ -1,4 +1,4 @@
-"""Segments: an order of blocks, cut into consecutive pieces by dynamic programming.
+"""Segments: a topological order of blocks, cut into consecutive pieces by dynamic programming.
 
 The slowest rank sets the pace of a pipeline, so the greatest segment is made as small as possible:
 
@@ -9,27 +9,113 @@ A(k, j) is the greatest cost of the first j blocks in k segments. This is PipeDr
 micro-batches in flight that a rank waits for a part w of its hops. The part depends on the table, hence several w. And
 each w is tried with seconds(0, i) / m added: a rank runs its m micro-batches behind the first one's forwards on the
 ranks before it, and in front of the last one's backwards there, so that a chain's last rank should have least.
+
+A depth-first order finishes a branch before it begins another, and puts each block in front of the first that needs
+it: the keys of a cross-attention stand in the decoder, not behind the encoder. By upward rank branches run side by side
+instead, as the towers of CLIP should on 5 or 8 ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, combinations, pairwise
 
 import torch
 from torch import Tensor
 
 from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.orders import Order
 
+Order = tuple[int, ...]
 Cuts = tuple[int, ...]
 """The positions at which the segments end, the last one included."""
 
 WAITS = (0.0, 0.25, 0.5, 1.0)
 """The parts of its hops that a rank is taken to wait for."""
+SMALL = 0.02
+"""What takes less than this part of the whole makes no tower."""
+
+
+# --- orders ---
+
+
+def orders(work: BlockGraph) -> list[Order]:
+    """Topological orders, all different, the program's own first."""
+    return list(dict.fromkeys([depth_first(work), by_upward_rank(work)]))
+
+
+def by_upward_rank(work: BlockGraph) -> Order:
+    """Blocks by the longest path from their start to a result, the longest first: branches end together.
+
+    rank(b) = seconds(b) + max over users u of rank(u); Topcuoglu et al., "HEFT", 2002.
+    """
+    order, rank = depth_first(work), [0.0] * len(work)
+    for block in reversed(order):  # its users have added their own ranks
+        rank[block] += work.blocks[block].seconds
+        for source in work.sources[block]:
+            rank[source] = max(rank[source], rank[block])
+    return tuple(sorted(order, key=lambda block: -rank[block]))  # stable, so topological where ranks are equal
+
+
+def depth_first(work: BlockGraph) -> Order:
+    """The blocks, each behind all that it needs, which are visited in program order."""
+    done: dict[int, None] = {}
+    used = {source for sources in work.sources for source in sources}
+    unused = sorted(set(range(len(work))) - used - set(work.result))
+    for root in [*sorted(work.result), *unused]:
+        stack, waiting = [(root, iter(work.sources[root]))], {root}
+        while stack:
+            block, needed = stack[-1]
+            source = next((other for other in needed if other not in done and other not in waiting), None)
+            if source is None:
+                stack.pop()
+                done[block] = None
+            else:
+                waiting.add(source)
+                stack.append((source, iter(work.sources[source])))
+    return tuple(done)
+
+
+def towers(work: BlockGraph) -> list[frozenset[int]]:
+    """The large parts of a work that do not depend on each other, in front of what joins them; by first block.
+
+    Blocks differ in the sources of the graph that they depend on. What depends on the sources of two large parts, of
+    which neither contains the other's, joins them; the largest of what is left are the towers.
+    """
+    groups: dict[int, list[int]] = {}
+    for block, bits in enumerate(entries(work)):
+        groups.setdefault(bits, []).append(block)
+    large = [bits for bits, blocks in groups.items() if work.seconds(blocks) > SMALL * work.seconds()]
+
+    def joins(bits: int) -> bool:
+        inside = [other for other in large if other != bits and other & bits == other]
+        return any(one & two not in (one, two) for one, two in combinations(inside, 2))
+
+    separate = [bits for bits in large if not joins(bits)]
+    heads = [bits for bits in separate if not any(bits != other and bits & other == bits for other in separate)]
+    found: dict[int, list[int]] = {head: [] for head in heads}
+    for bits, blocks in groups.items():
+        head = next((head for head in heads if bits & head == bits), None)
+        if head is not None:
+            found[head] += blocks
+    return list(map(frozenset, found.values()))
+
+
+def entries(work: BlockGraph) -> list[int]:
+    """For each block the sources of the graph that it depends on, a bit each."""
+    reached, count = [0] * len(work), 0
+    for block in depth_first(work):
+        for source in work.sources[block]:
+            reached[block] |= reached[source]
+        if not work.sources[block]:
+            reached[block] = 1 << count
+            count += 1
+    return reached
+
+
+# --- cuts of an order ---
 
 
 @dataclass(frozen=True)
@@ -42,25 +128,7 @@ class Line:
     @cached_property
     def time(self) -> list[float]:
         """Seconds of all blocks before a position."""
-        return _sums([self.work.blocks[block].seconds for block in self.order])
-
-    @cached_property
-    def static(self) -> list[float]:
-        """Bytes that the parameters before a position take; tied ones once."""
-        return self._fresh(lambda block: self.work.blocks[block].parameters, self.work.static_bytes)
-
-    @cached_property
-    def saved(self) -> list[float]:
-        """Bytes that the blocks before a position keep for backward; what two keep once."""
-        return self._fresh(lambda block: self.work.blocks[block].saved, self.work.saved_bytes)
-
-    def _fresh(self, keys: Callable[[int], frozenset[int]], size: Callable[[frozenset[int]], float]) -> list[float]:
-        seen: set[int] = set()
-        found = []
-        for block in self.order:
-            found.append(size(keys(block) - seen))
-            seen |= keys(block)
-        return _sums(found)
+        return _sums(self.work.blocks[block].seconds for block in self.order)
 
     @cached_property
     def crossing(self) -> list[float]:
@@ -69,32 +137,33 @@ class Line:
         change = [0.0] * (len(self.order) + 2)
         for value in self.work.values:
             users = (*value.targets, *(self.work.result if value.returned else ()))
-            start, end = place[value.source], max(place[user] for user in users)
-            change[start + 1] += value.size
-            change[end + 1] -= value.size
+            change[place[value.source] + 1] += value.size
+            change[max(place[user] for user in users) + 1] -= value.size
         return _sums(change)[1:-1]
 
     def seconds(self, waits: float, ahead: float = 0.0) -> Tensor:
         """[i, j] → seconds of a segment from i to j, with these parts of its hops and of what is ahead of it."""
-        inside = [self.work.hardware.hop(size) for size in self.crossing[1:-1]]
+        inside = [self.work.costs.hardware.hop(size) for size in self.crossing[1:-1]]
         hops = _tensor([0.0, *inside, 0.0])
         return between(self.time) + waits * (hops[:, None] + hops) + ahead * _tensor(self.time)[:, None]
 
-    def memory(self, in_flight: int) -> Tensor:
-        """[i, j] → bytes that a rank needs for a segment while it holds so many micro-batches."""
-        return between(self.static) + in_flight * between(self.saved)
+    @cached_property
+    def static(self) -> Tensor:
+        """[i, j] → bytes that the parameters of a segment take; a tied one's stand where it comes first."""
+        return self._fresh("parameters", self.work.costs.static_bytes)
 
+    @cached_property
+    def saved(self) -> Tensor:
+        """[i, j] → bytes that a segment keeps for the backward of a micro-batch, counted likewise."""
+        return self._fresh("saved", self.work.costs.saved_bytes)
 
-@dataclass(frozen=True)
-class Room:
-    """The most bytes that a rank may use, and how many micro-batches there are to hold."""
-
-    most: float
-    microbatches: int
-
-    def in_flight(self, behind: int) -> int:
-        """How many 1F1B on a chain holds in a segment with so many behind it."""
-        return min(self.microbatches, 1 + behind)
+    def _fresh(self, name: str, size: Callable[[frozenset[int]], float]) -> Tensor:
+        seen, sizes = frozenset[int](), []
+        for block in self.order:
+            keys: frozenset[int] = getattr(self.work.blocks[block].cost, name)
+            sizes.append(size(keys - seen))
+            seen |= keys
+        return between(_sums(sizes))
 
 
 def between(sums: Sequence[float]) -> Tensor:
@@ -109,8 +178,7 @@ def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
 
     ``cost(behind)[i, j]``: what a segment from i to j costs, with so many segments behind it.
     """
-    first = cost(segments - 1)
-    best, begins = first[0], []
+    best, begins = cost(segments - 1)[0], []
     for behind in reversed(range(segments - 1)):
         best, begin = torch.maximum(best[:, None], cost(behind)).min(0)  # the first of equal ones
         begins.append(begin.tolist())
@@ -122,19 +190,21 @@ def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
     return tuple(reversed(cuts))
 
 
-def balanced(line: Line, segments: int, room: Room | None = None, microbatches: int | None = None) -> Iterator[Cuts]:
-    """Cuts into so many segments, all different. With a room those that fit it, and those of the fewest bytes: in all,
-    and of parameters alone. With ``microbatches`` also those in which later segments take less."""
+def balanced(line: Line, segments: int, microbatches: int | None = None, memory: float | None = None) -> Iterator[Cuts]:
+    """Cuts into so many segments, all different. With ``microbatches`` also those in which later segments take less.
+    With ``memory`` those in which each segment fits so many bytes, and those of the fewest: in all, and of parameters
+    alone. A segment holds as many micro-batches as 1F1B on a chain does with so many segments behind it."""
+
+    def held(behind: int) -> Tensor:
+        return line.static + min(microbatches or 1, 1 + behind) * line.saved
 
     def seconds(waits: float, ahead: float) -> Callable[[int], Tensor]:
         plain = line.seconds(waits, ahead)
-        if room is None:
-            return lambda behind: plain
-        return lambda behind: plain.masked_fill(line.memory(room.in_flight(behind)) > room.most, math.inf)
+        return lambda behind: plain if memory is None else plain.masked_fill(held(behind) > memory, math.inf)
 
     costs = [seconds(waits, ahead) for ahead in (0.0, *([1 / microbatches] if microbatches else [])) for waits in WAITS]
-    if room is not None:
-        costs += [lambda behind: line.memory(room.in_flight(behind)), lambda behind: between(line.static)]
+    if memory is not None:
+        costs += [held, lambda behind: line.static]
     yield from dict.fromkeys(cuts for cost in costs if (cuts := partition(cost, segments)) is not None)
 
 
@@ -151,8 +221,5 @@ def _tensor(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
 
 
-def _sums(numbers: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for number in numbers:
-        sums.append(sums[-1] + number)
-    return sums
+def _sums(numbers: Iterable[float]) -> list[float]:
+    return list(accumulate(numbers, initial=0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,11 +12,12 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.options import Recompute
 from fxpipe.plan.balance.block_graph import Block, BlockGraph
+from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.recompute import solved, worthwhile
 from fxpipe.schedules.in_flight import peak_bytes
-from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.simulate import lower_bound
 
 
@@ -81,12 +82,16 @@ class Staged:
 
     def __init__(self, work: BlockGraph, layout: StageLayout, microbatches: int, again: Rerun | None = None) -> None:
         self.work, self.layout, self.microbatches = work, layout, microbatches
+        self._hardware, self._rank_of = work.costs.hardware, layout.rank_of
         kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
-        self.recomputed = tuple(stage not in kept for stage in range(layout.stages))
+        self._recomputed = tuple(stage not in kept for stage in range(layout.stages))
         members: list[list[Block]] = [[] for _ in range(layout.stages)]
         for block, stage in zip(work.blocks, layout.stage_of, strict=True):
             members[stage].append(block)
-        self.stages = tuple(map(work.as_one, members))
+        self.stages = tuple(map(work.stage, members))
+        wanted = {layout.stage_of[block]: size or microbatches for block, size in work.gather.items()}
+        self.groups = tuple(wanted.get(stage, 1) for stage in range(layout.stages))
+        """For how many micro-batches each stage runs at once."""
 
     @cached_property
     def messages(self) -> Mapping[tuple[int, int], int]:
@@ -114,102 +119,95 @@ class Staged:
         return tuple(found)
 
     @cached_property
-    def groups(self) -> tuple[int, ...]:
-        """For how many micro-batches each stage runs at once."""
-        wanted = {self.layout.stage_of[block]: size or self.microbatches for block, size in self.work.gather.items()}
-        return tuple(wanted.get(stage, 1) for stage in range(self.layout.stages))
-
-    def _at_once(self, seconds: Sequence[float]) -> list[float]:
-        """What a micro-batch takes, as what an action does."""
-        return [one * size for one, size in zip(seconds, self.groups, strict=True)]
-
-    @cached_property
     def costs(self) -> Costs:
-        """The stages' costs; every hop is taken to be as long as the longest."""
-        rank_of, hop = self.layout.rank_of, self.work.hardware.hop
-        hops = [hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
+        """The stages' costs; every hop is taken to be as long as the longest. What arrives at a stage is held of each
+        micro-batch; the batch's own inputs are there anyway."""
+        rank_of, node_costs = self._rank_of, self.work.costs
+        hops = [self._hardware.hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
+        arriving = [0.0] * self.layout.stages
+        for (_, target), size in self.messages.items():
+            arriving[target] += size
+
+        def at_once(seconds: Sequence[float]) -> list[float]:
+            return [one * size for one, size in zip(seconds, self.groups, strict=True)]
+
         costs = Costs.of(
             self.layout.stages,
-            self._at_once([stage.forward for stage in self.stages]),
-            self._at_once([stage.backward for stage in self.stages]),
-            self._at_once([min(stage.weight, stage.backward) for stage in self.stages]),
+            at_once([stage.forward for stage in self.stages]),
+            at_once([stage.backward for stage in self.stages]),
+            at_once([min(stage.weight, stage.backward) for stage in self.stages]),
             max(hops, default=0.0),
-            [float(self.work.saved_bytes(stage.saved)) for stage in self.stages],
-            self.input_bytes,
-            [float(self.work.saved_bytes(stage.deferred)) for stage in self.stages] if self.work.halves else None,
+            [float(node_costs.saved_bytes(stage.saved)) for stage in self.stages],
+            arriving,
+            [float(node_costs.saved_bytes(stage.deferred)) for stage in self.stages] if node_costs.halves else None,
         )
         again = tuple(float(stage.again) for stage in self.stages)
         return dataclasses.replace(costs, again_bytes=again) if any(again) else costs
-
-    @cached_property
-    def input_bytes(self) -> list[float]:
-        """What arrives at each stage of a micro-batch; the batch's own inputs are held anyway."""
-        sizes = [0.0] * self.layout.stages
-        for (_, target), size in self.messages.items():
-            sizes[target] += size
-        return sizes
 
     @cached_property
     def link_seconds(self) -> float:
         """What the busiest link between two ranks takes for all micro-batches, one way."""
         sent: dict[tuple[int, int], float] = {}
         for (source, target), size in self.messages.items():
-            here, there = (ranks_of(self.layout.rank_of[stage]) for stage in (source, target))
+            here, there = (ranks_of(self._rank_of[stage]) for stage in (source, target))
             turns = math.lcm(len(here), len(there))
             for turn in range(turns):
                 pair = here[turn % len(here)], there[turn % len(there)]
                 if pair[0] != pair[1]:
                     sent[pair] = sent.get(pair, 0) + size / turns
-        return self.microbatches * max(sent.values()) / self.work.hardware.wire(crosses=False) if sent else 0.0
+        return self.microbatches * max(sent.values()) / self._hardware.wire(crosses=False) if sent else 0.0
 
     @cached_property
     def tied_seconds(self) -> float:
         """What the sums of the gradients of parameters take that live on several ranks: those of the same ranks travel
         together, in the type in which gradients are summed."""
         owners: dict[int, set[int]] = {}
-        for stage, rank in zip(self.stages, self.layout.rank_of, strict=True):
+        for stage, rank in zip(self.stages, self._rank_of, strict=True):
             for key in stage.parameters & self.work.shared if isinstance(rank, int) else stage.parameters:
                 owners.setdefault(key, set()).update(ranks_of(rank))
-        precision = self.work.account.precision
+        precision = self.work.costs.account.precision
         sizes: dict[frozenset[int], float] = {}
         for key, ranks in owners.items():
-            held = self.work.held[key]
+            held = self.work.costs.parameters[key]
             if len(ranks) > 1 and held.trained:
                 size = held.count * precision.reduce.itemsize if precision and held.floating else held.size
                 sizes[frozenset(ranks)] = sizes.get(frozenset(ranks), 0.0) + size
-        return sum(2 * (len(ranks) - 1) / len(ranks) * self.work.hardware.hop(size) for ranks, size in sizes.items())
+        return sum(2 * (len(ranks) - 1) / len(ranks) * self._hardware.hop(size) for ranks, size in sizes.items())
 
     @cached_property
     def static_bytes(self) -> tuple[float, ...]:
         """Per rank, what its parameters take; a parameter of several of its stages once."""
-        found: list[set[int]] = [set() for _ in range(rank_count(self.layout.rank_of))]
-        for stage, place in zip(self.stages, self.layout.rank_of, strict=True):
+        found: list[set[int]] = [set() for _ in range(rank_count(self._rank_of))]
+        for stage, place in zip(self.stages, self._rank_of, strict=True):
             for rank in ranks_of(place):
                 found[rank] |= stage.parameters
-        return tuple(self.work.static_bytes(keys) for keys in found)
+        return tuple(map(self.work.costs.static_bytes, found))
+
+    def peaks(self, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+        """Per rank the most bytes of parameters with gradients and optimizer state, and of activations."""
+        return tuple(a + b for a, b in zip(self.static_bytes, peak_bytes(schedule, costs), strict=True))
 
     @cached_property
     def problem(self) -> Problem:
-        recompute = tuple(map(all, zip(self.recomputed, self.backward, strict=True)))
         return Problem(
             self.edges,
             self.microbatches,
-            self.layout.rank_of,
+            self._rank_of,
             self.backward,
             self.costs,
             groups=self.groups if max(self.groups) > 1 else None,
-            recompute=recompute,
+            recompute=tuple(map(all, zip(self._recomputed, self.backward, strict=True))),
         )
 
     @cached_property
     def lower_bound(self) -> float:
         """What no table of this layout could undercut."""
-        empty: tuple[tuple[()], ...] = ((),) * rank_count(self.layout.rank_of)
-        table = Schedule(empty, self.edges, self.layout.rank_of, self.backward, self.microbatches)
-        return self.whole(lower_bound(table, self.costs, self.problem.groups))
+        empty: tuple[tuple[()], ...] = ((),) * rank_count(self._rank_of)
+        table = Schedule(empty, self.edges, self._rank_of, self.backward, self.microbatches)
+        return self.seconds(lower_bound(table, self.costs, self.problem.groups))
 
-    def whole(self, makespan: float) -> float:
-        """A step's seconds: no less than its busiest link takes, and then the sums of tied gradients."""
+    def seconds(self, makespan: float) -> float:
+        """Those of a step: no fewer than its busiest link takes, with the sums of tied gradients behind them."""
         return max(makespan, self.link_seconds) + self.tied_seconds
 
 
@@ -242,11 +240,17 @@ class Judge:
             self._staged[layout] = Staged(self.work, layout, self.microbatches, self.again)
         return self._staged[layout]
 
-    def fits(self, outcome: LayoutOutcome) -> bool:
-        return self.memory is None or outcome.most_bytes <= self.memory
+    def lower_bound(self, layout: StageLayout) -> float:
+        return self.staged(layout).lower_bound
+
+    def fitting(self, layout: StageLayout) -> LayoutOutcome | None:
+        """What a layout comes to; None where it does not fit the memory, or the family has no table for it."""
+        outcome = self.outcome(layout)
+        fits = outcome is not None and (self.memory is None or outcome.most_bytes <= self.memory)
+        return outcome if fits else None
 
     def outcome(self, layout: StageLayout) -> LayoutOutcome | None:
-        """What a layout comes to; None where the family has no table for it."""
+        """What a layout comes to, whatever memory it takes; None where the family has no table for it."""
         if layout not in self._outcomes:
             try:
                 self._outcomes[layout] = self._simulated(layout)
@@ -264,14 +268,12 @@ class Judge:
             without = dataclasses.replace(problem, recompute=None)
             problem = dataclasses.replace(problem, recompute=worthwhile(self._table(family, without, staged)))
         schedule = self._table(family, problem, staged)
-        excess = family.excess(schedule)
-        if excess is not None:
+        if (excess := family.excess(schedule)) is not None:
             raise ScheduleError(f"{family.name} {excess}")
-        held = peak_bytes(schedule, staged.costs)
-        peaks = tuple(static + most for static, most in zip(staged.static_bytes, held, strict=True))
+        peaks = staged.peaks(schedule, staged.costs)
         self.least_bytes = min(self.least_bytes, max(peaks))
         makespan = schedule.simulate(staged.costs).makespan
-        return LayoutOutcome(layout, staged.whole(makespan), makespan, schedule, staged.costs, peaks)
+        return LayoutOutcome(layout, staged.seconds(makespan), makespan, schedule, staged.costs, peaks)
 
     def _table(self, family: Limited, problem: Problem, staged: Staged) -> Schedule:
         rows = tuple(map(tuple, solved(family.family, problem)))
@@ -282,9 +284,48 @@ class Judge:
         )
 
 
-def without_gaps(stage_of: Sequence[int], rank_of: Placement, origin: str) -> StageLayout:
-    """A layout whose stages are numbered without gaps, in the order of their numbers."""
-    number = {stage: place for place, stage in enumerate(sorted(set(stage_of)))}
-    return StageLayout(
-        tuple(number[stage] for stage in stage_of), tuple(rank_of[stage] for stage in sorted(number)), origin
-    )
+@dataclass(frozen=True)
+class StageWork:
+    """What the stages of a cut program take, with and without recomputation, derived from shapes.
+
+    ``keeping``: their costs where what the model checkpoints keeps its activations, as it does in an R.
+    """
+
+    plain: Staged
+    keeping: Callable[[], Costs]
+
+    @property
+    def nodes(self) -> NodeCosts:
+        """What the stages' nodes take."""
+        return self.plain.work.costs
+
+    def costs(self, recomputed: Sequence[bool]) -> Costs:
+        """Those of the stages, of which some are recomputed."""
+        one = self.plain.costs
+        if not any(recomputed):
+            return one
+        other = self.keeping()
+
+        def chosen(name: str) -> tuple[float, ...]:
+            pairs = zip(getattr(one, name), getattr(other, name), recomputed, strict=True)
+            return tuple(again if is_again else plain for plain, again, is_again in pairs)
+
+        checkpoints = None
+        if one.again_bytes is not None:  # in an R they keep all
+            pairs = zip(one.again_bytes, recomputed, strict=True)
+            checkpoints = tuple(0.0 if is_again else size for size, is_again in pairs)
+        return dataclasses.replace(
+            one,
+            again_bytes=checkpoints,
+            backward=chosen("backward"),
+            activation_bytes=chosen("activation_bytes"),
+            deferred_bytes=None if one.deferred_bytes is None else chosen("deferred_bytes"),
+        )
+
+    def simulated(self, schedule: Schedule, recomputed: Sequence[bool]) -> Timeline:
+        """When each action of a table would run."""
+        return schedule.planned(self.costs(recomputed))
+
+    def peaks(self, plan: Timeline) -> tuple[float, ...]:
+        """Per rank the most bytes of parameters with gradients and optimizer state, and of activations."""
+        return self.plain.peaks(plan.schedule, plan.costs)

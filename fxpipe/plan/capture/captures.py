@@ -9,7 +9,7 @@ import io
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance.balancing import Balancing
+from fxpipe.plan.balance.choose import Balanced, Balancing
+from fxpipe.plan.balance.node_costs import CostUnknown
+from fxpipe.plan.balance.simulated_layouts import StageWork
 from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
 from fxpipe.plan.capture.capture_check import Sample, check
 from fxpipe.plan.capture.questions import Questions
@@ -53,10 +55,6 @@ from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import aside
 from fxpipe.trace.request import Place
 from fxpipe.trace.state.reads import Reads
-
-if TYPE_CHECKING:
-    from fxpipe.plan.balance import Balanced, StageWork
-
 
 Wrong = tuple[bool, str]
 """In training or not, and the name of a tracer."""
@@ -339,8 +337,6 @@ class Captures:
     def _shares(self, program: Program, pattern: Pattern, shape: Description | None) -> dict[str, float]:
         """Region → the part of a step's FLOPs that its calls have, forward and backward; nothing where it is not known.
         Seconds would say less: of what cannot run without numbers the number of kernels is not known."""
-        from fxpipe.plan.balance import CostUnknown
-
         try:
             assert shape is not None
             costs = self.balancing.costs(program, pattern, shape)
@@ -459,7 +455,7 @@ class Captures:
             "\n".join([type(self.model).__name__, str(program), *constants]),
             program.tracer,
             None if found is None else found.placement,
-            None if found is None else found.costs,
+            None if found is None else found.outcome.costs,
             program.holds_for,
             program if program.gathered else None,
             program.fixed_sizes,

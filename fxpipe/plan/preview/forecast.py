@@ -6,10 +6,12 @@ What a rank sends over the data axis in a step follows from the formulas of a ri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.distributed.topology import Topology
@@ -27,10 +29,6 @@ from fxpipe.plan.preview.previewed import Preview, RankPreview
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
-from fxpipe.schedules.schedule import Timeline
-
-Sizes = Mapping[Edge, tuple[float, float]]
-"""Edge → the bytes of its value, as its stage makes it at once, and of that value's gradient."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +52,14 @@ def over_the_limit(planner: Planner) -> str:
     preview = _Forecast(planner, planner.shown, Stepping()).preview(timed=False)
     if preview.fits is None:
         return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
-    number, most = max(enumerate(preview.ranks), key=lambda pair: pair[1].total)
     if preview.fits:
         return ""
+    number, most = max(enumerate(preview.ranks), key=lambda pair: pair[1].total)
+    counted = "without activations" if most.activations is None else "with messages and batch"
     return (
-        f"rank {number} of a pipeline takes {most.total:,.0f} bytes {_counted(most)}, "
+        f"rank {number} of a pipeline takes {most.total:,.0f} bytes {counted}, "
         f"memory_per_rank={planner.options.memory_per_rank:,.0f}; fxpipe.preview says of what"
     )
-
-
-def _counted(rank: RankPreview) -> str:
-    return "without activations" if rank.activations is None else "with messages and batch"
 
 
 class _Forecast:
@@ -76,6 +71,17 @@ class _Forecast:
         self.account = dataclasses.replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.hardware = Hardware.of(self.options.hardware)
+        self.used = {id(tensor) for stage in self.graph for tensor in stage.tensors.values()}
+        self.sizes: dict[Edge, tuple[float, float]] = {}
+        """Edge → the bytes of its value, as its stage makes it at once, and of that value's gradient."""
+        if self.work is None:
+            self.timeline = self.schedule.planned()
+            return
+        for edge in self.graph.edges:
+            cost, group = self.work.nodes[edge.value], self.schedule.groups[edge.source]
+            self.sizes[edge] = group * cost.bytes_out, group * cost.gradient_bytes
+        again = {stage for stage, _ in self.schedule.dependencies.recomputed}
+        self.timeline = self.work.simulated(self.schedule, [stage in again for stage in range(len(self.graph))])
 
     def preview(self, timed: bool) -> Preview:
         """``timed``: with seconds, for which figures of the hardware are needed."""
@@ -84,34 +90,17 @@ class _Forecast:
         return Preview(
             plan=dataclasses.replace(self.plan, graph=graph),
             timeline=self.timeline,
-            ranks=tuple(map(self._rank, range(len(self.schedule.rows)))),
+            ranks=self._ranks(),
             memory=self.options.memory_per_rank or self.hardware.memory,
             seconds=self._seconds if timed else None,
-            flops=self._of_step(("flops", "backward_flops")) if timed else None,
-            utilisation=self._of_step(("ideal",)) / self.topology.world_size / self._seconds if timed else None,
-            between_nodes=self._between_nodes if self.work is not None else None,
+            flops=self._of_step("flops", "backward_flops") if timed else None,
+            utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
+            between_nodes=self._between_nodes() if self.work is not None else None,
             saving=self.planner.tables.saving(self.plan, self.pattern, self.work),
             what=self._what(),
         )
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        if self.work is None:
-            return self.schedule.planned()
-        again = {stage for stage, _ in self.schedule.dependencies.recomputed}
-        return self.schedule.planned(self.work.costs([stage in again for stage in range(len(self.graph))]))
-
     # bytes
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        if self.work is None:
-            return {}
-        found: dict[Edge, tuple[float, float]] = {}
-        for edge in self.graph.edges:
-            cost, group = self.work.nodes[edge.value], self.schedule.groups[edge.source]
-            found[edge] = group * cost.bytes_out, group * cost.gradient_bytes
-        return found
 
     @cached_property
     def _tensors(self) -> list[list[Tensor]]:
@@ -120,122 +109,105 @@ class _Forecast:
         names = ownership(self.graph).names
         return [list({id(held[name]): held[name] for name in sorted(mine)}.values()) for mine in names]
 
-    @cached_property
-    def _stages(self) -> list[list[Stage]]:
-        """Each rank's stages."""
-        found: list[list[Stage]] = [[] for _ in self.schedule.rows]
+    def _ranks(self) -> tuple[RankPreview, ...]:
+        stages: list[list[Stage]] = [[] for _ in self.schedule.rows]
         for stage in self.graph:
             for rank in self.graph.ranks(stage.index):
-                found[rank].append(stage)
-        return found
-
-    @cached_property
-    def _activations(self) -> tuple[float, ...]:
-        return peak_bytes(self.schedule, self.timeline.costs)
-
-    @cached_property
-    def _used(self) -> set[int]:
-        """What some stage uses, by id."""
-        return {id(tensor) for stage in self.graph for tensor in stage.tensors.values()}
+                stages[rank].append(stage)
+        known = self.work is not None
+        activations = peak_bytes(self.schedule, self.timeline.costs) if known else ()
+        sizes = bytes_of_inputs(self.pattern.shapes, self.options.precision)
+        found = []
+        for rank, mine in enumerate(stages):
+            held = self._held(self._tensors[rank])
+            inputs = {name for stage in mine for name in stage.batch_inputs}
+            row, rank_of = self.plan.instructions[rank], self.schedule.rank_of
+            found.append(
+                RankPreview(
+                    tuple(stage.name for stage in mine),
+                    held.parameters,
+                    held.gradients,
+                    held.optimizer,
+                    held.whole,
+                    activations=activations[rank] if known else None,
+                    messages=most_under_way(row, self.graph, rank_of, self._size) if known else None,
+                    batch=float(sum(sizes[name] for name in inputs & sizes.keys())) if known else None,
+                )
+            )
+        return tuple(found)
 
     def _held(self, tensors: Sequence[Tensor]) -> Held:
         """What the fullest of the replicas holds of these."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
-        whole = self.stepping.whole and self.account.zero in (1, 2)
-        owners = dealt([parameter.numel() for parameter in parameters], self.account.shards) if whole else []
-        held = [
-            sum(
-                (self._of_one(one, one.numel() * (mine == rank)) for one, mine in zip(parameters, owners, strict=True)),
-                Held(),
-            )
-            for rank in sorted(set(owners))
-        ] or [sum(map(self._of_one, parameters), Held())]
+        sizes = [parameter.numel() for parameter in parameters]
+        parts = [[self.account.part_of(one.numel(), rows_of(one)) for one in parameters]]
+        if self.stepping.whole and self.account.zero in (1, 2) and parameters:
+            owners = dealt(sizes, self.account.shards)
+            parts = [
+                [float(size * (owner == rank)) for size, owner in zip(sizes, owners, strict=True)]
+                for rank in sorted(set(owners))
+            ]
+        held = (sum(map(self._of_one, parameters, mine), Held()) for mine in parts)
         return max(held, key=lambda one: one.sum) + Held(parameters=float(buffers))
 
-    def _of_one(self, parameter: Tensor, part: float | None = None) -> Held:
-        """``part``: how much of it a rank steps; None: all alike."""
-        count, element, floating = parameter.numel(), self._element(parameter), parameter.is_floating_point()
-        trained, used = parameter.requires_grad, id(parameter) in self._used
-        if self.account.zero == 3 and not used:
-            return Held(parameters=float(count * self._element_of_shards(parameter)))
-        part = self.account.part_of(count, rows_of(parameter)) if part is None else part
-        held = self.account.held(count, element, trained, floating, part)
-        idle = self.account.held(count, element, False, floating, part)
-        return held if used else dataclasses.replace(held, optimizer=idle.optimizer)
+    def _of_one(self, parameter: Tensor, part: float) -> Held:
+        """``part``: how much of it a rank steps."""
+        count, floating, trained = parameter.numel(), parameter.is_floating_point(), parameter.requires_grad
+        if id(parameter) not in self.used:  # so it is never stepped, nor sharded by zero=3
+            if self.account.zero == 3:
+                return Held(parameters=float(count * self._element(parameter, "master")))
+            idle = self.account.held(count, self._element(parameter), False, floating, part)
+            held = self.account.held(count, self._element(parameter), trained, floating, part)
+            return dataclasses.replace(held, optimizer=idle.optimizer)
+        return self.account.held(count, self._element(parameter), trained, floating, part)
 
-    def _element(self, tensor: Tensor) -> int:
-        """Bytes of an element as stages run it."""
-        precision = self.options.precision if tensor.is_floating_point() else None
-        return tensor.element_size() if precision is None else precision.compute.itemsize
-
-    def _element_of_shards(self, parameter: Tensor) -> int:
-        """Bytes of an element as ``zero=3`` keeps it."""
-        precision = self.options.precision if parameter.is_floating_point() else None
-        return parameter.element_size() if precision is None else precision.master.itemsize
-
-    def _rank(self, rank: int) -> RankPreview:
-        held = self._held(self._tensors[rank])
-        mine = self._stages[rank]
-        inputs = {name for stage in mine for name in stage.batch_inputs}
-        known = self.work is not None
-        return RankPreview(
-            tuple(stage.name for stage in mine),
-            held.parameters,
-            held.gradients,
-            held.optimizer,
-            held.whole,
-            activations=self._activations[rank] if known else None,
-            messages=self._messages(rank) if known else None,
-            batch=float(sum(size for name, size in self._batch.items() if name in inputs)) if known else None,
-        )
-
-    def _messages(self, rank: int) -> float:
-        return most_under_way(self.plan.instructions[rank], self.graph, self.schedule.rank_of, self._size)
-
-    @cached_property
-    def _batch(self) -> Mapping[str, int]:
-        return bytes_of_inputs(self.pattern.shapes, self.options.precision)
+    def _element(self, tensor: Tensor, use: Literal["compute", "master", "reduce"] = "compute") -> int:
+        """Bytes of an element as stages run it, as ``zero=3`` keeps it, or as its gradients are summed."""
+        precision = self.options.precision
+        if precision is None or not (tensor.is_floating_point() or use == "reduce"):
+            return tensor.element_size()
+        dtype: torch.dtype = getattr(precision, use)
+        return dtype.itemsize
 
     def _size(self, message: Message) -> float:
         return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
 
     # time
 
-    def _of_step(self, names: tuple[str, ...]) -> float:
+    def _of_step(self, *names: str) -> float:
         """What the nodes have of this, all together, on all ranks."""
         nodes = self.work.nodes.nodes.values() if self.work is not None else ()
         each = sum(getattr(node, name) for node in nodes for name in names)
         return float(each * self.schedule.microbatches * self.topology.size("data"))
 
-    def _traffic(self, rank: int) -> DataTraffic:
-        parameters = [tensor for tensor in self._tensors[rank] if isinstance(tensor, nn.Parameter)]
-        precision = self.options.precision
-        wire = sum(
-            tensor.numel() * (self._element(tensor) if precision is None else precision.reduce.itemsize)
-            for tensor in parameters
-            if tensor.requires_grad
-        )
-        whole = sum(tensor.numel() * self._element(tensor) for tensor in parameters)
-        return DataTraffic(self.options, self.topology, whole, wire, self.schedule.microbatches)
+    @cached_property
+    def _traffic(self) -> list[DataTraffic]:
+        """Each rank's on the data axis."""
+        found = []
+        for tensors in self._tensors:
+            parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+            wire = sum(one.numel() * self._element(one, "reduce") for one in parameters if one.requires_grad)
+            whole = sum(one.numel() * self._element(one) for one in parameters)
+            found.append(DataTraffic(self.options, self.topology, whole, wire, self.schedule.microbatches))
+        return found
 
     @cached_property
     def _seconds(self) -> float:
         """The last rank's end. The sums of a rank's gradients begin with the first of its stages' last backwards, with
         zero=2 with its first one, and what is left when all have ended is waited for; so are gathers of parameters."""
         assert self.work is not None
-        end = self.work.seconds(self.timeline)
+        end = whole = self.work.plain.seconds(self.timeline.makespan)
         if self.topology.size("data") == 1:
             return end
-        for rank, row in enumerate(self.schedule.rows):
-            traffic, backwards = self._traffic(rank), [action for action in row if action.op in (Op.B, Op.W)]
+        for traffic, row in zip(self._traffic, self.schedule.rows, strict=True):
+            backwards = [action for action in row if action.op in (Op.B, Op.W)]
             sums, gathers = (sum(one.seconds(self.hardware) for one in way) for way in (traffic.sums, traffic.gathers))
             begin = backwards if self.options.zero == 2 else {action.stage: action for action in backwards}.values()
             start = min((self.timeline.spans[action].start for action in begin), default=0.0)
-            end = max(end, start + sums + gathers, self.work.seconds(self.timeline) + gathers)
+            end = max(end, start + sums + gathers, whole + gathers)
         return end
 
-    @cached_property
     def _between_nodes(self) -> float:
         per_node = self.topology.ranks_per_node
         if per_node is None:
@@ -243,29 +215,29 @@ class _Forecast:
         found = 0.0
         if self.topology.size("data") > 1:
             pipelines = self.topology.world_size // self.topology.size("pipe") // self.topology.size("data")
-            found = pipelines * sum(self._traffic(rank).between_nodes for rank in range(len(self.schedule.rows)))
-        sent: dict[tuple[int, int], float] = {}
+            found = pipelines * sum(traffic.between_nodes for traffic in self._traffic)
         for message in (one.message for row in self.plan.instructions for one in row if isinstance(one, Send)):
-            pair = message.sender, message.receiver
-            sent[pair] = sent.get(pair, 0.0) + self._size(message)
-        groups = self.topology.groups("pipe")
-        return found + sum(
-            size for (a, b), size in sent.items() for group in groups if group[a] // per_node != group[b] // per_node
-        )
+            for group in self.topology.groups("pipe"):
+                if group[message.sender] // per_node != group[message.receiver] // per_node:
+                    found += self._size(message)
+        return found
 
     def _what(self) -> str:
-        left = [] if self.work is None or not self.work.nodes.guessed else [self.work.nodes.guesses]
+        gathers = [stage.name for stage in self.graph if stage.gathered is not None]
+        left = []
         if self.work is None:
             left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
-        elif self.options.hardware is None:
-            left.append('seconds need hardware=, such as hardware="h100"')
-        gathers = [stage.name for stage in self.graph if stage.gathered is not None]
-        if gathers and self.work is not None:
-            left.append(f"what {listed(gathers)} computes between rows of several micro-batches counts as within each")
+        else:
+            left.append(self.work.nodes.guesses)
+            if self.options.hardware is None:
+                left.append('seconds need hardware=, such as hardware="h100"')
+            if gathers:
+                rows = "computes between rows of several micro-batches counts as within each"
+                left.append(f"what {listed(gathers)} {rows}")
         if self.topology.size("tensor") > 1:
             left.append("what parallelize= spreads over the tensor axis counts whole")
         beside = () if self.planner.captures is None else self.planner.captures.beside
-        return "\n".join([f"{self.account}", *left, *beside])
+        return "\n".join(filter(None, [f"{self.account}", *left, *beside]))
 
 
 def most_under_way(
@@ -282,9 +254,9 @@ def most_under_way(
                 coming[message] = size(message)
                 now += coming[message]
             case Compute(action):
-                taken = [message for message in coming if _takes(action, message, graph)]
-                now -= sum(coming.pop(message) for message in taken)
-                coming |= (kept := {message: size(message) for message in _kept(action, graph, rank_of)})
+                now -= sum(coming.pop(message) for message in list(coming) if _takes(action, message, graph))
+                kept = {message: size(message) for message in _kept(action, graph, rank_of)}
+                coming |= kept
                 now += sum(kept.values())
             case Send(message):
                 now += size(message)
@@ -331,53 +303,27 @@ class Sent:
         return hardware.latency + self.size / hardware.wire(self.crossing > 0) if self.size else 0.0
 
 
-@dataclass(frozen=True)
 class DataTraffic:
-    """For ranks that hold so many bytes of parameters, and of gradients as they travel."""
+    """For ranks that hold so many bytes of parameters, and of gradients as they travel: ``sums`` of the gradients, and
+    ``gathers`` of the parameters. ``between_nodes``: the bytes that leave a node, of all ranks of a data group."""
 
-    options: Options
-    topology: Topology
-    parameters: float
-    gradients: float
-    microbatches: int
-
-    @cached_property
-    def _shards(self) -> int:
-        if self.options.zero:
-            return Account.of(self.options, self.topology).shards
-        data, node = self.topology.size("data"), min(map(len, self.topology.shard_groups()))
-        return node if 1 < node < data else data
-
-    @cached_property
-    def _inner(self) -> float:
-        """Which part of the links of the ring of a shard group leave a node, of the group that has most."""
-        if self._shards < self.topology.size("data"):
-            return 0.0
-        return max(_leaving(group, self.topology.ranks_per_node) for group in self.topology.groups("data"))
-
-    @property
-    def sums(self) -> tuple[Sent, ...]:
-        """Of the gradients' sums."""
-        data, shards = self.topology.size("data"), self._shards
-        replicas = data // shards
-        scatter = (shards - 1) / shards * self.gradients
-        if self.options.zero == 0 and replicas == 1:
-            return (Sent(2 * scatter, self._inner),)
-        across = Sent(2 * (replicas - 1) / replicas * self.gradients / shards, 1.0)
-        times = {0: 2, 2: self.microbatches}.get(self.options.zero, 1)
-        return Sent(times * scatter, self._inner), across
-
-    @property
-    def gathers(self) -> tuple[Sent, ...]:
-        """Of the all-gathers of parameters."""
-        if not self.options.zero:
-            return ()
-        return (Sent((self._shards - 1) / self._shards * self.parameters, self._inner),)
-
-    @property
-    def between_nodes(self) -> float:
-        """Bytes that leave a node for another, of all ranks of one data group together."""
-        return self.topology.size("data") * sum(one.size * one.crossing for one in (*self.sums, *self.gathers))
+    def __init__(
+        self, options: Options, topology: Topology, parameters: float, gradients: float, microbatches: int
+    ) -> None:
+        data, zero = topology.size("data"), options.zero
+        node = min(map(len, topology.shard_groups()))
+        plain = node if 1 < node < data else data  # without zero, sums go inside of a node first
+        shards = Account.of(options, topology).shards if zero else plain
+        replicas, part = data // shards, (shards - 1) / shards
+        crossing = 0.0
+        if shards == data:  # of the group that has most
+            crossing = max(_leaving(group, topology.ranks_per_node) for group in topology.groups("data"))
+        times = {0: 2, 2: microbatches}.get(zero, 1)
+        self.sums = [Sent(times * part * gradients, crossing)]
+        if zero or replicas > 1:
+            self.sums.append(Sent(2 * (replicas - 1) / replicas * gradients / shards, 1.0))
+        self.gathers = [Sent(part * parameters, crossing)] if zero else []
+        self.between_nodes = data * sum(one.size * one.crossing for one in (*self.sums, *self.gathers))
 
 
 def _leaving(group: list[int], per_node: int | None) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +44,11 @@ class RankPreview:
     def total(self) -> float:
         """All of it, as far as it is known."""
         return sum(getattr(self, name) or 0.0 for name in _PARTS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """In whole bytes; ``total`` is the sum of what stands beside it."""
+        sizes = {name: _ceil(getattr(self, name)) for name in _PARTS}
+        return {"stages": list(self.stages), **sizes, "total": sum(size or 0 for size in sizes.values())}
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "whole", "activations", "messages", "batch")
@@ -109,7 +113,7 @@ class Preview(Tabular):
             "stages": [self._stage(number) for number in range(len(self.graph))],
             "schedule": self.schedule.name,
             "microbatches": self.schedule.microbatches,
-            "ranks": list(map(_whole_bytes, self.ranks)),
+            "ranks": [rank.as_dict() for rank in self.ranks],
             **{name: getattr(self, name) for name in names},
             **{name: _ceil(getattr(self, name)) for name in ("memory", "between_nodes")},
         }
@@ -149,15 +153,17 @@ class Preview(Tabular):
             sizes = [_scaled(getattr(rank, name), scale) for name in columns]
             part = [f"{rank.total / self.memory:.0%}"] if self.memory else []
             rows.append([number, *sizes, _scaled(rank.total, scale), *part])
+        names = ["whole in a step" if name == "whole" else name for name in columns]
         of = [f"of {_scaled(self.memory, scale)}"] if self.memory else []
-        headers = ["rank", *(_HEADERS.get(name, name) for name in columns), f"sum, {unit}", *of]
+        headers = ["rank", *names, f"sum, {unit}", *of]
         return tabulate(rows, headers, disable_numparse=True, colalign=["right"] * len(headers))
 
     @property
     def _figures(self) -> str:
         facts = []
         if self.seconds is not None:
-            facts.append(f"a step takes {_time(self.seconds)}")
+            time = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1e3:.3g} ms"
+            facts.append(f"a step takes {time}")
         if self.utilisation is not None and self.flops is not None:
             facts.append(f"{self.flops / 1e12:,.4g} TFLOP of products: {self.utilisation:.1%} of the devices' peak")
         if self.between_nodes is not None:
@@ -166,25 +172,14 @@ class Preview(Tabular):
         return ", ".join(facts)
 
 
-_HEADERS: Mapping[str, str] = {"whole": "whole in a step"}
-
-
 def _ceil(size: float | None) -> int | None:
     return None if size is None else math.ceil(size)
 
 
-def _whole_bytes(rank: RankPreview) -> dict[str, Any]:
-    """A rank's figures; ``total`` is the sum of what stands beside it."""
-    sizes = {name: _ceil(getattr(rank, name)) for name in _PARTS}
-    return {"stages": list(rank.stages), **sizes, "total": sum(size or 0 for size in sizes.values())}
-
-
 def _unit(most: float) -> tuple[str, float]:
     """In which unit sizes up to this one are shown, and its bytes."""
-    return next(((name, size) for name, size in _UNITS if most >= size), _UNITS[-1])
-
-
-_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+    units = ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)
+    return next(((name, size) for name, size in units if most >= size), units[-1])
 
 
 def _scaled(size: float | None, scale: float) -> str:
@@ -193,7 +188,3 @@ def _scaled(size: float | None, scale: float) -> str:
         return "?"
     number = size / scale
     return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}" if number >= 0.005 else f"{number:.2f}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fxpipe.distributed.activity import announced
-from fxpipe.distributed.metered_transport import Metered
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.like import cast_batch
