@@ -76,7 +76,7 @@ class WireExchange:
         for layouts in self._layouts.values():
             layouts.clear()
 
-    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port]) -> None:
         """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages have the same layout.
         ``receives``: what will be posted, in order; the same object in all steps that post the same."""
         self.drop()
@@ -278,7 +278,7 @@ class Mailbox:
     def forget(self) -> None:
         pass
 
-    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port] = ()) -> None:
+    def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port]) -> None:
         self.drop()
 
     def finish(self) -> None:

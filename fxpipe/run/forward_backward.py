@@ -376,7 +376,7 @@ class ForwardBackward:
             return self.module.state_dict()
         name = "state_dict(full=True)"
         with self._alone(name), announced(name, of_all=self._reducer.shards), self._failing.together():
-            if self._reducer.shards or self._transport.data_size == 1:  # else one replica may ask alone
+            if self._transport.data_size == 1:  # else one replica may ask alone
                 self._steps.watch.warn()
             state = self._state
             return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)

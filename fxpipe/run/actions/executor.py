@@ -48,9 +48,9 @@ class StepInput:
     shares: Sequence[float]
     groups: GroupInputs
     seed: Callable[[int, int], int]
-    number: int = 0
-    extremes: Extremes | None = None
-    proves: bool = False
+    number: int
+    extremes: Extremes | None
+    proves: bool
 
 
 @dataclass
@@ -77,7 +77,7 @@ class BoundFor:
     plan: Plan
     runs: tuple[bool, ...]
     training: bool
-    autocast: tuple[Autocast, ...] = ()
+    autocast: tuple[Autocast, ...]
 
 
 @dataclass(slots=True)

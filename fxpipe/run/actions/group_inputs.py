@@ -200,7 +200,8 @@ class GroupInputs:
         """The own rows of a gradient, summed over the replicas."""
         own, longest = everyone[self._transport.data_rank], max(everyone)
         if gradient is None:  # nothing here came of it, and the others wait for that
-            shape = [sum(everyone) if i == place % len(like.shape) else n for i, n in enumerate(like.shape)]
+            shape = list(like.shape)
+            shape[place] = sum(everyone)
             gradient = like.new_zeros(shape)
         padded = [_padded(part, place, longest) for part in torch.split(gradient, list(everyone), place)]
         total = torch.empty_like(padded[0])

@@ -92,7 +92,7 @@ class Watch:
     the ranks that do the same work this one speaks.
     """
 
-    def __init__(self, transport: Transport, raises: bool = False, leads: bool = True) -> None:
+    def __init__(self, transport: Transport, raises: bool, leads: bool) -> None:
         self._transport, self._raises, self._leads = transport, raises, leads
         self._extremes: Extremes | None = None
         self._last: _FinishedStep | None = None
@@ -103,7 +103,7 @@ class Watch:
         self._extremes = None if self._over else Extremes()
         return self._extremes
 
-    def end(self, number: int, loss: Tensor, names: Sequence[str], group: int = 1, sees_replicas: bool = False) -> str:
+    def end(self, number: int, loss: Tensor, names: Sequence[str], group: int, sees_replicas: bool) -> str:
         """A step is over: looks at the loss of the one before. A collective call of all ranks.
 
         Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.

@@ -254,7 +254,7 @@ def _is_mean(number: Tensor) -> bool:
 # --- over ranks ---
 
 
-def over_replicas(transport: Transport, output: Any, is_of_all: bool = False) -> Any:
+def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     """A replica's output with the whole batch's numbers in it. A collective call of the replicas that have an output.
 
     A 0-dimensional tensor of fractions is this replica's part of a mean, weighted already by its share of the whole
