@@ -297,8 +297,8 @@ USAGE = {
 REFUSED = {
     "an unknown family": (("show", "1f1", "--stages", "4"), "unknown schedule '1f1'; did you mean \"1f1b\"?"),
     "no such file": (("show", "none.csv"), "none.csv: No such file or directory"),
-    "a malformed file": (("show", "bad.csv"), "bad.csv, line 2, cell 1: '1f0' is no cell; write 1F0"),
-    "a binary file": (("show", "binary.csv"), "binary.csv is not UTF-8 text"),
+    "a malformed file": (("show", "bad.csv"), "bad.csv, line 2, cell 1: '1f0' is no action"),
+    "a binary file": (("show", "binary.csv"), "binary.csv is no CSV file in UTF-8"),
     "a table that deadlocks": (("show", "stuck.csv"), "rank 1 waits at 1B0 for 1F0 on rank 1"),
     "edges in a circle": (("show", "1f1b", "--edges", "0-1,1-0"), "the edges form a cycle"),
     "a rank without stages": (("show", "1f1b", "--placement", "0,2"), "leaves a rank without stages"),
@@ -343,7 +343,7 @@ def test_a_shell_sees_the_exit_code(refused: tuple[Sequence[str], str], code: in
 
 def test_a_table_that_is_refused_is_printed_with_the_cell_in_brackets(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n")
-    assert "[0B1]" in told(run("show", "mine.csv"), 1)
+    assert "[1F1]" in told(run("show", "mine.csv"), 1)
 
 
 # --- pipes ---

@@ -1,4 +1,4 @@
-"""Some of the cases of ``python -m tests.faults``, ten seconds of them; ``FXPIPE_ALL=1`` runs all."""
+"""Some of the cases, ten seconds of them; ``FXPIPE_ALL=1`` runs all, for half an hour."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cases import cases
 from tests.faults.harness import faults
-from tests.faults.training import PHASES, Fault
+from tests.faults.training import PHASES, Fault, cases
 from tests.scripts import Scripts
 from tests.thinned import every
 

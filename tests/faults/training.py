@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.signal} of rank {self.victim} in {self.phase}, {self.layout}"
+
+
+TIMEOUT = 6.0
+SIGNALS = ("SIGKILL", "SIGSTOP")
+
+
+def cases() -> list[Fault]:
+    """144 of them: each rank, in each phase, killed and stopped, in a chain of four; in turn over other layouts."""
+    chain, *others = LAYOUTS
+    every = [Fault(chain, *one, TIMEOUT) for one in product(PHASES, SIGNALS, range(RANKS))]
+    turns = [
+        Fault(layout, phase, kind, (turn + place) % RANKS, TIMEOUT)
+        for (place, phase), kind, (turn, layout) in product(enumerate(PHASES), SIGNALS, enumerate(others))
+    ]
+    return every + turns
 
 
 class Model(nn.Module):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.options import Zero
 
-STEPS = 100
+STEPS = 40
 
 
 class Towers(nn.Module):
@@ -29,9 +27,8 @@ def objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_no_more_objects_are_alive_after_many_steps_than_after_a_few(zero: Zero) -> None:
-    one = fxpipe.compile(Towers(), fxpipe.Topology([("pipe", 3)]), microbatches=4, zero=zero)
+def test_no_more_objects_are_alive_after_many_steps_than_after_a_few() -> None:
+    one = fxpipe.compile(Towers(), fxpipe.Topology([("pipe", 3)]), microbatches=4, zero=1)
     optimizer = one.optimizer(torch.optim.AdamW, lr=1e-3)
 
     def steps(count: int) -> int:
@@ -44,5 +41,5 @@ def test_no_more_objects_are_alive_after_many_steps_than_after_a_few(zero: Zero)
     steps(10)  # whatever is made once: bound calls, optimizer state, the batches whose digests are compared
     before = steps(10)
     grown = steps(STEPS) - before
-    assert grown < STEPS // 10, "one that each step left would be many; what earlier tests left may be freed meanwhile"
+    assert grown < STEPS // 4, "one that each step left would be many; what earlier tests left may be freed meanwhile"
     one.close()

@@ -15,7 +15,6 @@ import fxpipe
 from fxpipe import Topology, stage_boundary
 from tests.harness import Engine, engine_of, replica_of
 from tests.replicas import refusals
-from tests.strict_transport import run_strict
 from tests.thinned import every, in_turn
 from tests.two_ranks import TWO, Pooled, Two
 
@@ -182,14 +181,6 @@ def test_a_replica_without_weight_adds_nothing_and_no_nan(kind: str, two_replica
         )
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_numbers_are_the_whole_batchs_where_state_is_sharded(zero: int) -> None:
-    rows = ROWS["uneven"]
-    results = run_strict(lambda rank: evaluated("rows", SQUARE, rows, "last", zero=zero), 4)
-    for _, got in having(results, SQUARE, "last"):
-        assert_number(got, plain("rows", rows))
-
-
 def of_a_function(with_target: bool) -> Any:
     step = fxpipe.compile(Tagger("rows"), SQUARE, microbatches=MICROBATCHES, loss_fn=total_of_means)
     ids, labels = (tensor.split([5, 2])[replica_of(SQUARE)] for tensor in batch(7))
@@ -226,6 +217,7 @@ def test_replicas_whose_outputs_have_different_numbers_are_refused() -> None:
         assert "the replicas' outputs have different numbers, which cannot be averaged: none; " in text
 
 
+@one_engine
 def test_steps_go_on_as_if_nothing_had_been_evaluated(two_replicas: Engine) -> None:
     assert len(set(two_replicas(4, losses, True) + two_replicas(4, losses, False))) == 1
 
@@ -306,6 +298,7 @@ class Described(nn.Module):
         return {"loss": rows.mean(), "rows": rows, "seen": (rows[:, ::2], [x.shape[1], "four"], {"empty": rows[:0]})}
 
 
+@one_engine
 def test_every_rank_is_given_the_output_with_all_that_is_in_it(two_replicas: Engine) -> None:
     wanted = Described()(torch.arange(16.0).view(4, 4))
     for output in two_replicas(2, described_output):
@@ -428,23 +421,12 @@ def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tup
 @pytest.mark.parametrize(
     ("kind", "depth", "tracer", "engine"),
     [
-        (AsksForGrad, 0, "symbolic", "distributed"),
         (AsksForGrad, 1, "export", "strict 2"),
-        (AsksForGrad, 1, "record", "local"),
         (AsksWhatNeedsGrad, 0, "record", "strict 2"),
-        (AsksWhatNeedsGrad, 1, "export", "local"),
         (Forces, 0, "symbolic", "distributed"),
-        (Forces, 1, "record", "strict 2"),
-        (Forces, 1, "auto", "local"),
-        (HeadOfEvaluation, 0, "export", "distributed"),
         (HeadOfEvaluation, 1, "record", "strict 2"),
-        (HeadOfEvaluation, 1, "symbolic", "local"),
-        (DeepSupervision, 0, "symbolic", "distributed"),
-        (DeepSupervision, 1, "export", "local"),
         (DeepSupervision, 1, "record", "strict 2"),
         (ReturnsBoth, 0, "record", "distributed"),
-        (ReturnsBoth, 1, "symbolic", "strict 2"),
-        (LossInABuffer, 0, "symbolic", "distributed"),
         (LossInABuffer, 1, "export", "local"),
         (LossInABuffer, 1, "record", "strict 2"),
         (BufferBehindACut, 0, "export", "distributed"),
@@ -555,11 +537,3 @@ def test_evaluate_gives_an_output_without_rows_for_each_micro_batch() -> None:
     forward_backward = fxpipe.compile(model, TWO, loss_fn=lambda y, t: y.mean(), microbatches=2)
     x = torch.randn(6, 4)
     torch.testing.assert_close(list(forward_backward.evaluate(x)), [model(part).detach() for part in x.chunk(2)])
-
-
-def test_evaluate_needs_no_table_of_the_users_own() -> None:
-    table = fxpipe.schedules.build("gpipe", [(0, 1)], 4)
-    model = Two()
-    forward_backward = fxpipe.compile(model, TWO, microbatches=4, schedule=table)
-    x = torch.randn(2, 4)
-    assert torch.allclose(forward_backward.evaluate(x), model(x))

@@ -80,20 +80,12 @@ def test_a_value_that_got_no_gradient_sends_none_back() -> None:
     assert inputs().cut(how, None) == [None] * 3
 
 
-@pytest.mark.parametrize("parts", [[torch.tensor(1.0)] * 3, [2, 3, 2], [0.5] * 3])
+@pytest.mark.parametrize("parts", [[torch.tensor(1.0)] * 3, [2, 3, 2]])
 def test_a_number_for_each_micro_batch_is_refused(parts: list[Any]) -> None:
     with pytest.raises(
         RunError, match=r"n of stage 'a' is gathered, and is one number for each micro-batch, .*compute it behind"
     ):
         inputs().of_stage("n", "a", parts, ALL, "batch")
-
-
-def test_a_value_without_rows_is_refused() -> None:
-    with pytest.raises(
-        RunError,
-        match=r"v of stage 'a' is gathered, and has shapes \[4\], \[4\], \[4\] for micro-batches of \[2, 3, 2\]",
-    ):
-        inputs().of_stage("v", "a", [torch.ones(4)] * 3, ALL, "batch")
 
 
 def test_inputs_are_gathered_by_their_own_dimension_and_whole_ones_stay() -> None:
@@ -177,11 +169,10 @@ def in_other_sizes(values: list[Any], is_input: bool) -> str:
     "values",
     [
         [torch.ones(3, 5), torch.ones(3, 4)],
-        [torch.ones(3, 5), torch.ones(3, 5, dtype=torch.float64)],
         [torch.ones(3, 5), torch.ones(3, 5, requires_grad=True)],
         [[torch.ones(3, 5), None], [torch.ones(3, 5), torch.ones(3)]],
     ],
-    ids=["another length", "another type", "a gradient", "a mask"],
+    ids=["another length", "a gradient", "a mask"],
 )
 def test_replicas_whose_rows_do_not_go_together_are_all_told(values: list[Any], is_input: bool) -> None:
     for rank, told in enumerate(run_strict(lambda rank: in_other_sizes(values, is_input), 2, 0)):

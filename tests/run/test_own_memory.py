@@ -54,7 +54,7 @@ def summed(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return total
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("make", [Positions, Sum])
 def test_views_of_parameters_get_gradients_of_their_own(make: type[nn.Module], schedule: str) -> None:
     torch.manual_seed(0)
@@ -107,8 +107,7 @@ def scaled(sent: tuple[Tensor, Tensor]) -> Tensor:
     return (x * mean).square().mean()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_buffer_that_is_sent_is_as_it_was_then(schedule: str) -> None:
+def test_a_buffer_that_is_sent_is_as_it_was_then() -> None:
     torch.manual_seed(0)
     start, x = Running(), torch.randn(MICROBATCHES, 4)
     plain = copy.deepcopy(start)
@@ -119,7 +118,7 @@ def test_a_buffer_that_is_sent_is_as_it_was_then(schedule: str) -> None:
             {"start": copy.deepcopy(start), "end": scaled}, [("start", "end")], {"start": ["x"]}
         )
         topology = fxpipe.Topology([("pipe", 2)])
-        return fxpipe.compile(stages, topology, microbatches=MICROBATCHES, schedule=schedule)(x)
+        return fxpipe.compile(stages, topology, microbatches=MICROBATCHES, schedule="gpipe")(x)
 
     assert [loss(), *run_strict(lambda rank: loss(), 2)] == [expected] * 3
 

@@ -89,7 +89,7 @@ def train_replica_with_each(name: str, zero: int, tracers: Sequence[str]) -> lis
     [
         ("tied", 1, ["export"]),
         *([("tied", 0, ["record"]), ("tied", 2, ["record"])] if ALL else []),  # each capture takes a second
-        ("written buffer", 3, ["record", "export"] if ALL else ["record"]),
+        ("buffer in backward", 3, ["record", "export"] if ALL else ["record"]),
     ],
 )
 def test_over_replicas_it_trains_as_with_the_symbolic_tracer(
