@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ PLAIN_LEAF = (
 """Types of what may enter or leave a region beside tensors."""
 TENSOR = object()
 """Stands for a tensor among the leaves of a value: of what a region is given, or returns; of a result."""
-
-Asked = Literal["whether it needs a gradient", "how it lies in memory"]
-"""What code may ask of a tensor beside its values, its sizes and its type."""
 
 
 @contextmanager
@@ -174,8 +171,6 @@ class OpaqueCall(nn.Module):
         """What is checked of what it returns, with sizes that it is given behind its tensors."""
         self.of_one_type = False
         """Whether what comes behind it was captured for the types of what it returned."""
-        self.asked: dict[Asked, str] = {}
-        """What the code behind it has asked of tensors, and where, in traceback form."""
         self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
         """What is checked of what it changes."""
 
@@ -260,27 +255,6 @@ class OpaqueCall(nn.Module):
                 "model was captured, and what comes behind it holds for that alone: return the same each time, or keep "
                 "the code whole, too, that distinguishes them"
             )
-        self._check_asked(result, tensor, seen)
-
-    def _check_asked(self, result: str, tensor: Tensor, seen: Any) -> None:
-        """RunError where another thing would be shown to the code behind it than the capture was."""
-        for asked, line in self.asked.items():
-            if asked == "how it lies in memory":
-                differs = not _lies_alike(tensor, seen)
-            else:
-                differs = torch.is_grad_enabled() and tensor.requires_grad != seen.requires_grad
-            if differs:
-                raise RunError(
-                    f"{result}, and code behind it asks of a tensor {asked}; the capture has one answer, and for this "
-                    'one it is another: make that code "whole", too, or return tensors that do not differ in that'
-                    f"\n{line}"
-                )
 
     def extra_repr(self) -> str:
         return self.name
-
-
-def _lies_alike(tensor: Tensor, seen: Any) -> bool:
-    """Whether both are contiguous, of whatever sizes, or have the same strides."""
-    was = torch.empty_strided(seen.shape, seen.stride, device="meta").is_contiguous()
-    return tensor.is_contiguous() if was else tensor.stride() == seen.stride

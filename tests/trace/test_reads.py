@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,6 @@ TRACERS = ["symbolic", "export", "record"]
 class Schedule:
     """An object of the user's own."""
 
-    shared = 1.0
-
     def __init__(self) -> None:
         self.weight, self.rate, self.power, self.tensor = 1.0, [1.0], 1, torch.ones(())
 
@@ -38,13 +35,6 @@ class Schedule:
 
     def __call__(self) -> float:
         return 2.0**self.power
-
-
-class Slotted:
-    __slots__ = ("scale",)
-
-    def __init__(self) -> None:
-        self.scale = 1.0
 
 
 class Attributes(dict[str, Any]):
@@ -68,21 +58,17 @@ class Unsized(tuple[float, ...]):
 class Model(nn.Module):
     """It reads numbers, flags, containers, objects of settings, and objects of the user's own."""
 
-    gain = 1.0
-
     def __init__(self) -> None:
         super().__init__()
         self.below, self.norm, self.above = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
         self.dropout, self.act = nn.Dropout(0.0), nn.ReLU()
         self.beta, self.halved, self.weights, self.settings = 1.0, False, {"loss": [1.0]}, SimpleNamespace(shift=0.0)
-        self.schedule, self.slotted, self.named = Schedule(), [Slotted()], Attributes(bias=0.0)
-        self.array, self.unsized = np.ones(3), Unsized((1.0,))
+        self.schedule, self.named, self.unsized = Schedule(), Attributes(bias=0.0), Unsized((1.0,))
         self.seen = 0
 
     def factor(self) -> Any:
         schedule = self.schedule
-        own = schedule.weight * schedule.doubled * schedule() * schedule.shared * schedule.tensor
-        return own * self.slotted[0].scale * float(self.array[1]) * self.gain
+        return schedule.weight * schedule.doubled * schedule() * schedule.tensor
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = fxpipe.stage_boundary(self.act(self.norm(self.below(x))))
@@ -92,8 +78,7 @@ class Model(nn.Module):
 
 def compiled(tracer: Any = "symbolic") -> tuple[Model, Model, fxpipe.ForwardBackward]:
     torch.manual_seed(0)
-    plain = type("Model", (Model,), {})()
-    type(plain.schedule).shared = 1.0
+    plain = Model()
     model, example = copy.deepcopy(plain), None if tracer == "symbolic" else batch(0)
     topology = fxpipe.Topology([("pipe", 2)])
     return plain, model, fxpipe.compile(model, topology, microbatches=2, tracer=tracer, example_args=example)
@@ -128,13 +113,9 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "an attribute of an object": lambda model: setattr(model.schedule, "weight", 0.5),
     "what a property of an object reads": lambda model: model.schedule.rate.__setitem__(0, 0.5),
     "what an object reads when it is called": lambda model: setattr(model.schedule, "power", -1),
-    "an attribute of an object's class": lambda model: setattr(type(model.schedule), "shared", 0.5),
     "a tensor in an object": lambda model: setattr(model.schedule, "tensor", torch.tensor(0.5)),
-    "the numbers of a tensor in an object": lambda model: model.schedule.tensor.fill_(0.5),
-    "a slot of an object in a list": lambda model: setattr(model.slotted[0], "scale", 0.5),
     "an item that is an attribute": lambda model: model.named.update(bias=2.0),
-    "an item of an array": lambda model: model.array.__setitem__(1, 0.5),
-    "an attribute of the class": lambda model: setattr(type(model), "gain", 0.5),
+    "the numbers of a tensor in an object": lambda model: model.schedule.tensor.fill_(0.5),
     "a hook of a layer": lambda model: model.above.register_forward_hook(lambda _, given, output: output * 2),
     "a hook of the model": lambda model: model.register_forward_hook(lambda _, given, output: output * 2),
     "a hook in front": lambda model: model.below.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),

@@ -884,7 +884,7 @@ def test_arguments_that_go_by_place_alone_are_given_by_place() -> None:
 COMPILED_TWICE = """
 import gc, torch, fxpipe
 from torch import nn
-from fxpipe.trace.symbolic.tracer import Guard
+from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import Snapshot
 
 class Model(nn.Module):
@@ -899,7 +899,7 @@ fxpipe.compile(Model(), fxpipe.Topology([("pipe", 2)]))
 made = torch.compile(lambda x: x + torch.zeros(3), fullgraph=True, backend="eager")(torch.ones(3))
 assert made.tolist() == [1, 1, 1]
 gc.collect()
-assert not [held for held in gc.get_objects() if isinstance(held, (Guard, Snapshot, Model))]
+assert not [held for held in gc.get_objects() if isinstance(held, (CaptureGuard, Snapshot, Model))]
 """
 
 

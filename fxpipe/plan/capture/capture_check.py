@@ -23,8 +23,19 @@ from fxpipe.trace import Request
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import LEFT_BEHIND
-from fxpipe.trace.state.closeness import differences, gap, in_double, is_close, largest
-from fxpipe.trace.state.replay import CONSTANT, Batch, Rounding, as_in_a_step, gpus_of, own
+from fxpipe.trace.state.replay import (
+    CONSTANT,
+    Batch,
+    Rounding,
+    as_in_a_step,
+    differences,
+    gap,
+    gpus_of,
+    in_double,
+    is_close,
+    largest,
+    own,
+)
 from fxpipe.trace.state.snapshot import State
 
 MOST_PARAMETERS = 2**28

@@ -49,8 +49,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request
 from fxpipe.trace.cuts.cuts_by_name import is_auto, named, regions, resolve
-from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe
-from fxpipe.trace.opaque.outside import watch
+from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import aside
 from fxpipe.trace.request import Place

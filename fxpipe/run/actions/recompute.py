@@ -19,8 +19,7 @@ from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.torch_compat import BATCH_STATISTICS, pytree, version_of
-from fxpipe.trace.state.closeness import is_repeated
-from fxpipe.trace.state.replay import checkpoints_that_keep
+from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
 from fxpipe.trace.state.snapshot import Numbers, Snapshot, State
 
 T = TypeVar("T")

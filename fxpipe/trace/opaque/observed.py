@@ -1,33 +1,35 @@
-"""Observed: what calls of opaque regions do, seen in one real run of the model on a micro-batch."""
+"""Observed: what calls of opaque regions do, seen in one real run of the model on a micro-batch; and what in a step
+they may change no other way."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fxpipe.errors import TopologyError, TraceError
+from fxpipe.errors import RunError, TopologyError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
-from fxpipe.graph.opaque_call import TENSOR, Structure, unwritten
+from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure, unwritten
+from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cuts.cutting import cutting
-from fxpipe.trace.opaque.outside import assigns, buffers, held, persistent, state_of, switches
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import refuse
-from fxpipe.trace.record.touched import PythonState, TouchedMode
+from fxpipe.trace.record.touched import TouchedMode
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.reads import Reads
 from fxpipe.trace.state.replay import Batch, as_in_a_step, gpus_of, own
-from fxpipe.trace.state.snapshot import Attributes, State, storage_of
+from fxpipe.trace.state.snapshot import Snapshot, State, storage_of
 from fxpipe.trace.user_line import line_of
 
 SeenCalls = Mapping[tuple[str, int], SeenCall]
@@ -36,10 +38,10 @@ SeenCalls = Mapping[tuple[str, int], SeenCall]
 def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     """What the user has said that regions return."""
     found = {}
+    names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
     for region in request.whole:
         if region.returns is not None:
             parts = (region.path,) if region.method == "__call__" else ()
-            names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
             used = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
             reads = dict.fromkeys(names[id(tensor)] for tensor in used)
             returned = _described(region, region.returns, may_need_gradient=True)
@@ -55,7 +57,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     """
     modules = [module for module in (request.module, request.loss_module) if module is not None]
     devices = gpus_of(modules)
-    state, observer = State.of(modules, devices), _Observer(request)
+    state, observer = State.of(modules, devices), _Observer(request.module)
     try:
         with as_in_a_step(request, devices), recording(observer.boundary):
             inputs = own(request, batch)
@@ -90,27 +92,27 @@ def check_called(request: Request, called: set[str]) -> None:
 
 
 class _Observer:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._seen: dict[tuple[str, int], SeenCall] = {}
         self._noted: dict[tuple[str, int], set[tuple[int, str]]] = {}
-        self._module = request.module
+        self._module = module
         self._inside: Region | None = None
         self.called: set[str] = set()
         """The regions that were, be it inside of others."""
-        self._paths = {id(vars(part)): path for path, part in request.module.named_modules()}
-        self._names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
+        self._paths = {id(vars(part)): path for path, part in module.named_modules()}
+        self._names = {id(tensor): name for name, tensor in reversed(all_tensors(module).items())}
 
     def calls(self) -> SeenCalls:
         """Those that have been seen."""
         sets = {pair for call in self._seen.values() for pair in call.sets}
-        asked = {key: {(self._paths.get(owner, ""), name) for owner, name in self._noted[key]} for key in self._seen}
         used: dict[str, dict[str, None]] = {}  # by another call, which another stage may hold
         for (name, _), call in self._seen.items():
             used.setdefault(name, {}).update(dict.fromkeys(call.reads))
-        return {
-            key: replace(call, asks=frozenset(sets & asked[key]), reads=tuple(used[key[0]]))
-            for key, call in self._seen.items()
-        }
+        found = {}
+        for key, call in self._seen.items():
+            asked = {(self._paths.get(owner, ""), name) for owner, name in self._noted[key]}
+            found[key] = replace(call, asks=frozenset(sets & asked), reads=tuple(used[key[0]]))
+        return found
 
     def boundary(self, value: Any, name: str | None, gather: Any) -> Any:
         if self._inside is not None:
@@ -125,43 +127,31 @@ class _Observer:
         if self._inside is not None:
             return inner(*args, **kwargs)
         self._inside = region
-        state, tensors = PythonState(self._module), list(all_tensors(self._module).items())
-        states = [state_of(tensor) for _, tensor in tensors]
-        attributes = Attributes(dict(self._module.named_modules()), tensors=True)
-        held_before = [(place, held(place)) for place in buffers(self._module, [self._module])]
+        before, tensors = Snapshot(self._module), all_tensors(self._module)
+        states = {name: _state_of(tensor) for name, tensor in tensors.items()}
         called: list[nn.Module] = []
+        hook = register_module_forward_pre_hook(lambda module, args: called.append(module))
         try:
             mode = TouchedMode()
-            with (
-                unwritten(region.name, (args, kwargs)),
-                _noting_calls(called),
-                Reads().noting() as noted,
-                mode,
-                mode.noting() as touched,
-            ):
+            with unwritten(region.name, (args, kwargs)), Reads().noting() as noted, mode, mode.noting() as touched:
                 result = inner(*args, **kwargs)
         finally:
+            hook.remove()
             self._inside = None
         writes = [
             name
-            for (name, tensor), before in zip(tensors, states, strict=True)
-            if state_of(tensor) != before or storage_of(tensor) in touched.writes
+            for name, tensor in tensors.items()
+            if _state_of(tensor) != states[name] or storage_of(tensor) in touched.writes
         ]
-        parts = self._outermost(called)
-        used = [
+        paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
+        parts = tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
+        reads = dict.fromkeys(
             self._names.get(id(tensor), name)  # another name for a buffer that an earlier call has set
-            for name, tensor in tensors
+            for name, tensor in tensors.items()
             if storage_of(tensor) in touched.reads or any(_is_inside(name, path) for path in parts)
-        ]
-        reads = dict.fromkeys(used)
-        sets = frozenset((self._paths[owner], name) for owner, name in state.changes() if owner in self._paths)
-        sets |= frozenset(attributes.changes())
-        self._check_sets(region, sets, (region.path, *parts))
-        assigned = [place for place, buffer in held_before if held(place) is not buffer]
-        for place in assigned:
-            if persistent(place):
-                raise TraceError(assigns(region.name, place[2]))
-        sets = frozenset((path, name) for path, name in sets if name != "_buffers")  # which are named one by one
+        )
+        sets = frozenset(self._sets(region, before, tensors))
+        _check_sets(region, sets, (region.path, *parts))
         self._noted[region.name, number] = noted
         given = frozenset(size for leaf in pytree.tree_leaves((args, kwargs)) for size in getattr(leaf, "shape", ()))
         returned = _described(region, result, torch.is_grad_enabled())
@@ -169,45 +159,50 @@ class _Observer:
         self._seen[region.name, number] = seen
         return result
 
-    def _outermost(self, called: list[nn.Module]) -> tuple[str, ...]:
-        """The paths of the submodules that were called, without those inside of others."""
-        paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
-        return tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
+    def _sets(self, region: Region, before: Snapshot, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        """The attributes that a call has changed: (the path of their module, their name). Buffers one by one."""
+        names = {*before.changes(), *(name for name in before.written() if name not in tensors)}
+        for path, _, name in (name.rpartition(".") for name in names):
+            if path in self._paths.values() and name != "_buffers":
+                yield path, name
+        for path, part in self._module.named_modules():
+            for name, buffer in part._buffers.items():
+                full = f"{path}.{name}" if path else name
+                if buffer is tensors.get(full):
+                    continue
+                if name not in part._non_persistent_buffers_set:
+                    raise TraceError(
+                        f"{region.name}, an opaque region, assigns {full}, a buffer that is a part of state_dict, "
+                        f"which would keep the old one: write into it, self.{name}.copy_(...), or register it with "
+                        "persistent=False"
+                    )
+                yield path, name
 
-    def _check_sets(self, region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
-        """``own``: the submodule itself, and those that it has called."""
-        switched = next((path for path, name in sets if name == "training"), None)
-        if switched is not None:
-            raise TraceError(switches(region.name, switched))
-        late = next((name for _, name in sets if name in ("_parameters", "_modules")), None)
-        if late is not None:
+
+def _check_sets(region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
+    """``own``: the submodule itself, and those that it has called."""
+    for path, name in sorted(sets):
+        if name == "training":
             raise TraceError(
-                f"{region.name}, an opaque region, makes or replaces a {_LATE[late]} when it runs, and stages and "
-                "optimizers have those that were there before: make it in __init__, or call the model before compile"
+                f"{region.name}, an opaque region, switches {path or 'the model'} between training and evaluation when "
+                "it runs, and micro-batches in flight and other ranks have it as it was: set it between steps, for the "
+                "whole model, or set it back before the region returns"
             )
-        inside = {path for path, _ in sets if path in own or any(_is_inside(path, part) for part in own[1:])}
-        foreign = next((f"{path}.{name}" for path, name in sets if path not in inside), None)
-        if foreign is not None:
+        if name in ("_parameters", "_modules"):
             raise TraceError(
-                f"{region.name}, an opaque region, sets {foreign} outside of it, which other stages would not see: "
+                f"{region.name}, an opaque region, makes or replaces one of {path or 'the model'}'s {name[1:]} when it "
+                "runs, and stages and optimizers have those that were there before: make it in __init__, or call the "
+                "model before compile"
+            )
+        if path not in own and not any(_is_inside(path, part) for part in own[1:]):
+            raise TraceError(
+                f"{region.name}, an opaque region, sets {path}.{name} outside of it, which other stages would not see: "
                 "return the value, or keep a larger part whole"
             )
 
 
-_LATE = {"_parameters": "parameter", "_modules": "submodule"}
-
-
 def _is_inside(path: str, other: str) -> bool:
     return path.startswith(f"{other}." if other else "") and path != other
-
-
-@contextlib.contextmanager
-def _noting_calls(called: list[nn.Module]) -> Iterator[None]:
-    handle = register_module_forward_pre_hook(lambda module, args: called.append(module))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
@@ -229,3 +224,62 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
         return replace(TensorLike.of(tensor), requires_grad=tensor.requires_grad or may)
 
     return pytree.tree_map_only(Tensor, described, result)
+
+
+# --- in a step: what others read of what a region holds, it may change only as it was seen to ---
+
+
+def watch(program: Program, changed: Callable[[], str | None]) -> None:
+    """Has each region of a program whose stages are known watched.
+
+    ``changed``: the name of an attribute that others read, and that is another one than when the step began.
+    """
+    calls = {
+        node: kept
+        for node in program.graph.nodes
+        if node.op == "call_module" and isinstance(kept := program.opaque.get(str(node.target)), OpaqueCall)
+    }
+    of = {node: (kept.name, program.stage_of.get(node.name)) for node, kept in calls.items()}
+    for node, kept in calls.items():
+        others = (other for other in program.graph.nodes if of.get(other) != of[node])
+        read = {name for other in others for name in _read_by(program, other)}
+        names = sorted(read - set(program.effects[node.name].writes))
+        kept.watch = partial(_unchanged, kept.name, program.module, names, changed)
+
+
+def _read_by(program: Program, node: fx.Node) -> Sequence[str]:
+    """The tensors of the model that a node reads."""
+    target = str(node.target)
+    if node.name in program.effects:
+        return program.effects[node.name].reads
+    if node.op == "get_attr" and target not in program.constants:
+        return [target]
+    if node.op == "call_module" and target not in program.opaque:
+        return list(all_tensors(program.module.get_submodule(target), target))
+    return []
+
+
+@contextlib.contextmanager
+def _unchanged(
+    region: str, module: nn.Module, names: Sequence[str], changed: Callable[[], str | None]
+) -> Iterator[None]:
+    """RunError where what is inside changes what others have read already, or read in other stages."""
+    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+
+    def states() -> list[tuple[int, int, int]]:
+        return [_state_of(part._buffers.get(name, part._parameters.get(name))) for part, name in places]
+
+    before = states()
+    yield
+    written = (name for name, was, now in zip(names, before, states(), strict=True) if was != now)
+    found = next(written, None) or changed()
+    if found is not None:
+        raise RunError(
+            f"{region}, an opaque region, changes {found}, which code outside of it reads, and which it did not change "
+            "when the model was captured: return the value, or keep what reads it whole with it"
+        )
+
+
+def _state_of(tensor: Tensor | None) -> tuple[int, int, int]:
+    """Which tensor it is, how often it was written, and where it lies, as ``.data = ...`` changes it."""
+    return (id(None), 0, 0) if tensor is None else (id(tensor), version_of(tensor), storage_of(tensor))

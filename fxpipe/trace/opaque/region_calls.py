@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.listed import with_tensors
-from fxpipe.graph.opaque_call import TENSOR, Asked, OpaqueCall, Structure
+from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.graph.program import Effects
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import aside, patched, refuse
@@ -72,7 +70,7 @@ class Regions:
     def kept(self) -> Iterator[None]:
         """While it is open, each call of a region becomes one node."""
         self.calls.clear()
-        with watching(self.request.module, self.request.whole, self._call), self._unread(), self._asked():
+        with watching(self.request.module, self.request.whole, self._call), self._unread():
             yield
 
     @cached_property
@@ -122,15 +120,6 @@ class Regions:
             "example_args= or example_kwargs=, a batch with numbers in which it is called; or, for a model on "
             f'the meta device, say what: boundaries={{"{region.name}": {{"whole": torch.empty(8, 16, device="meta")}}}}'
         )
-
-    def _asked(self) -> contextlib.AbstractContextManager[Any]:
-        """While it is open, what the code behind a call asks of tensors is a part of the capture."""
-
-        def note(asked: Asked, line: str) -> None:
-            for call in self.calls:
-                call.kept.asked.setdefault(asked, line)
-
-        return Asking(note) if self.request.whole else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:
@@ -199,32 +188,3 @@ def watching(model: nn.Module, regions: Sequence[Region], handle: Handler) -> It
         for owner, method in places:
             stack.enter_context(patched(owner, method, patch(owner, method)))
         yield
-
-
-_ASKS: dict[str, Asked] = {
-    **dict.fromkeys(("requires_grad", "grad_fn", "is_leaf"), "whether it needs a gradient"),
-    **dict.fromkeys(("is_contiguous", "stride", "storage_offset"), "how it lies in memory"),
-}
-
-
-class Asking(TorchFunctionMode):
-    """Gives ``note`` what the user's code asks of a tensor that it has computed, and at which line."""
-
-    def __init__(self, note: Callable[[Asked, str], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = with_tensors(function, args, kwargs or {})
-        name = str(getattr(function, "__name__", ""))
-        asked = _ASKS.get(str(function.__self__.__name__) if name == "__get__" else name)
-        if asked is not None and _is_computed(args[0], asked) and is_users(sys._getframe(1).f_code.co_filename):
-            self._note(asked, current_line())
-        return function(*args, **kwargs)
-
-
-def _is_computed(tensor: Tensor, asked: Asked) -> bool:
-    """What needs no gradient in a capture is behind no region, or is detached: what such a one returns needs one."""
-    return (
-        tensor.grad_fn is not None if asked == "whether it needs a gradient" else not isinstance(tensor, nn.Parameter)
-    )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.record.tape import Touched
-from fxpipe.trace.state.snapshot import Attributes, generator_state, storage_of
+from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 """Arguments that normalisations write although not every schema says so."""
@@ -62,24 +62,18 @@ class PythonState:
     """What a call may change and no operation shows: attributes of its submodule, containers in them, random state."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._random = RandomState()
-        self._attributes = Attributes({id(vars(part)): part for part in module.modules()})
-        states = ((one, _stands(one)) for one in self._attributes.values())
-        self._generators = [(one, stands) for one, stands in states if stands is not None]
+        self._random, self._snapshot = RandomState(), Snapshot(module)
+        self._places = {path: id(vars(part)) for path, part in module.named_modules()}
 
     def drawn(self) -> bool:
         """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded, or those of generators that
         the submodule holds."""
-        return RandomState() != self._random or any(_stands(held) != stands for held, stands in self._generators)
+        return RandomState() != self._random or self._snapshot.drawn()
 
     def changes(self) -> set[tuple[int, str]]:
         """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
-        return self._attributes.changes()
-
-
-def _stands(value: Any) -> Any:
-    state = generator_state(value)
-    return None if state is None else state[0]
+        named = (name.rpartition(".") for name in self._snapshot.changes())
+        return {(self._places[path], name) for path, _, name in named if path in self._places}
 
 
 def _is_tensor(value: Any) -> bool:

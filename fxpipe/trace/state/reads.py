@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import is_, itemgetter
+from collections.abc import Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -95,30 +95,30 @@ class Reads:
     @contextlib.contextmanager
     def rolled_back_on_error(self) -> Iterator[None]:
         """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
-        states, buffers, now = [dict(state) for state in self._states], dict(self._buffers), self._now
-        sets = self._set
+        states = [dict(state) for state in self._states]
+        before = {**vars(self), "_states": states, "_buffers": dict(self._buffers), "_glance": None}
         try:
             yield
         except BaseException:
-            self._states, self._buffers, self._now, self._glance = states, buffers, now, None
-            self._set = sets
+            vars(self).update(before)
             raise
 
     def begin(self) -> None:
         """The model is as captures shall find it: what compile itself has changed is no change."""
         self._states[self._now] = {key: self._value(key) for key in self._states[self._now]}
         self._buffers = {key: self._buffer(key) for key in self._buffers}
+        self._glance = None
 
     def state(self) -> int:
         """The number of the state that the model is in; RunError where it has been in too many, or has other buffers
         than captures hold."""
-        state = self._states[self._now]
-        if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
+        if self._glance is not None and self._glance.finds_nothing():
             return self._now
         self._check_buffers()
+        state = self._states[self._now]
         changed = self._changed(state)
         if changed is None:
-            self._glance = _Glance(state, self._buffers, self._modules)
+            self._glance = _Glance({*state, *self._buffers}, self._modules)
             return self._now
         known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
         number = next(known, len(self._states))
@@ -130,16 +130,15 @@ class Reads:
                 "0-dimensional tensor"
             )
         if number == len(self._states):
-            self._states.append({key: self._value(key) for key in self._states[self._now]})
-        self._now = number
+            self._states.append({key: self._value(key) for key in state})
+        self._now, self._glance = number, None
         return number
 
     def changed(self) -> str | None:
         """The name of what has changed since the state was last asked for."""
-        state = self._states[self._now]
-        if self._glance is not None and self._glance.state is state and self._glance.finds_nothing():
+        if self._glance is not None and self._glance.finds_nothing():
             return None
-        key = self._changed(state)
+        key = self._changed(self._states[self._now])
         return None if key is None else f"{self._modules[key[0]][0]}.{key[1]}"
 
     def _changed(self, state: dict[Key, Any]) -> Key | None:
@@ -163,10 +162,9 @@ class Reads:
         return self._modules[key[0]][1]._buffers.get(key[1])
 
     def _held(self, key: Key) -> Any:
-        """What a module has by a name: itself, as a submodule, or by its class; None where that is nothing."""
-        place, name = key
-        homes = _homes(self._modules[place][1])
-        return next((home[name] for _, home in homes if name in home), None)
+        """What a module has by a name, itself or as a submodule; None where that is nothing, or its class's."""
+        module = self._modules[key[0]][1]
+        return vars(module).get(key[1], module._modules.get(key[1]))
 
     def _value(self, key: Key) -> Any:
         return contents(self._held(key))
@@ -177,54 +175,32 @@ class _Glance:
     module, since every step asks. It may find something where nothing that matters has changed.
     """
 
-    def __init__(
-        self, state: dict[Key, Any], buffers: Iterable[Key], modules: dict[int, tuple[str, nn.Module]]
-    ) -> None:
-        self.state = state
-        names_of: dict[int, set[str]] = {}
-        for place, name in (*state, *buffers):
-            names_of.setdefault(place, set()).add(name)
-        wanted: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by where it may stand, each once
-        for place, names in names_of.items():
+    def __init__(self, keys: Iterable[Key], modules: Mapping[int, tuple[str, nn.Module]]) -> None:
+        names: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by table
+        for place, name in keys:
             module = modules[place][1]
-            wanted[place] = vars(module), {"_modules", "_buffers"}
-            for key, home in (*_homes(module), (id(module._buffers), module._buffers)):
-                wanted.setdefault(key, (home, set()))[1].update(names)
-                names = names.difference(home)
-        self._held: list[tuple[Mapping[str, Any], Callable[..., Any], tuple[Any, ...]]] = []
-        self._absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
-        changeable: dict[int, Any] = {}  # what may be changed in place, each once
-        for home, names in wanted.values():
-            there = sorted(names.intersection(home))
-            self._absent += [(home, absent)] if (absent := frozenset(names.difference(home))) else []
-            changeable |= {id(home[name]): home[name] for name in there if name not in ("_modules", "_buffers")}
-            if there:
-                held = tuple(home[name] for name in there)
-                self._held.append((home, itemgetter(*there, there[0]), (*held, held[0])))
-        insides = [(value, contents(value)) for value in changeable.values()]
-        mutable = [(value, inside) for value, inside in insides if inside is not value]
-        self._empty = [value for value, inside in mutable if _is_empty(value)]
-        self._filled = [(value, inside) for value, inside in mutable if not _is_empty(value)]
+            own = vars(module)
+            tables: list[Mapping[str, Any]] = [own, module._modules, module._buffers]
+            for table in tables:
+                names.setdefault(id(table), (table, set()))[1].add(name)
+                if name in table:
+                    break
+            names[id(own)][1].update(("_modules", "_buffers"))
+        self._held = []
+        values: dict[int, Any] = {}  # each once
+        for table, wanted in names.values():
+            held = {name: table.get(name) for name in wanted}
+            self._held.append((table.get, tuple(held), tuple(held.values())))
+            values |= {id(value): value for name, value in held.items() if name not in ("_modules", "_buffers")}
+        inside = [(value, contents(value)) for value in values.values()]
+        mutable = [(value, was) for value, was in inside if was is not value]
+        # most tables of hooks are empty, and to ask that is cheaper than for their contents
+        self._empty = [value for value, _ in mutable if type(value) in (dict, OrderedDict, list) and not value]
+        self._filled = [(value, was) for value, was in mutable if type(value) not in (dict, OrderedDict, list) or value]
 
     def finds_nothing(self) -> bool:
-        try:
-            held = all(all(map(is_, getter(table), values)) for table, getter, values in self._held)
-        except KeyError:  # one is no longer there
-            return False
         return (
-            held
-            and all(absent.isdisjoint(home) for home, absent in self._absent)
+            all(all(map(is_, map(get, wanted), held)) for get, wanted, held in self._held)
             and not any(self._empty)
-            and all(alike(inside, contents(value)) for value, inside in self._filled)
+            and all(alike(was, contents(value)) for value, was in self._filled)
         )
-
-
-def _homes(module: nn.Module) -> list[tuple[int, Mapping[str, Any]]]:
-    """Where what a module has by a name stands, with an identity each: the first of these that has it."""
-    classes = ((id(cls), vars(cls)) for cls in type(module).__mro__)  # a new view of the class's table each time
-    return [(id(vars(module)), vars(module)), (id(module._modules), module._modules), *classes]
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether a container holds nothing, as most tables of hooks: to ask that is cheaper than for its contents."""
-    return type(value) in (dict, list, OrderedDict) and not value

@@ -5,20 +5,19 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import bytes_of, storage_id, version_of
-from fxpipe.trace.state.contents import Taken, alike, contents, walk
+from fxpipe.trace.state.contents import Taken, alike, walk
 
 _MISSING = object()
-_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Snapshot:
@@ -29,11 +28,12 @@ class Snapshot:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._taken: dict[int, tuple[str, Taken]] = {}
         self._tensors: dict[int, _TensorState] = {}
-        self._rewind: list[Callable[[], Any]] = []
+        self._generators: dict[int, _GeneratorState] = {}
         for path, submodule in module.named_modules():
             self._attributes.append((path, vars(submodule), dict(vars(submodule))))
-            for tensor_name, tensor in _own_tensors(submodule):
-                self._keep(_joined(path, tensor_name), tensor)
+            own = (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False))
+            for name, tensor in own:
+                self._keep(_joined(path, name), tensor)
             for name, value in vars(submodule).items():
                 self._look_into(_joined(path, name), value)
 
@@ -43,11 +43,12 @@ class Snapshot:
                 self._keep(name, part.value)
             elif part.parts is not None and id(part.value) not in self._taken:
                 self._taken[id(part.value)] = name, Taken(part.value)
-            elif (stands := generator_state(part.value)) is not None:
-                self._rewind.append(stands[1])
+            elif (ways := _generator(part.value)) is not None:
+                self._generators.setdefault(id(part.value), _GeneratorState(*ways, ways[0]()))
 
     def _keep(self, name: str, tensor: Tensor) -> None:
-        self._tensors.setdefault(id(tensor), _TensorState(name, tensor, tensor.detach(), tensor.requires_grad))
+        state = _TensorState(name, tensor, tensor.detach(), tensor.requires_grad, version_of(tensor))
+        self._tensors.setdefault(id(tensor), state)
 
     def storages(self) -> dict[int, str]:
         """The memory of every tensor that the model holds, and the tensor's name."""
@@ -57,7 +58,11 @@ class Snapshot:
     @property
     def has_generators(self) -> bool:
         """Whether the model holds generators of random numbers: whether one has moved, ``changes`` does not show."""
-        return bool(self._rewind)
+        return bool(self._generators)
+
+    def drawn(self) -> bool:
+        """Whether a generator of random numbers has moved that the model holds."""
+        return any(state.get() != state.before for state in self._generators.values())
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the model holds."""
@@ -67,11 +72,16 @@ class Snapshot:
         """The names of what is no longer as it was. What is written into a tensor is not seen here."""
         for path, now, before in self._attributes:
             for name in {**before, **now}:
-                if now.get(name, _MISSING) is not before.get(name, _MISSING):
+                if not alike(now.get(name, _MISSING), before.get(name, _MISSING)):
                     yield _joined(path, name)
         yield from (name for name, taken in self._taken.values() if taken.has_changed)
         for state in self._tensors.values():
             yield from state.changes()
+
+    def written(self) -> Iterator[str]:
+        """The names of the attributes, parameters and buffers in which a tensor was written, as far as autograd sees
+        it."""
+        return (one.name for one in self._tensors.values() if version_of(one.tensor) != one.version)
 
     def restore(self) -> None:
         """Puts everything back that ``changes`` can see, and generators."""
@@ -82,8 +92,8 @@ class Snapshot:
             taken.put_back()
         for state in self._tensors.values():
             state.restore()
-        for rewind in self._rewind:
-            rewind()
+        for generator in self._generators.values():
+            generator.put(generator.before)
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,7 @@ class _TensorState:
     memory: Tensor
     """Another tensor with the memory that the tensor has had."""
     requires_grad: bool
+    version: int
 
     def changes(self) -> Iterator[str]:
         if storage_of(self.tensor) != storage_of(self.memory):
@@ -107,48 +118,28 @@ class _TensorState:
             self.tensor.requires_grad_(self.requires_grad)
 
 
-class Attributes(Generic[Key]):
-    """The attributes of modules, each module by a key, and what is in them, to be compared. ``tensors``: also how often
-    tensors in them were written, and which are the buffers; but not the tables of submodules, parameters and buffers.
-    """
+class _GeneratorState(NamedTuple):
+    """Where a generator of random numbers stands, to be compared, and put back."""
 
-    def __init__(self, modules: Mapping[Key, nn.Module], tensors: bool = False) -> None:
-        self._modules, self._tensors = modules, tensors
-        self._before = self._now()
-
-    def changes(self) -> set[tuple[Key, str]]:
-        """Those that are no longer as they were: the key of their module, their name."""
-        now = self._now()
-        return {
-            (key, name)
-            for key, before in self._before.items()
-            for name in before.keys() | now[key].keys()
-            if name not in before or name not in now[key] or not alike(before[name], now[key][name])
-        }
-
-    def values(self) -> Iterator[Any]:
-        """Those that they had, and all that was in them, each once."""
-        held = {id(one): one for table in self._before.values() for one in table.values()}
-        parts = (part for one in held.values() for part in (one if type(one) is tuple else (one,)))
-        yield from {id(part): part for part in parts}.values()
-
-    def _now(self) -> dict[Key, dict[str, Any]]:
-        known: dict[int, Any] = {}  # by identity, as one object of settings is in many modules
-        return {key: self._of(module, known) for key, module in self._modules.items()}
-
-    def _of(self, module: nn.Module, known: dict[int, Any]) -> dict[str, Any]:
-        held = {name: one for name, one in vars(module).items() if not self._tensors or name not in _TABLES}
-        for value in held.values():
-            if id(value) not in known:
-                known[id(value)] = _with_versions(contents(value)) if self._tensors else contents(value)
-        found = {name: known[id(value)] for name, value in held.items()}
-        return {**found, **module._buffers} if self._tensors else found
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    before: Any
 
 
-def _with_versions(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_with_versions, value))
-    return (value, version_of(value)) if isinstance(value, Tensor) else value
+def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """What says where a generator of random numbers stands, and what puts it there; None for what is none."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if isinstance(value, torch.Generator):
+        as_tensor = partial(torch.frombuffer, dtype=torch.uint8)
+        return lambda: bytes_of(value.get_state()), lambda state: value.set_state(as_tensor(bytearray(state)))
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return lambda: pickle.dumps(value.get_state()), lambda state: value.set_state(pickle.loads(state))
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
+    return None
 
 
 class State:
@@ -212,28 +203,5 @@ def storage_of(tensor: Tensor) -> int:
         return 0
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def generator_state(value: Any) -> tuple[Any, Callable[[], Any]] | None:
-    """Where a generator of random numbers stands, to be compared, and what puts it back; None for what is none."""
-    if isinstance(value, random.Random):
-        state = value.getstate()
-        return state, lambda: value.setstate(state)
-    if isinstance(value, torch.Generator):
-        numbers = value.get_state()
-        return bytes_of(numbers), lambda: value.set_state(numbers)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        where = value.get_state()
-        return pickle.dumps(where), lambda: value.set_state(where)
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        bits, where = value.bit_generator, value.bit_generator.state
-        return pickle.dumps(where), lambda: setattr(bits, "state", where)
-    return None
