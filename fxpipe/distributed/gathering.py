@@ -40,9 +40,8 @@ class TransportGathering:
         everyone = self._transport.gather("all", json.dumps(mine).encode())
         return [json.loads(one) for one in everyone]
 
-    def to_first(self, mine: Any) -> list[Any]:
-        """All ranks' values, by rank, on the first one."""
-        return self.gather(mine)
+    to_first = gather
+    """All ranks' values, by rank, on the first one."""
 
     def from_first(self, given: Any) -> Any:
         """The first rank's value on all."""

@@ -458,12 +458,5 @@ def _new_group(groups: list[list[int]]) -> ProcessGroup:
     """Makes all ``groups``, as every rank must, and returns the one that this rank is in."""
     import torch.distributed as dist
 
-    rank = dist.get_rank()
-    mine: ProcessGroup | None = None
-    for ranks in groups:
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            mine = group
-    if mine is None:
-        raise TopologyError(f"rank {rank} is in none of the groups {listed(groups)}")
-    return mine
+    made: list[tuple[list[int], ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next(group for ranks, group in made if dist.get_rank() in ranks)

@@ -359,9 +359,6 @@ class DistributedTransport:
         """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
         text = f"{self.watchdog.named(self.rank)}: {reason}"
         self._end(Ending(text, (self.rank,), error=True), text)
-        self._give_up()
-
-    def _give_up(self) -> None:
         if not self._closed:
             why = "an earlier step failed and closed the connections; compile again"
             self._beside.fail(RunError(why))

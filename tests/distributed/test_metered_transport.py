@@ -17,7 +17,6 @@ from fxpipe.distributed.traffic import Metered, Moved, Traffic
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.pool import Pool
 from tests.strict_transport import run_strict
-from tests.work import steps
 
 
 def groups(topology: Topology, sharded_over: str = "node") -> dict[str, list[list[int]]]:
@@ -338,19 +337,6 @@ def test_a_table_covers_a_call_and_what_followed_it() -> None:
     parameters.wait()
     assert [(row.operation, row.count, row.exposed) for row in transport.traffic().rows] == [("all_gather", 0, 0.75)]
     assert first.rows[0].count == 1
-
-
-def test_counting_costs_some_lines_of_python_however_many_bytes_and_messages() -> None:
-    """About a microsecond, against the same transport without a meter."""
-    topology = data_topology(1, 2)
-    transport = Metered(Still(topology), topology, HostClock())
-
-    def send(over: Transport, buffer: Tensor) -> None:
-        over.send((0, 1), buffer).wait()
-
-    first, *later = (steps(send, transport, filled(numbers)) for numbers in [10] * 100 + [100_000])
-    assert set(later) == {first}
-    assert first - steps(send, Still(topology), filled(10)) <= 30
 
 
 # --- a transport like the other ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -81,28 +80,6 @@ def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(seed: in
 
 
 @every_seed
-def test_a_later_send_waits_behind_an_earlier_one(seed: int) -> None:
-    """The first receive gets the first message, although it is the second one that the receiver has in mind."""
-
-    def body(rank: int, transport: Transport) -> float | None:
-        if rank == 0:
-            first, second = transport.send((0, 1), number(1)), transport.send((0, 1), number(2))
-            meet(transport)
-            first.wait()
-            meet(transport)
-            second.wait()
-            return None
-        meet(transport)
-        wanted = torch.zeros(1)
-        transport.receive((0, 1), wanted).wait()
-        meet(transport)
-        transport.receive((0, 1), torch.zeros(1)).wait()
-        return wanted.item()
-
-    assert on_pipe(body, seed=seed)[1] == 1.0
-
-
-@every_seed
 def test_the_two_directions_of_a_pair_do_not_wait_for_each_other(seed: int) -> None:
     def body(rank: int, transport: Transport) -> float:
         mine, theirs = number(rank), torch.zeros(1)
@@ -165,17 +142,6 @@ def test_a_hang_is_an_error_that_says_who_waits_for_whom(seed: int) -> None:
         "rank 2 waits for a message from rank 0",
     ):
         assert told in str(error.value)
-
-
-def test_a_collective_call_that_a_rank_never_joins_is_a_hang() -> None:
-    def body(rank: int, transport: Transport) -> None:
-        if rank != 1:
-            transport.gather("pipe", rank)
-
-    with pytest.raises(RunError) as error:
-        on_pipe(body, ranks=3)
-    for rank in (0, 2):
-        assert re.search(rf"rank {rank} waits for ranks \[.*\b1\] to join gather", str(error.value))
 
 
 @every_seed
@@ -302,25 +268,6 @@ def test_collective_calls_over_the_pipe(seed: int) -> None:
 
     wanted = (111.0, 2.0, [{"rank": 0}, {"rank": 1}, {"rank": 2}], (-1, 0, 1))
     assert on_pipe(body, 3, seed) == [wanted] * 3
-
-
-def test_groups_of_a_grid_are_separate() -> None:
-    topology = Topology([("pipe", 2), ("data", 2)])
-
-    def body(rank: int) -> tuple[object, ...]:
-        transport = connect(topology)
-        transport.open([(0, 1)], [(0, 1)])
-        owned = number(10**rank)
-        transport.all_reduce((0, 1), owned)
-        place = (transport.pipe_rank, transport.data_rank, transport.data_size)
-        return place, transport.gather("pipe", rank), transport.gather("data", rank), owned.item()
-
-    assert run_strict(body, 4) == [
-        ((0, 0, 2), [0, 2], [0, 1], 101.0),
-        ((0, 1, 2), [1, 3], [0, 1], 1010.0),
-        ((1, 0, 2), [0, 2], [2, 3], 101.0),
-        ((1, 1, 2), [1, 3], [2, 3], 1010.0),
-    ]
 
 
 @every_seed

@@ -25,7 +25,7 @@ import fxpipe
 from fxpipe.distributed import watchdog as watching
 from fxpipe.distributed.activity import Call, announced, first_difference, here
 from fxpipe.distributed.heartbeat import ProcessId, state_of, this_process
-from fxpipe.distributed.watchdog import SignalWakeup, ends_later
+from fxpipe.distributed.watchdog import ends_later
 from fxpipe.torch_compat import default_store
 from tests.pool import Pool
 
@@ -378,24 +378,6 @@ def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
     other, text = pool.run(interrupted, in_a_message, ranks=2)
     assert text == "interrupted"
     assert other.startswith("another rank failed: rank 1 (pipe 1): KeyboardInterrupt")
-
-
-@pytest.mark.parametrize("in_main", [True, False])
-def test_a_wakeup_that_is_closed_ends_its_wait(in_main: bool) -> None:
-    """So that no process that ends or joins another world waits out the watchdog's period."""
-    made, heard = [SignalWakeup(600)] if in_main else [], list[bool]()
-
-    def wait() -> None:
-        made.extend([] if in_main else [SignalWakeup(600)])
-        ready.set()
-        heard.append(made[0].hears_ctrl_c())
-
-    ready, waiting = threading.Event(), threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    assert ready.wait(60)
-    made[0].close()
-    waiting.join(60)
-    assert heard == [False]
 
 
 def frozen_on_one_rank() -> str:

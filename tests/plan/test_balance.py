@@ -34,8 +34,7 @@ from fxpipe.plan.placement import place
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 from tests.capturing import run_stages
-from tests.thinned import ALL, every, in_turn
-from tests.work import steps
+from tests.thinned import ALL, every
 
 SLOW_LINK = Hardware(link=1e6, latency=0.0)
 FLOPS = Hardware(flops=1e9, flops_16=1e9, bandwidth=1e30, launch=0.0, link=1e12, latency=1e-9)
@@ -173,19 +172,6 @@ class Shapes(nn.Module):
         return (self.c(k.reshape(rows, 8)) * mask).sum() / rows
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 8), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(8, 8)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.middle:
-            x = layer(x)
-        return self.last(x).square().mean()
-
-
 class Decoder(nn.Module):
     """Every layer of the second half reads what the first half made."""
 
@@ -210,7 +196,6 @@ MODELS: dict[str, Any] = {
     "in place": InPlace,
     "statistics": Statistics,
     "shapes": Shapes,
-    "tied": Tied,
     "decoder": Decoder,
 }
 SEVERAL_USES = {"decoder"}
@@ -246,35 +231,12 @@ def test_a_balanced_model_computes_what_the_model_computes(name: str, ranks: int
         assert torch.equal(value, plain.get_buffer(buffer)), buffer
 
 
-@pytest.mark.parametrize(
-    ("name", "tracer"), in_turn(["towers", "in place", "statistics", "decoder"], ["export", "record"])
-)
-def test_programs_of_every_tracer_can_be_balanced(name: str, tracer: str) -> None:
-    torch.manual_seed(0)
-    plain, cut_up = MODELS[name](), MODELS[name]()
-    cut_up.load_state_dict(plain.state_dict())
-    example = {name: like(4, 8) for name in Request.signature(plain, None).parameters}
-    program = program_of(cut_up, tracer, **example)
-    graph = stage_graph(balance(program, 2, 8, costs_from_shapes(program, example)))
-    inputs = {name: torch.randn(4, 8) for name in graph.inputs}
-    assert torch.equal(run_stages(graph, inputs), plain(**{name: value.clone() for name, value in inputs.items()}))
-
-
 def test_more_ranks_than_pieces() -> None:
     with pytest.raises(PartitionError, match=r"9 pipe ranks, but the program has \d pieces"):
         balanced(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), 9)
 
 
 # --- quality ---
-
-
-def test_equal_layers_are_cut_equally() -> None:
-    found = balanced(Chain(8), 4, schedule="1f1b")
-    layers = [forward / sum(found.outcome.costs.forward) for forward in found.outcome.costs.forward]
-    if len(found.placement) == 4:
-        assert layers == pytest.approx([0.25] * 4, abs=1e-6)
-    m, whole = 8, sum(found.outcome.costs.forward) + sum(found.outcome.costs.backward)
-    assert found.outcome.seconds <= (m + 3) * whole / 4 * 1.001  # a chain's 1F1B: (m + p − 1)(F + B)
 
 
 def test_two_equal_towers_run_beside_each_other() -> None:
@@ -643,11 +605,6 @@ def test_the_greatest_segment_costs_as_little_as_in_any_cut() -> None:
     assert partition(lambda behind: limited[0], count + 1) is None
 
 
-def test_what_crosses_a_position_are_the_values_made_before_and_used_behind_it() -> None:
-    line = Line(two_towers(), tuple(range(7)))
-    assert line.crossing == [0, 8, 8, 8, 16, 16, 16, 0]
-
-
 def test_segments_fit_their_room_with_what_they_hold_in_flight() -> None:
     line = Line(work_of([1.0] * 6, [(a, a + 1) for a in range(5)], saved=100), tuple(range(6)))
     assert next(cuts_of(line, 2)) == (3, 6)
@@ -668,18 +625,6 @@ def test_one_of_the_cuts_of_a_chain_has_the_least_lower_bound_of_all() -> None:
 
         found = [bound(cuts) for cuts in cuts_of(Line(work, tuple(range(count))), ranks, microbatches)]
         assert min(found) == pytest.approx(min(map(bound, cut_choices(count, ranks))), rel=1e-3)
-
-
-def test_a_coarse_work_is_acyclic_and_has_all_the_time() -> None:
-    draw = random.Random(4)
-    count = 700
-    edges = {(max(0, b - draw.randint(1, 6)), b) for b in range(1, count) for _ in range(2)}
-    work = work_of([draw.random() for _ in range(count)], sorted(edges))
-    pieces = coarsened(work, 4)
-    coarse = work.merged(pieces)
-    assert len(coarse) < 400
-    assert coarse.seconds() == pytest.approx(work.seconds())
-    assert numbered(coarse, range(len(coarse)), range(len(coarse))) is not None
 
 
 def test_an_encoder_stays_apart_in_a_coarse_work_though_an_embedding_takes_next_to_nothing() -> None:
@@ -753,13 +698,6 @@ def pieces(program: Program, costs: NodeCosts) -> int:
     """Of the work that the search is given."""
     work = work_of_program(program, costs)
     return len(work.merged(coarsened(work, 8)))
-
-
-def test_four_times_as_many_nodes_are_made_coarse_with_four_times_the_work_and_are_as_few_pieces() -> None:
-    few, many = long_towers(300), long_towers(1200)
-    assert steps(pieces, *many) <= 4.5 * steps(pieces, *few)
-    assert pieces(*few) < 300
-    assert pieces(*many) < 300
 
 
 def test_more_nodes_than_pieces_are_balanced_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,18 +89,6 @@ def test_attention_counts_its_two_products_and_five_in_backward() -> None:
     assert attention.backward == 2.5 * attention.forward
 
 
-def test_a_convolution_is_counted_over_its_output() -> None:
-    class Convolution(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Conv2d(3, 6, 4, stride=4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).sum()
-
-    assert costs_of(Convolution(), x=like(2, 3, 16, 16))["layer"].flops == 2 * (2 * 4 * 4 * 6) * (3 * 4 * 4)
-
-
 def test_what_is_no_product_takes_the_bytes_that_it_moves_and_a_view_takes_nothing() -> None:
     class Plain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

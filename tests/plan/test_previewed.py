@@ -287,14 +287,6 @@ def test_a_step_takes_what_its_products_take() -> None:
     assert told.utilisation == pytest.approx(1 - told.bubble)
 
 
-def test_what_is_recomputed_takes_time_and_is_no_use() -> None:
-    plain, again = (preview(hardware=SIMPLE, schedule="gpipe", recompute=flag) for flag in (False, True))
-    longer = (again.seconds or 0) / (plain.seconds or 1)
-    assert longer > 1
-    assert again.flops == plain.flops
-    assert again.utilisation == pytest.approx((plain.utilisation or 0) / longer)
-
-
 def test_what_goes_between_nodes_goes_over_their_links() -> None:
     """The pipeline's two ranks in two nodes: hops take bytes / link_between."""
     inside, across = preview(hardware=SIMPLE), preview(Topology([("pipe", 2)], ranks_per_node=1), hardware=SIMPLE)
