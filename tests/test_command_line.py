@@ -108,11 +108,6 @@ def test_show_prints_table_bubble_makespan_and_peaks(run: Run) -> None:
         assert peak in text
 
 
-def test_show_reckons_with_the_costs_that_are_given(called: Run) -> None:
-    """(m + p − 1)(F + B) = 5 · 7 for F = 3, B = 4."""
-    assert "35" in printed(called("show", "1f1b", "--stages", "2", "-m", "4", "--forward", "3", "--backward", "4"))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_shown(family: str, called: Run) -> None:
     text = printed(called("show", family, "--stages", "4", "-m", "4", "--placement", "0,1,0,1", "--full"))
@@ -140,12 +135,6 @@ def test_a_table_that_was_written_is_shown_again(run: Run, tmp_path: Path) -> No
     first = printed(run("show", "zb_h1", *EDGES, "--csv", "zb_h1.csv", "--full"))
     assert Schedule.from_csv(tmp_path / "zb_h1.csv", WORKED).rows == build("zb_h1", WORKED, 8).rows
     assert printed(run("show", "zb_h1.csv", *EDGES, "--full")) == first
-
-
-def test_a_file_with_messages_is_shown_as_its_table(called: Run, tmp_path: Path) -> None:
-    first = printed(called("show", "1f1b", "--stages", "3", "--csv", "1f1b.CSV", "--communication"))
-    assert "0SEND_F0" in (tmp_path / "1f1b.CSV").read_text()
-    assert printed(called("show", "1f1b.CSV")) == first
 
 
 @pytest.mark.parametrize(

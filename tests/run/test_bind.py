@@ -134,17 +134,6 @@ def test_a_plan_is_bound_once_and_evaluation_is_bound_without_backwards(bound_to
     assert kinds_of(bound)[BackwardAction] == 3 * MICROBATCHES
 
 
-def test_another_table_is_bound_anew(bound_to: list[Bound]) -> None:
-    forward_backward = compiled()
-    forward_backward.record_timeline()
-    forward_backward(torch.ones(8, 4))
-    before = forward_backward.schedule
-    after = forward_backward.reschedule("gpipe")
-    if after != before:
-        forward_backward(torch.ones(8, 4))
-        assert [bound.kind.plan.schedule for bound in bound_to] == [before, after]
-
-
 def test_what_is_not_met_for_long_is_let_go_of(bound_to: list[Bound], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fxpipe.run.step.step, "MOST_BOUND", 2)
     forward_backward = compiled(loss_weight=weight)

@@ -463,55 +463,7 @@ def test_the_loss_alone_is_on_every_rank(kind: str, two_replicas: Engine) -> Non
         assert_number(got, wanted.total / wanted.count if kind == "Sum" else wanted["loss"])
 
 
-class Images(nn.Module):
-    """Rows of words with images among them: a score for each image, beside the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.images = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, words: Tensor, images: Tensor) -> dict[str, Any]:
-        scores = self.images(images)
-        loss = stage_boundary(self.words(words)).square().mean()
-        return {"loss": loss, "inner": {"scores": scores.repeat_interleave(2, 0)}}
-
-
-def images_evaluated() -> Any:
-    packed = {"images": fxpipe.Packed(lambda words: words[:, 0].long())}
-    words, images = image_batch()
-    step = fxpipe.compile(Images(), Topology([("pipe", 2)]), microbatches=2, batch_dim=packed)
-    return step.evaluate(words, images, outputs="all")
-
-
-def image_batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    words = torch.randn(4, WIDTH, generator=generator)
-    words[:, 0] = torch.tensor([2, 1, 1, 1])
-    return words, torch.randn(5, WIDTH, generator=generator)
-
-
-@one_engine
-def test_rows_of_images_come_as_a_list_for_each_micro_batch(two_replicas: Engine) -> None:
-    with torch.no_grad():
-        wanted = Images()(*image_batch())["inner"]["scores"].split([6, 4])
-    for got in two_replicas(2, images_evaluated):
-        for one, other in zip(got["inner"]["scores"], wanted, strict=True):
-            torch.testing.assert_close(one, other)
-
-
 # --- How ``evaluate`` puts the outputs of micro-batches together ---
-
-
-def test_evaluate_weighs_a_loss_as_training_does() -> None:
-    class Masked(Two):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-            errors = self.b(fxpipe.stage_boundary(self.a(x))).square().mean(1)
-            return (errors * mask).sum() / mask.sum()
-
-    forward_backward = fxpipe.compile(Masked(), TWO, microbatches=3, loss_weight=lambda x, mask: mask.sum())
-    x, mask = torch.randn(6, 4), torch.tensor([1.0, 1, 0, 0, 1, 0])
-    assert torch.allclose(forward_backward.evaluate(x, mask), forward_backward(x, mask))
 
 
 def test_evaluate_joins_rows_where_they_are() -> None:
