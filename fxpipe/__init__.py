@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fxpipe.graph.loss import Sum
     from fxpipe.graph.stage_graph import StageGraph
     from fxpipe.hardware import Hardware
-    from fxpipe.parameters.initialise import init_weights_of, reset_parameters
+    from fxpipe.parameters.materialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
     from fxpipe.plan.preview.previewed import Preview
     from fxpipe.precision import Precision
@@ -99,12 +99,12 @@ _LATER = {
     "Weights": "parameters.weights",
     "compile": "compiler",
     "init": "distributed.processes",
-    "init_weights_of": "parameters.initialise",
+    "init_weights_of": "parameters.materialise",
     "launch": "distributed.launch",
     "load": "run.checkpoint.loading",
     "passes": "passes",
     "preview": "compiler",
-    "reset_parameters": "parameters.initialise",
+    "reset_parameters": "parameters.materialise",
     "save": "run.checkpoint.saving",
 }
 

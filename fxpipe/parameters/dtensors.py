@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from fxpipe.errors import CheckpointError
+from fxpipe.precision import converts
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -65,6 +68,20 @@ def description_of(tensor: Tensor) -> str:
     names = mesh.mesh_dim_names or tuple(f"dimension {place}" for place in range(mesh.ndim))
     parts = zip(tensor.placements, names, mesh.mesh.shape, strict=True)
     return ", ".join(f"{placement} over {name} of {size}" for placement, name, size in parts)
+
+
+def check_fits(name: str, target: Tensor, where: object, shape: torch.Size, dtype: torch.dtype) -> None:
+    """CheckpointError unless numbers of this shape and type, which ``where`` has, go into ``target``."""
+    if target.shape != shape:
+        raise CheckpointError(
+            f"{name} has shape {list(target.shape)}, {where} has {list(shape)}; build the model with the configuration "
+            "that was saved"
+        )
+    if not converts(dtype, target.dtype):
+        raise CheckpointError(
+            f"{name} is {target.dtype}, {where} has it as {dtype}, and only floats of 16 to 64 bits are converted, for "
+            "others may need scales; build the model with the types that were saved"
+        )
 
 
 def settle_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

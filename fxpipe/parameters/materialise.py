@@ -7,34 +7,27 @@ on its place in the model, and on no placement: another rank, or another number 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import struct
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import CheckpointError, RunError
+from fxpipe.errors import CheckpointError, RunError, nearest, noted
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.parameters.initialise import InitFn, initialise
-from fxpipe.parameters.weights import Weights, likeliest
+from fxpipe.parameters.ownership import on_meta, replace_tensors
+from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
-from fxpipe.torch_compat import has_hooks
-
-
-@dataclass(frozen=True)
-class Materialised:
-    """What a model's tensors were replaced by. Names are the first that each tensor bears in the model."""
-
-    loaded: tuple[str, ...]
-    initialised: tuple[str, ...]
-    replaced: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs: the tensor on the meta device, and the one that has come in its place."""
-
-    def replace_in(self, module: nn.Module) -> None:
-        """Does to a module that held the model's tensors, such as a stage's, what was done to the model."""
-        replace_tensors(module, {id(meta): tensor for meta, tensor in self.replaced})
+from fxpipe.seeds import seed_from, seed_torch, seeded
+from fxpipe.torch_compat import TorchDispatchMode, has_hooks, schema_of, storage_id
+from fxpipe.validation import shown
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,11 @@ def materialise(
     init_fn: InitFn | None = None,
     weights: Weights | None = None,
     seed: int = 0,
-) -> Materialised:
+) -> dict[int, Tensor]:
     """Puts a real tensor in the place of each meta tensor of the model that is called one of ``names``.
+
+    Returns, by the identity of the meta tensor, what has come in its place: for ``replace_tensors`` of modules that
+    held the model's tensors, too.
 
     Tied tensors remain tied; type, strides, ``requires_grad`` and attributes are kept. Tensors of other names are left
     as they are, and so is the state of the random number generators. No collective call: each rank reads for itself.
@@ -81,7 +77,15 @@ def materialise(
     mine = [held for held in tensors if not set(held.names).isdisjoint(names)]
     missing = [held for held in mine if held.key is None and held.tensor.is_meta]
     if missing and init_fn is None:
-        _raise_without_init_fn(missing, weights)
+        name, hint = missing[0].names[0], "init_fn= (model._init_weights for a Hugging Face model"
+        if weights is not None:
+            raise RunError(
+                f"{name} is a buffer on the meta device that no checkpoint holds (persistent=False); pass {hint})"
+            )
+        raise RunError(
+            f"{name} is on the meta device, and nothing says what its values are; pass checkpoint=, or {hint}, "
+            "fxpipe.reset_parameters for modules of torch.nn)"
+        )
     new = {id(held.tensor): _real(held, device) for held in missing}
     replace_tensors(model, new)
     if missing and init_fn is not None:
@@ -94,20 +98,7 @@ def materialise(
         assert weights is not None
         assert held.key is not None
         weights.read_into(held.key, new.get(id(held.tensor), held.tensor).detach())
-    return Materialised(
-        tuple(held.names[0] for held in loaded),
-        tuple(held.names[0] for held in missing),
-        tuple((held.tensor, new[id(held.tensor)]) for held in mine if id(held.tensor) in new),
-    )
-
-
-def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Puts ``new[id(tensor)]`` in the place of each parameter and buffer, wherever the module holds it."""
-    for submodule in module.modules():
-        for table in (submodule._parameters, submodule._buffers):
-            for name, tensor in list(table.items()):
-                if id(tensor) in new:
-                    setattr(submodule, name, new[id(tensor)])  # by its setter: nn.LSTM, for one, keeps a list as well
+    return new
 
 
 def check_no_meta(module: nn.Module, stage: str) -> None:
@@ -131,6 +122,11 @@ def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights |
 def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
     """Every tensor of the model once, in its order."""
     known = frozenset(weights.names) if weights is not None else frozenset()
+    passing = {
+        f"{path}.{leaf}".removeprefix(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf in module._non_persistent_buffers_set
+    }
     tensors: dict[int, Tensor] = {}
     names: dict[int, list[str]] = {}
     for name, tensor in all_tensors(model).items():
@@ -141,15 +137,10 @@ def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
             tensor,
             tuple(names[key]),
             next((name for name in names[key] if name in known), None),
-            any(_is_saved(model, name) for name in names[key]),
+            not passing.issuperset(names[key]),
         )
         for key, tensor in tensors.items()
     ]
-
-
-def _is_saved(model: nn.Module, name: str) -> bool:
-    path, _, leaf = name.rpartition(".")
-    return leaf not in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: InitFn | None) -> None:
@@ -168,23 +159,11 @@ def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: I
         remedy = "where only the names differ, write checkpoint=fxpipe.Weights.open(path, rename=...)"
         if init_fn is None:
             remedy += "; init_fn= makes what a checkpoint lacks"
-        raise CheckpointError(f"{lacking}{likeliest(absent[0], others)}; {remedy}")
+        raise CheckpointError(f"{lacking}{nearest(absent[0], others)}; {remedy}")
     if is_teller():
         unused = f"; {len(others)} of its own are not used, first {others[0]!r}" if others else ""
         made = "init_fn makes those on the meta device, others stay as they are"
         warnings.warn(f"{lacking}; {made}{unused}", stacklevel=3)
-
-
-def _raise_without_init_fn(missing: Sequence[_HeldTensor], weights: Weights | None) -> None:
-    if weights is None:
-        raise RunError(
-            f"{missing[0].names[0]} is on the meta device, and nothing says what its values are; pass checkpoint=, or "
-            "init_fn= (model._init_weights for a Hugging Face model, fxpipe.reset_parameters for modules of torch.nn)"
-        )
-    raise RunError(
-        f"{missing[0].names[0]} is a buffer on the meta device that no checkpoint holds (persistent=False); pass "
-        "init_fn= as well (model._init_weights for a Hugging Face model)"
-    )
 
 
 # --- new tensors
@@ -200,3 +179,163 @@ def _real(held: _HeldTensor, device: torch.device) -> Tensor:
         tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
     tensor.__dict__.update(meta.__dict__)
     return tensor
+
+
+# --- init_fn: finds memory where it is to write; every other tensor of the model is on the meta device meanwhile
+
+InitFn = Callable[[nn.Module], Any]
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """An ``init_fn`` for modules that know how: those of torch.nn, and whatever has a ``reset_parameters``."""
+    _check_module(module)
+    for name in ("reset_parameters", "_reset_parameters"):  # the second in nn.MultiheadAttention and nn.Transformer
+        reset = getattr(module, name, None)
+        if reset is not None:
+            reset()
+            return
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise RunError(f"{shown(module)} is no nn.Module")
+
+
+def init_weights_of(model: nn.Module) -> InitFn:
+    """An ``init_fn`` for models made of several Hugging Face models: each part is initialised by its own rules.
+
+    Those are the ``_init_weights`` of the innermost module around it that has one; without any, ``reset_parameters``.
+    """
+    _check_module(model)
+    rules: dict[int, InitFn] = {}
+
+    def note(module: nn.Module, rule: InitFn) -> None:
+        rule = getattr(module, "_init_weights", rule)
+        rules.setdefault(id(module), rule)
+        for child in module.children():
+            note(child, rule)
+
+    note(model, reset_parameters)
+    return lambda module: rules[id(module)](module)
+
+
+def initialise(
+    model: nn.Module, missing: Mapping[tuple[str, ...], Tensor], init_fn: InitFn, seed: int, device: torch.device
+) -> None:
+    """Calls ``init_fn`` on every submodule around a missing tensor, innermost first, as ``model.apply`` would.
+
+    ``missing``: all names of a tensor → the tensor, which the model holds already. RunError where one is not written.
+    """
+    for tensor in missing.values():
+        tensor.detach().fill_(math.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+    around = {path for names in missing for name in names for path in _around(name)}
+    written: set[int] = set()
+    with torch.no_grad(), seeded(seed, device), _only(model, missing.values()):
+        for path, submodule in [one for one in _innermost_first(model) if one[0] in around]:
+            kind = type(submodule).__name__
+            with (
+                noted(
+                    lambda path=path, kind=kind: (  # type: ignore[misc]
+                        f"init_fn was called on the {kind} {path!r}; of its tensors, those that have values already or "
+                        "are with other ranks are on the meta device"
+                    )
+                ),
+                _SeededWrites(submodule, seed, path, device, written),
+                _tensors_kept(submodule),
+            ):
+                init_fn(submodule)
+    for (name, *_), tensor in missing.items():
+        is_partial = storage_id(tensor) in written
+        left = tensor.is_floating_point() and tensor.element_size() > 1 and bool(tensor.isnan().any())
+        if tensor.numel() and (left or not is_partial):
+            path = name.rpartition(".")[0]
+            holder = type(model.get_submodule(path)).__name__
+            raise RunError(
+                f"init_fn has not written{' all of' * is_partial} {name} of shape {list(tensor.shape)}, which no "
+                f"checkpoint holds either; it is called on the {holder} {path!r} that holds it, and must fill it there"
+            )
+
+
+def _around(name: str) -> Iterator[str]:
+    """The paths of the modules around a tensor: ``a.b``, ``a`` and the root for ``a.b.weight``."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _innermost_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every submodule once, by its first path, in the order of ``Module.apply``."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(id(module))
+        for name, child in module.named_children():
+            if id(child) not in seen:
+                yield from walk(child, f"{path}.{name}" if path else name)
+        yield path, module
+
+    return walk(model, "")
+
+
+class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Starts random numbers anew before and after each write of a tensor of the model, by which write of which it is.
+
+    Without it, a write of a tensor of another rank, which is on the meta device, would draw nothing, and those after
+    it would draw other numbers than where that rank is this one. ``written``: takes the storages that are written.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, path: str, device: torch.device, written: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {storage_id(tensor): name for name, tensor in reversed(all_tensors(model).items())}
+        self._key = struct.pack("<Q", seed % 2**64) + path.encode()
+        self._device, self._written = device, written
+        self._writes: Counter[str] = Counter()
+        self._start("", 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        storage = storage_id(args[0]) if args and schema_of(func).is_mutable and isinstance(args[0], Tensor) else None
+        name = None if storage is None else self._names.get(storage)
+        if storage is None or name is None:
+            return func(*args, **(kwargs or {}))
+        self._written.add(storage)
+        self._writes[name] += 1
+        self._start(name, 2 * self._writes[name])
+        result = func(*args, **(kwargs or {}))
+        self._start(name, 2 * self._writes[name] + 1)
+        return result
+
+    def _start(self, name: str, count: int) -> None:
+        seed_torch(seed_from(self._key + f" {name} {count}".encode()), self._device)
+
+
+@contextlib.contextmanager
+def _only(model: nn.Module, tensors: Any) -> Iterator[None]:
+    """While it is open, all real tensors but these are out of the model, and meta tensors in their place."""
+    kept = {id(tensor) for tensor in tensors}
+    hidden = [one for one in all_tensors(model).values() if not one.is_meta and id(one) not in kept]
+    stand_ins = {id(tensor): on_meta(tensor) for tensor in hidden}
+    replace_tensors(model, stand_ins)
+    try:
+        yield
+    finally:
+        replace_tensors(model, {id(stand_ins[id(tensor)]): tensor for tensor in hidden})
+
+
+@contextlib.contextmanager
+def _tensors_kept(submodule: nn.Module) -> Iterator[None]:
+    """Where ``init_fn`` assigns a new tensor, the values go into the one that was there: it may be tied, or cast."""
+    tables = [(module, table) for module in submodule.modules() for table in (module._parameters, module._buffers)]
+    places = [(module, name, tensor) for module, table in tables for name, tensor in table.items()]
+    yield
+    for module, name, tensor in places:
+        new = getattr(module, name)
+        if new is tensor or tensor is None:
+            continue
+        if new.shape != tensor.shape:
+            raise RunError(
+                f"init_fn put a tensor of shape {list(new.shape)} in the place of {type(module).__name__}.{name}, "
+                f"which has {list(tensor.shape)}; build the model with the shapes that it is to have"
+            )
+        if not tensor.is_meta and not new.is_meta:
+            tensor.copy_(new)
+        setattr(module, name, tensor)

@@ -11,11 +11,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.transport import Transport, broadcast, overwrite
+from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.parameters.own_buffers import mark_own_buffers
+from fxpipe.parameters.dtensors import check_fits, is_cut_over, is_dtensor, local, part_of, whole_of
+from fxpipe.torch_compat import plain_results
+from fxpipe.validation import shown
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,6 @@ def ownership(graph: StageGraph) -> Ownership:
 
 _ORIGINAL, _HELD = "the model's part", "held as"
 """Under names that no part of a model can bear. The second is the part's own number, which a copy of it has not."""
-_BEFORE = "change the model before fxpipe.compile"
-_HOOK = "are never called; register it on the model that is given to fxpipe.compile, before"
 
 
 def _reaches_nothing(name: str, instead: str) -> Any:
@@ -77,10 +79,6 @@ class _HeldPart(nn.Module):
         super().__init__()
         vars(self).update({_ORIGINAL: original, _HELD: id(self)})
 
-    register_forward_hook = _reaches_nothing("register_forward_hook", _HOOK)
-    register_forward_pre_hook = _reaches_nothing("register_forward_pre_hook", _HOOK)
-    register_full_backward_hook = _reaches_nothing("register_full_backward_hook", _HOOK)
-    register_full_backward_pre_hook = _reaches_nothing("register_full_backward_pre_hook", _HOOK)
     apply = _reaches_nothing("apply", "are of no class that a function would look for; call it on the model itself")
 
     def train(self, mode: bool = True) -> Self:
@@ -90,45 +88,29 @@ class _HeldPart(nn.Module):
             part.training = vars(part)[_ORIGINAL].training
         return self
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self._check_tensor(name, param)
-        super().register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self._check_tensor(name, tensor)
-        super().register_buffer(name, tensor, persistent)
-
     def __setattr__(self, name: str, value: Any) -> None:
-        self._check_tensor(name, value)
-        if _is_held(self) and self._modules.get(name, value) is not value:
-            raise RunError(f"{name} is set to another module, and the stages would go on with the old one; {_BEFORE}")
-        if _is_held(self) and not name.startswith("_") and name not in (*self._tensors, *self._modules, "training"):
-            self._check_attribute(name)
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if _is_held(self) and name in (*self._tensors, *self._modules):
-            raise RunError(f"{name} is what the stages hold, and they would go on with it; {_BEFORE}")
-        super().__delattr__(name)
-
-    @property
-    def _tensors(self) -> dict[str, Tensor | None]:
-        return self._parameters | self._buffers
-
-    def _check_tensor(self, name: str, value: Any) -> None:
-        if _is_held(self) and self._tensors.get(name, value) is not value:
+        own = self._parameters | self._buffers | self._modules
+        if _is_held(self) and own.get(name, value) is not value:
+            kind = "module" if name in self._modules else "tensor"
             raise RunError(
-                f"{name} is set to another tensor than the stages hold, and they would go on with the old one; "
-                "write values into what there is: with torch.no_grad(): module.get_parameter(name).copy_(value), "
-                "or get_buffer(name)"
+                f"{name} is set to another {kind} than the stages hold, and they would go on with the old one; change "
+                "the model before fxpipe.compile, or write values into what there is: with torch.no_grad(): "
+                "module.get_parameter(name).copy_(value), or get_buffer(name)"
             )
-
-    def _check_attribute(self, name: str) -> None:
-        if hasattr(vars(self)[_ORIGINAL], name):
+        is_new = name not in own and name != "training" and not name.startswith("_")
+        if _is_held(self) and is_new and hasattr(vars(self)[_ORIGINAL], name):
             raise RunError(
                 f"{name} is set in forward_backward.module, of which stages use tensors alone; set it in the model "
                 "that was given to fxpipe.compile"
             )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if _is_held(self) and name in self._parameters | self._buffers | self._modules:
+            raise RunError(
+                f"{name} is what the stages hold, and they would go on with it; change the model before fxpipe.compile"
+            )
+        super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         if _is_held(self):
@@ -139,6 +121,11 @@ class _HeldPart(nn.Module):
 
 def _is_held(part: nn.Module) -> bool:
     return vars(part).get(_HELD) == id(part)
+
+
+for _hook in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+    _instead = "are never called; register it on the model that is given to fxpipe.compile, before"
+    setattr(_HeldPart, f"register_{_hook}", _reaches_nothing(f"register_{_hook}", _instead))
 
 
 class RankModule(_HeldPart):
@@ -191,16 +178,22 @@ def release(
     ``why``: a name → what is said where its values are used. ``device``: what stands for the meta device.
     """
     tensors = all_tensors(model)
-    kept = {id(tensor) for name, tensor in tensors.items() if name in keep}
+    done = {id(tensor) for name, tensor in tensors.items() if name in keep or isinstance(tensor, Elsewhere)}
     empty: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        if id(tensor) in kept or isinstance(tensor, Elsewhere):
-            continue
-        if id(tensor) not in empty:
+        if id(tensor) not in done | empty.keys():
             at = device if tensor.is_meta and device is not None else tensor.device
             empty[id(tensor)] = Elsewhere.of(tensor, why.get(name, f"{name} is held by another rank"), at)
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, empty[id(tensor)])  # by its setter: nn.LSTM keeps a list as well
+    replace_tensors(model, empty)
+
+
+def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
+    """Puts ``new[id(tensor)]`` in the place of each parameter and buffer, wherever the module holds it."""
+    for submodule in module.modules():
+        for table in (submodule._parameters, submodule._buffers):
+            for name, tensor in list(table.items()):
+                if id(tensor) in new:
+                    setattr(submodule, name, new[id(tensor)])  # by its setter: nn.LSTM, for one, keeps a list as well
 
 
 def why_elsewhere(graph: StageGraph, owners: Ownership) -> dict[str, str]:
@@ -229,3 +222,117 @@ def on_meta(tensor: Tensor) -> Tensor:
     """Another tensor or parameter like it, without memory."""
     meta = torch.empty_like(tensor, device="meta")
     return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+# --- what each replica has of its own, such as BatchNorm's statistics; a checkpoint has one replica's
+
+
+def own_buffers(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The names of what each replica has of its own in a state dict of ``module``: buffers, but for spread ones."""
+    names = {prefix + name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name for name in names & state.keys() if not is_dtensor(state[name])}
+
+
+class OwnBuffer(Tensor):
+    """A buffer in the state dict of a replica that is not the first: a checkpoint has the first one's in its place.
+
+    torch.distributed.checkpoint would take each from whichever replica has less to write, so that a mean and its
+    variance could be of different rows. To everybody else it is a tensor, and what is computed with it is a plain one.
+    """
+
+    __torch_function__ = plain_results
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[Any]:
+        return []
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What torch's staging, which fills it, and ``copy.deepcopy`` begin with."""
+        return super().new_empty(*args, **kwargs).as_subclass(OwnBuffer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def mark_own_buffers(module: nn.Module, state: dict[str, Any], prefix: str = "", metadata: Any = None) -> None:
+    """Makes them ``OwnBuffer``s, in a state dict of a replica that is not the first."""
+    for name in own_buffers(module, state, prefix):
+        state[name] = state[name].as_subclass(OwnBuffer)
+
+
+# --- state dicts in the plain model's own names; with zero=3 a rank holds shards, as DTensors
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The whole model's state dict; CheckpointError where it has more than tensors, which would be lost."""
+    state: dict[str, Tensor] = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
+    return state
+
+
+def full_state_dict(
+    model: nn.Module, mine: nn.Module, owners: Ownership, transport: Transport, device: torch.device
+) -> dict[str, Tensor]:
+    """The whole model's state dict, on every rank: each tensor comes from the first rank that holds it.
+
+    A collective call of a pipe group, and with shards of all ranks. On ranks that do not hold a tensor it is on
+    ``device``.
+    """
+    held = mine.state_dict()
+    state: dict[str, Tensor] = {}
+    for name, like in tensors_of(model).items():
+        owner = owners.first_owner(name)
+        tensor = held.get(name, like)
+        if transport.pipe_rank is not None:
+            if transport.pipe_rank == owner:
+                tensor = _whole(tensor, transport).to(device)
+            else:
+                tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            broadcast([tensor], transport, "pipe", owner)
+        state[name] = tensor
+    if transport.data_rank:
+        mark_own_buffers(model, state)
+    return state
+
+
+def _whole(tensor: Tensor, transport: Transport) -> Tensor:
+    """A shard's whole tensor: a collective call of the ranks that hold the shards.
+
+    ``full_tensor`` would do, but over groups that nobody closes where a rank fails, and by a mesh that torch caches
+    beyond the end of a world of processes.
+    """
+    own = local(tensor)
+    if not is_dtensor(tensor):
+        return tensor
+    if not is_cut_over(tensor, transport.ranks("gather")):  # the user's own mesh, which parallelize= was given
+        return whole_of(tensor)
+    ranks = len(transport.ranks("gather"))
+    part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
+    part[: len(own)] = own
+    whole = part.new_empty((ranks * len(part), *tensor.shape[1:]))
+    transport.start([Collective("all_gather", "gather", whole, part)], "a parameter for the state dict").wait()
+    return whole[: tensor.shape[0]].clone()
+
+
+def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
+    held, whole = module.state_dict(), tensors_of(model)
+    unknown = [name for name in state if name not in whole]
+    if unknown:
+        raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
+    missing = [name for name in held if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"the state dict lacks {len(missing)} of {len(held)} tensors, first {missing[0]!r}"
+            f"{nearest(missing[0], state)}; load a plain model's state dict, or this rank's own part"
+        )
+    for name, tensor in held.items():
+        if not isinstance(state[name], Tensor) or state[name].is_meta or state[name].layout is not torch.strided:
+            raise CheckpointError(f"{name} of the state dict is {shown(state[name])}; it is a dense tensor with values")
+        check_fits(name, tensor, "the state dict", state[name].shape, state[name].dtype)
+    with torch.no_grad():
+        for name, tensor in held.items():
+            overwrite(local(tensor), part_of(tensor, state[name]))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest
-from fxpipe.precision import converts
+from fxpipe.parameters.dtensors import check_fits
 from fxpipe.small_file import read_small
 from fxpipe.validation import is_text, shown
+
+if TYPE_CHECKING:
+    from fxpipe.parameters.checkpoint.reader import FolderReader, ModelValues
 
 PIECE = 8 * 2**20
 """Bytes that are read at a time; a single row of more than that is read at once."""
@@ -62,11 +66,11 @@ def _sources_in(folder: Path) -> Iterable[WeightFile]:
             return _indexed(folder / name)
     for saved in (folder, folder / "latest"):
         if (saved / MANIFEST).exists():
-            return [_SavedRun(saved)]
+            return [_Folder(saved, is_run=True)]
     if tensors := sorted(folder.glob("*.safetensors")):
         return map(_Safetensors, tensors)
     if (folder / ".metadata").exists():
-        return [_Distributed(folder)]
+        return [_Folder(folder, is_run=False)]
     files = sorted(file for file in folder.iterdir() if file.suffix in _TORCH_SUFFIXES)
     if len(files) != 1:
         kinds = ", ".join(("*.safetensors", *_INDICES, ".metadata"))
@@ -81,8 +85,7 @@ def _indexed(index: Path) -> Iterator[WeightFile]:
         names = set(json.loads(read_small(index, _MOST_INDEX))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of weights: it has no weight_map, tensor → file") from error
-    odd = next((name for name in names if not _is_weight_file(name)), None)
-    if odd is not None:
+    for odd in [name for name in names if not _is_weight_file(name)]:
         kinds = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
         raise CheckpointError(f"{index} names {odd!r:.500}, which is no file of weights in its folder; write {kinds}")
     for name in sorted(names):
@@ -170,38 +173,32 @@ class _TorchFile:
         return state
 
 
-class _Distributed:
-    """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in, and as data."""
+@dataclass(frozen=True)
+class _Folder:
+    """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in, and as data.
 
-    def __init__(self, path: Path) -> None:
-        from fxpipe.parameters.checkpoint.reader import FolderReader  # it imports torch.distributed.checkpoint
+    Of what ``fxpipe.save`` has written it is the model: its own names, and of the optimizer the masters of what is kept
+    rounded. What is read of the files is compared with the manifest.
+    """
 
-        self.path, self._reader = path, FolderReader(path)
+    path: Path
+    is_run: bool
 
-    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        return self._reader.tensors
+    @functools.cached_property
+    def _values(self) -> ModelValues | FolderReader:
+        # these import torch.distributed.checkpoint
+        from fxpipe.parameters.checkpoint.reader import FolderReader, ModelValues
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        self._reader.plan({name: target.detach()})()
-
-
-class _SavedRun:
-    """The model of a checkpoint that ``fxpipe.save`` has written: its own names, and of the optimizer the masters of
-    what is kept rounded. Of the files' contents what is read is compared with the manifest."""
-
-    def __init__(self, path: Path) -> None:
-        from fxpipe.parameters.checkpoint.model_values import ModelValues
-        from fxpipe.parameters.checkpoint.reader import FolderReader
-
-        manifest = Manifest.read(path)
-        manifest.check_sizes(path)
-        self.path, self._values = path, ModelValues(FolderReader(path, manifest), manifest.ties)
+        if not self.is_run:
+            return FolderReader(self.path)
+        manifest = Manifest.read(self.path, sizes=True)
+        return ModelValues(FolderReader(self.path, manifest), manifest.ties)
 
     def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        return self._values.entries()
+        return self._values.tensors
 
     def read_into(self, name: str, target: Tensor) -> None:
-        self._values.plan({name: target})()
+        self._values.plan({name: target.detach()})()
 
 
 def _pieces(tensor: Tensor) -> Iterator[slice | None]:
@@ -213,9 +210,6 @@ def _pieces(tensor: Tensor) -> Iterator[slice | None]:
     step = max(1, PIECE // in_row)
     for start in range(0, len(tensor), step):
         yield slice(start, start + step)
-
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -260,7 +254,9 @@ class Weights:
                 if not is_text(name):
                     raise CheckpointError(f"rename gives {shown(name)} for {key!r}; it gives a name")
                 if name in entries:
-                    _raise_twice(name, entries[name], source, key)
+                    first = entries[name]
+                    here, there = f"{first.key!r} in {first.source.path}", f"{key!r} in {source.path}"
+                    raise CheckpointError(f"two tensors of the checkpoint are called {name!r}: {here} and {there}")
                 entries[name] = Entry(source, key, shape, dtype)
         if not entries:
             raise CheckpointError(f"{path} holds no tensors by name; save a state dict: torch.save(model.state_dict())")
@@ -302,31 +298,9 @@ class Weights:
         if not isinstance(target, Tensor):
             raise CheckpointError(f"{bearer} is {shown(target)}; it is a tensor to read into")
         entry = self._entry(name)
-        if entry.shape != target.shape:
-            raise CheckpointError(
-                f"{bearer} has shape {list(target.shape)}, {self.path} has {list(entry.shape)}; build the model with "
-                "the configuration that the checkpoint was saved with"
-            )
-        if not converts(entry.dtype, target.dtype):
-            raise CheckpointError(
-                f"{bearer} is {target.dtype}, {self.path} has it as {entry.dtype}, and only floats of 16 to 64 bits "
-                "are converted, for others may need scales; save the checkpoint with the model's types"
-            )
+        check_fits(bearer, target, self.path, entry.shape, entry.dtype)
 
     def _entry(self, name: str) -> Entry:
         if not is_text(name) or name not in self.entries:
-            raise CheckpointError(f"{self.path} has no tensor {shown(name)}{likeliest(name, self.names)}")
+            raise CheckpointError(f"{self.path} has no tensor {shown(name)}{nearest(name, self.names)}")
         return self.entries[name]
-
-
-def likeliest(name: str, known: Sequence[str]) -> str:
-    """The end of a message about a ``name`` that is in no checkpoint: the nearest there is, or the first few."""
-    end = nearest(name, known)
-    if len(known) <= _SHOWN or end.startswith("; did"):
-        return end
-    return f"{nearest(name, known[:_SHOWN])} and {len(known) - _SHOWN} more"
-
-
-def _raise_twice(name: str, first: Entry, source: WeightFile, key: str) -> None:
-    here, there = f"{first.key!r} in {first.source.path}", f"{key!r} in {source.path}"
-    raise CheckpointError(f"two tensors of the checkpoint are called {name!r}: {here} and {there}")

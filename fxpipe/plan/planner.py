@@ -50,9 +50,6 @@ class Adopting(Protocol):
     def adopt(self, graph: StageGraph) -> StageGraph:
         """The graph, whose stages run these modules."""
 
-    def keep(self, graphs: Sequence[StageGraph]) -> None:
-        """Lets go of what was adopted for other graphs than these."""
-
 
 @dataclass(frozen=True, eq=False)
 class Planner:
@@ -192,8 +189,6 @@ class Planner:
         self.places.clear()  # a later plan of the same pattern may be of another capture
         if self.captures is not None:
             self.captures.keep({one for plan in self.plans.values() for one in plan.captures})
-        if self.parallel is not None:
-            self.parallel.keep(self.graphs)
 
     @contextlib.contextmanager
     def rolled_back_on_error(self) -> Iterator[None]:

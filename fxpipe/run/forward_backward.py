@@ -18,8 +18,7 @@ from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
-from fxpipe.parameters.ownership import RankModule
-from fxpipe.parameters.state_dicts import full_state_dict, load_into, tensors_of
+from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
 from fxpipe.plan.agree.agreement import Call
 from fxpipe.plan.agree.together import planner_together
 from fxpipe.progress import log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,8 @@ from fxpipe.errors import RunError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
-from fxpipe.parameters.initialise import InitFn
-from fxpipe.parameters.materialise import check_no_meta, materialise
-from fxpipe.parameters.ownership import Ownership, RankModule, release, why_elsewhere
+from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise
+from fxpipe.parameters.ownership import Ownership, RankModule, release, replace_tensors, why_elsewhere
 from fxpipe.parameters.weights import Weights
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
@@ -25,8 +25,8 @@ from fxpipe.run.actions.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
 from fxpipe.sharding.gradients import Gradients
-from fxpipe.sharding.parallelize.apply import parallelise_stages, tensor_groups
-from fxpipe.sharding.reducer import reducer_for
+from fxpipe.sharding.parallelise import parallelise_stages, tensor_groups
+from fxpipe.sharding.reducer import Reducer, reducer_for
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def take_own_part(
         made = materialise(planner.module, names, device, init_fn, weights, seed)
         for name, module, ranks in _stages_with_modules(planner):
             if rank in (None, *ranks):
-                made.replace_in(module)
+                replace_tensors(module, made)
                 check_no_meta(module, name)
     if rank is not None:
         _make_equal(planner, topology, transport, owners)
@@ -169,8 +169,7 @@ def make_rank_state(
         graph, rows, rank = planner.first.graph, planner.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
         way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
-        gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes)
-        if parallel is not None:
-            gradients = parallel.gradients(gradients, transport, owners, planner.module)
+        make = Reducer if parallel is None else partial(parallel.gradients, owners=owners, module=module)
+        gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes, make)
     device = _device_of(planner.first, owners, transport)
     return RankState(planner, module, gradients, originals, owners, device, seed)

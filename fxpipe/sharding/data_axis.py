@@ -1,7 +1,8 @@
-"""Data axis: in which groups of ranks gradients are summed, and what each rank has of the sum."""
+"""Data axis: in which groups of ranks gradients are summed, in which buckets, and what each rank has of the sum."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport
 from fxpipe.errors import TopologyError
 from fxpipe.parameters.ownership import Ownership
+from fxpipe.plan.balance.memory import dealt
 from fxpipe.precision import Precision
 
 
@@ -86,3 +88,114 @@ def check_ties(topology: Topology, transport: Transport, owners: Ownership) -> N
                     f"{sizes} ranks to a node, so that each would cut it differently: "
                     'write zero_scope="data", or make data the innermost axis'
                 )
+
+
+# --- buckets: which parameters share a flat buffer, and which section of it is whose
+
+ALIGNMENT = 64
+"""Bytes. Where a parameter begins decides which kernel runs, and so the last bit: all begin as torch would let them."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter to be placed. Only items of one ``kind`` share a bucket."""
+
+    name: str
+    numel: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``stage``: the one whose backward completes the gradient; None where there are several. ``owners``: the pipe
+    ranks that share the parameter, where there are several. ``whole``: whether one rank must step all of it.
+    ``element``: bytes of the smallest of its types. ``group``: its types and device, which must be the same."""
+
+    stage: int | None
+    owners: tuple[int, ...]
+    whole: bool
+    element: int
+    group: Hashable = ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in its bucket, in elements."""
+
+    name: str
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A bucket: ``size`` elements, padding included. ``root``: the shard rank that has all of it; None: each has an
+    equal section."""
+
+    kind: Kind
+    slots: tuple[Slot, ...]
+    size: int
+    root: int | None
+
+    def section(self, rank: int, ranks: int) -> tuple[int, int]:
+        """(start, stop) of what shard rank ``rank`` out of ``ranks`` has."""
+        if self.root is not None:
+            return (0, self.size) if rank == self.root else (0, 0)
+        length = self.size // ranks
+        return rank * length, (rank + 1) * length
+
+
+def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tuple[BucketLayout, ...]:
+    """Buckets for items in the order in which their gradients come, over ``ranks`` shard ranks.
+
+    A bucket is closed once it holds ``capacity`` bytes (the first one ``first``), and they stand in the order in which
+    they are complete. Those of tied items depend on nothing else that a rank has: their owners must agree. Items to be
+    stepped whole go to the ranks balanced by size, largest first (Graham, 1969).
+    """
+    owner = _owners([item for item in items if item.kind.whole], ranks)
+    open_: dict[tuple[Kind, int | None], list[Item]] = {}
+    closed: list[tuple[Kind, int | None, list[Item]]] = []
+    for item in items:
+        key = (item.kind, owner.get(item))
+        held = open_.setdefault(key, [])
+        held.append(item)
+        full = capacity if closed or item.kind.owners else first
+        if sum(one.numel for one in held) * item.kind.element >= full:
+            closed.append((*key, open_.pop(key)))
+    closed += [(*key, held) for key, held in open_.items()]
+    place = {item: number for number, item in enumerate(items)}
+    closed.sort(key=lambda bucket: place[bucket[2][-1]])
+    return tuple(_bucket(kind, root, held, ranks) for kind, root, held in closed)
+
+
+def _owners(items: Iterable[Item], ranks: int) -> dict[Item, int]:
+    """The shard rank that steps each item: the one with least so far, the largest item first.
+
+    Tied items are counted apart from all others: every rank that shares them must come to the same result.
+    """
+    apart: dict[tuple[int, ...], list[Item]] = {}
+    for item in sorted(items, key=lambda one: one.name):
+        apart.setdefault(item.kind.owners, []).append(item)
+    return {
+        item: rank
+        for group in apart.values()
+        for item, rank in zip(group, dealt([one.numel for one in group], ranks), strict=True)
+    }
+
+
+def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> BucketLayout:
+    step = max(ALIGNMENT // kind.element, 1)
+    slots, end = [], 0
+    for item in items:
+        slots.append(Slot(item.name, end, item.numel))
+        end = _up(end + item.numel, step)
+    sections = ranks * max(len(kind.owners), 1)
+    return BucketLayout(kind, tuple(slots), end if root is not None else _up(end, step * sections), root)
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -28,24 +28,34 @@ from fxpipe.sharding.clip import gradient_of
 from fxpipe.sharding.flat_bucket import Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces
 from fxpipe.sharding.optimizer_class import (
+    Entry,
     OptimizerMaker,
     check_class,
     check_numbers,
+    initial_state,
     is_elementwise,
+    is_initial,
     looks_across,
     made_by,
     unwrapped,
 )
-from fxpipe.sharding.optimizer_state import TargetStates, check_saves_all, read_state_dict, refuse_torchs_helpers
+from fxpipe.sharding.optimizer_state import (
+    MASTER,
+    Target,
+    check_saves_all,
+    entry_to_load,
+    entry_to_save,
+    originals_of,
+    read_state_dict,
+    refuse_torchs_helpers,
+    target_of,
+)
 from fxpipe.sharding.parameter_groups import (
-    check_replicas,
-    comparable,
     first_names,
     options_of,
     resolve_groups,
     whole_groups,
 )
-from fxpipe.sharding.stepped_piece import Target, originals_of, target_of
 from fxpipe.validation import shown
 
 
@@ -97,6 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_class(cls, store.way.sharded or precision is not None or offload)
         self._inner: torch.optim.Optimizer | None = None
+        self._make = functools.partial(cls, **kw)
         self._store, self._transport = store, transport
         self._held, self._all = held, held if whole is None else whole
         self._names: dict[int, list[str]] = {}
@@ -106,23 +117,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._precision, self._offload = precision, offload
         self._device = transport.device if device is None else device
         self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
-        self._cause = cause
+        self._cause, self._alone = cause, alone
         self._originals = {} if originals is None else originals
-        self._states = TargetStates(functools.partial(cls, **kw), precision is not None)
         self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self.steps = self.skipped_steps = 0
         self.stepping = False
-        self._alone = alone
         self._steppers = {} if steppers is None else steppers
         self._replaced = ""  # a parameter that a later optimizer steps
-        self._given_to_all = {"cls": getattr(unwrapped(cls), "__name__", ""), **kw}
         super().__init__(self._resolved(params), {})
-        self._check_alone(functools.partial(cls, **kw))
+        self._check_alone()
         self._targets = self._claim(self.param_groups)
-        given = [self._given(group, targets) for group, targets in zip(self.param_groups, self._targets, strict=True)]
-        self._inner = settle_foreach(made_by(cls, given, kw))
+        self._inner = settle_foreach(made_by(cls, self._inner_groups(self.param_groups, self._targets), kw))
         self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
         self._exchange(self._inner.param_groups, self.param_groups)
@@ -133,18 +140,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups, failure = [], None
         try:
             groups = resolve_groups(params, self._held, self._all)
-            mine = [tuple(self._name_of(entry) for entry in group["params"]) for group in groups]
-            options = [comparable({**self._given_to_all, **group}) for group in groups]
-            mine_or_failure: Any = list(zip(mine, options, strict=True))
+            mine: Any = [[self._name_of(entry) for entry in group["params"]] for group in groups]
         except Exception as error:
-            failure, mine_or_failure = error, f"{type(error).__name__}: {error}"
+            failure, mine = error, f"{type(error).__name__}: {error}"
         with announced("optimizer"), self._together():
-            everyone = self._transport.gather("pipe", mine_or_failure)
-            replicas = self._transport.gather("data", mine_or_failure)
+            everyone = self._transport.gather("pipe", mine)
         if failure is not None:
             raise failure
         names = whole_groups(everyone, list(self._all), functools.partial(member, self._transport, "pipe"))
-        check_replicas(replicas)
         if params is not None and not any(names):
             raise RunError(
                 f"params is {shown(params)}, and has no parameter of the model; leave it out for all of them"
@@ -156,14 +159,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_names += names
         return groups
 
-    def _check_alone(self, make: OptimizerMaker) -> None:
+    def _check_alone(self) -> None:
         """Refuses, on all ranks, a step that looks at all parameters together where a rank steps only some."""
         in_parts = len(self._transport.ranks("pipe")) > 1 or (self._store.way.sharded and self._store.way.shards > 1)
         options = options_of(self.param_groups[0]) if self.param_groups else {}
-        if in_parts and not self._elementwise and looks_across(make, options):
+        if in_parts and not self._elementwise and looks_across(self._make, options):
             raise RunError(
-                f"{self._given_to_all['cls']} steps a parameter by the gradients of others, and each rank steps only "
-                "some of the model's; turn that off (timm's Lamb: max_grad_norm=None) and call "
+                f"{unwrapped(self._make).__name__} steps a parameter by the gradients of others, and each rank steps "
+                "only some of the model's; turn that off (timm's Lamb: max_grad_norm=None) and call "
                 "forward_backward.clip_grad_norm_(max_norm), or write torch.optim.AdamW"
             )
 
@@ -192,15 +195,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         (group,) = self._resolved([param_group])
         super().add_param_group(group)
         (targets,) = self._claim([group])
-        self._inner.add_param_group(self._given(group, targets))
+        self._inner.add_param_group(*self._inner_groups([group], [targets]))
         self._targets.append(targets)
         self._exchange(settle_foreach(self._inner).param_groups, self.param_groups)
         self._take_over()
 
     @staticmethod
-    def _given(group: Mapping[str, Any], targets: Iterable[Target]) -> dict[str, Any]:
-        """A group as the inner optimizer is given it."""
-        return {**options_of(group), "params": [target.tensor for target in targets]}
+    def _inner_groups(groups: Iterable[Mapping[str, Any]], targets: Iterable[list[Target]]) -> list[dict[str, Any]]:
+        """Groups as the inner optimizer is given them."""
+        pairs = zip(groups, targets, strict=True)
+        return [{**options_of(group), "params": [target.tensor for target in mine]} for group, mine in pairs]
 
     def _claim(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Target]]:
         """What this rank steps of these groups' parameters, group by group."""
@@ -215,20 +219,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "write fully_shard(..., offload_policy=CPUOffloadPolicy()) in parallelize"
                 )
             pieces.setdefault(id(piece.parameter), []).append(piece)
-        made = [
-            [
-                target_of(
-                    piece,
-                    originals_of(self._originals, self._names[id(p)]),
-                    self._precision,
-                    self._offload,
-                    self._store.way.sharded,
-                )
-                for p in group["params"]
-                for piece in pieces.get(id(p), ())
-            ]
-            for group in groups
-        ]
+
+        def target(piece: Piece) -> Target:
+            original = originals_of(self._originals, self._names[id(piece.parameter)])
+            return target_of(piece, original, self._precision, self._offload, self._store.way.sharded)
+
+        made = [[target(piece) for p in group["params"] for piece in pieces.get(id(p), ())] for group in groups]
         for name in names:
             self._originals.pop(name, None)
         return made
@@ -266,31 +262,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self._replaced} is stepped by an optimizer that was made after this one; step that one, or give "
                 "each of them parameters of its own"
             )
-        with self._alone("optimizer.step()"):
-            self._step_alone()
-        return loss
-
-    def _step_alone(self) -> None:
-        number, self.steps = self.steps, self.steps + 1
-        with torch.no_grad(), self._announced(), self._together(), self._under_way():
-            broken = self._broken_ranks() if self._precision is not None else ()
-            if broken:
-                self._skip(number, broken)
-            else:
-                self._step()
-
-    def _announced(self) -> AbstractContextManager[None]:
-        """Where ranks step parts of one another's parameters, or decide together; elsewhere one need not step."""
+        # where ranks step parts of one another's parameters, or decide together; elsewhere one need not step
         meets = self._store.way.sharded or self._precision is not None
-        return announced("optimizer.step") if meets else phase("optimizer.step", extends=False)
-
-    @contextlib.contextmanager
-    def _under_way(self) -> Iterator[None]:
-        self.stepping = True
-        try:
-            yield
-        finally:
-            self.stepping = False
+        under_way = announced("optimizer.step") if meets else phase("optimizer.step", extends=False)
+        with self._alone("optimizer.step()"), torch.no_grad(), under_way, self._together():
+            self.stepping = True
+            try:
+                self.steps += 1
+                broken = self._broken_ranks() if self._precision is not None else ()
+                if broken:
+                    self._skip(broken)
+                else:
+                    self._step()
+            finally:
+                self.stepping = False
+        return loss
 
     def _together(self) -> AbstractContextManager[None]:
         return failing_together(self._transport, self._transport.abort, (FxpipeError,))
@@ -327,16 +313,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         flags = self._transport.gather_int("all", int(not math.isfinite(largest.item())))
         return tuple(rank for rank, flag in zip(self._transport.ranks("all"), flags, strict=True) if flag)
 
-    def _skip(self, number: int, broken: Sequence[int]) -> None:
+    def _skip(self, broken: Sequence[int]) -> None:
         self.skipped_steps += 1
         cause = self._cause()
         if self._transport.rank == 0 and (self.skipped_steps == 1 or cause):
             ranks = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
             warnings.warn(
-                f"step {number} (from 0) was skipped on all ranks: the gradient on {ranks} has an inf or nan"
+                f"step {self.steps - 1} (from 0) was skipped on all ranks: the gradient on {ranks} has an inf or nan"
                 f"{cause and f', for {cause}'}. Further ones are counted in optimizer.skipped_steps",
                 RuntimeWarning,
-                stacklevel=5,  # behind _step_alone, step() and torch's wrapper around it
+                stacklevel=4,  # behind step() and torch's wrapper around it
             )
 
     @property
@@ -383,13 +369,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """``state_dict``, with an initial state of the frozen parameters, too, that were ``saved`` with a state."""
         assert self._inner is not None
         check_saves_all(self._inner)
-        entries = {
-            name: self._states.show(name, self.state.get(target.tensor), options_of(group), target, name in saved)
-            for group, targets in zip(self.param_groups, self._targets, strict=True)
-            for target in targets
-            if target.tensor.numel() or target.whole  # not a shard of none of its rows
-            for name in [self._name_of(target.piece.parameter)]
-        }
+        entries: dict[str, Entry] = {}
+        for group, targets in zip(self.param_groups, self._targets, strict=True):
+            for target in targets:
+                if not target.tensor.numel() and not target.whole:
+                    continue  # a shard of none of its rows
+                parameter = target.piece.parameter
+                name, entry = self._name_of(parameter), dict(self.state.get(target.tensor) or {})
+                if not entry and (name in saved or parameter.requires_grad):
+                    entry = initial_state(self._make, options_of(group), target.tensor)
+                entries[name] = entry_to_save(name, entry, target, self._has_master(target))
         return {
             "state": {name: entry for name, entry in entries.items() if entry},
             "param_groups": [
@@ -397,6 +386,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for names, group in zip(self._group_names, self.param_groups, strict=True)
             ],
         }
+
+    def _has_master(self, target: Target) -> bool:
+        return self._precision is not None and target.tensor.is_floating_point()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
@@ -414,19 +406,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for mine, new in zip(own, found, strict=True):
             check_numbers(CheckpointError, new, mine)
         options = [{**mine, **new} for mine, new in zip(own, found, strict=True)]  # those not saved as they are
-        loaded = [
-            (target, self._states.load(name, saved.get(name, {}), new, mine, target, self._is_lazy))
-            for mine, new, targets in zip(own, options, self._targets, strict=True)
-            for target in targets
-            for name in [self._name_of(target.piece.parameter)]
-        ]
+        loaded: list[tuple[Target, Entry]] = []
+        state: defaultdict[Tensor, Entry] = defaultdict(dict)
+        for mine, new, targets in zip(own, options, self._targets, strict=True):
+            for target in targets:
+                name = self._name_of(target.piece.parameter)
+                there = saved.get(name, {})
+                initial = asked = initial_state(self._make, new, target.tensor)
+                if not there.keys() - {MASTER}:  # it was frozen: are these options content without a state?
+                    asked = initial_state(self._make, mine, target.tensor)
+                entry = entry_to_load(name, there, initial, asked, target, self._has_master(target))
+                loaded.append((target, entry))
+                kept = {key: value for key, value in entry.items() if key != MASTER}
+                # an optimizer that makes a state in its first step has none of what was never stepped
+                if not self._is_lazy or (kept and not is_initial(kept, initial)):
+                    state[target.tensor] = kept or initial
         self._store.settle()  # what the step before has sent may still be on its way
-        masters = [(target, one.master) for target, one in loaded if one.master is not None]
+        masters = [(target, entry[MASTER]) for target, entry in loaded if MASTER in entry]
+        self._exact = [(target, master) for target, master in masters if not target.master]
         with torch.no_grad():
-            for target, values in masters:
-                target.tensor.copy_(values)
-        self._exact = [(target, values) for target, values in masters if not target.master]
-        state = defaultdict(dict, {target.tensor: one.state for target, one in loaded if one.state is not None})
+            for target, master in masters:
+                if target.master:
+                    target.tensor.copy_(master)
+            self._restore_exact()
         self._inner.__setstate__({"state": state, "param_groups": self._inner.param_groups})
         self.state = self._inner.state
         self._exchange(copy.deepcopy(options), self.param_groups)
@@ -440,6 +442,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for target in self._flat:
                 target.refresh(originals_of(values or {}, self._names[id(target.piece.parameter)]))
-            for target, exact in self._exact:
-                assert self._precision is not None
-                target.tensor.copy_(merged(exact, target.tensor, self._precision.compute))
+            self._restore_exact()
+
+    def _restore_exact(self) -> None:
+        """Parameters that are stepped themselves become the masters that were loaded, where these round to them."""
+        for target, exact in self._exact:
+            assert self._precision is not None
+            target.tensor.copy_(merged(exact, target.tensor, self._precision.compute))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,8 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
-from fxpipe.sharding.bucket_layout import BucketLayout, Slot
-from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.sharding.data_axis import BucketLayout, GradientSums, Slot
 from fxpipe.sharding.held_gradient import held
-from fxpipe.torch_compat import ZERO, version_of
 
 
 @dataclass(frozen=True)
@@ -72,36 +69,30 @@ class FlatBucket:
             length = (self.ends - self.begins) // len(owners)
             begins = self.begins + owners.index(self.transport.pipe_rank) * length
             self._steps = begins, begins + length
-        self.values = self._flat_values() if self.way.sharded else None
-        self._marks = [self._new_mark(place) for place in range(len(self.parameters))]
+        self.values: Tensor | None = None
+        if self.way.sharded:  # the parameters in one tensor, so that they can be gathered at once
+            self.values = torch.zeros(self.layout.size, dtype=first.dtype, device=self.device)
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
+        self._marks = [
+            Elsewhere.of(
+                torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False),
+                f"zero={self.way.zero} {_IN_PARTS.format(slot.name)}",
+                self.device,
+            )
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+        ]
         self.stopwatch = Stopwatch()
-        self._is_part = len(self.transport.ranks("pipe")) > 1
         self._works: list[Work] = []
+        self._no_buffer()
+        self.forget()
+
+    def _no_buffer(self) -> None:
         self._flat: Tensor | None = None
         self._views: list[Tensor | None] = [None] * len(self.parameters)
-        self.forget()
 
     def __str__(self) -> str:
         return f"{self.layout.slots[0].name} …, {self.layout.size * self.dtype.itemsize / 2**20:.3g} MiB"
-
-    @property
-    def _copies(self) -> int:
-        """How many ranks' gradients are summed."""
-        shards = 1 if self.way.sharded else self.way.shards  # of a section, or of all
-        return shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
-
-    @property
-    def trains(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.parameters)
-
-    def _flat_values(self) -> Tensor:
-        """Moves the parameters into one tensor, so that they can be gathered at once."""
-        flat = torch.zeros(self.layout.size, dtype=self.parameters[0].dtype, device=self.device)
-        with torch.no_grad():
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-                view = view_of(flat, slot, parameter)
-                parameter.data = view.copy_(parameter)
-        return flat
 
     # between calls
 
@@ -118,7 +109,6 @@ class FlatBucket:
 
     def begin(self, scales: bool) -> None:
         """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
-        self._clear_marks()
         if all(parameter.grad is None for parameter in self.parameters):
             self.forget()
             return
@@ -134,18 +124,6 @@ class FlatBucket:
             self.present = [False] * len(self.parameters)
         elif scales:
             self._aside = self._take()
-
-    def _new_mark(self, place: int) -> Tensor:
-        name, memory = self.layout.slots[place].name, torch.empty_like(self.parameters[place], device="meta")
-        return _Mark(memory.to(self.dtype), f"zero={self.way.zero} {_IN_PARTS.format(name)}", self.device)
-
-    def _clear_marks(self) -> None:
-        """Whoever has set a mark to zero has cleared the gradient."""
-        for place, parameter in enumerate(self.parameters):
-            if version_of(self._marks[place]):
-                if parameter.grad is self._marks[place]:
-                    parameter.grad = None
-                self._marks[place] = self._new_mark(place)
 
     def _drop(self, place: int) -> None:
         """The user has cleared the gradient of this parameter alone."""
@@ -187,7 +165,7 @@ class FlatBucket:
         view = self._views[place]
         if view is None:
             view = view_of(self._flat, self.layout.slots[place], self.parameters[place])
-            view = self._views[place] = held(view) if self._is_part else view
+            view = self._views[place] = held(view) if len(self.transport.ranks("pipe")) > 1 else view
         return view
 
     def _collected(self) -> Tensor:
@@ -212,16 +190,16 @@ class FlatBucket:
             self._works.pop(0).wait()
         self._go(self._to_section(flat, last) if self.way.sharded else self._in_place(flat))
         if self.way.zero == 2:
-            self._flat, self._views = None, [None] * len(self.parameters)
+            self._no_buffer()
             for parameter in self.parameters:
                 parameter.grad = None
 
     def start_across(self) -> None:
         """zero=2: what is left to do behind micro-batches that were not known to be the last."""
         if self.part is not None:
-            across = _Across(self.part, self)
-            across.before()
-            self._go(across.steps)
+            fill, steps = self._across(self.part)
+            fill()
+            self._go(steps)
 
     def _go(self, steps: Sequence[Collective]) -> None:
         if steps:
@@ -257,20 +235,33 @@ class FlatBucket:
             self.part = torch.empty_like(mine, dtype=self.dtype)
         part = self.part
         received = torch.empty_like(mine) if self.way.shards > 1 and root is None else mine
-        across = _Across(part, self) if last else None
+        fill, steps = self._across(part) if last else (None, [])
 
         def arrived() -> None:
             part.copy_(received) if is_first else part.add_(received)
-            if across is not None:
-                across.before()
+            if fill is not None:
+                fill()
 
-        steps = across.steps if across is not None else []
         if self.way.shards == 1:
             arrived()
             return steps
         if root is not None:
             return [Collective("reduce", "shard", wire, root=root, then=arrived), *steps]
         return [Collective("reduce_scatter", "shard", received, wire, then=arrived), *steps]
+
+    def _across(self, part: Tensor) -> tuple[Callable[[], object], list[Collective]]:
+        """The sum of a section over nodes and owners: what is called once the section is complete, and what follows.
+
+        It travels in a buffer of its own where that is of another type.
+        """
+        dtype = self.way.on_wire(part[:0]).dtype
+        if dtype == part.dtype:
+            return lambda: None, self.all_reduces(part)
+        wire = torch.empty_like(part, dtype=dtype)
+        steps = self.all_reduces(wire)
+        if steps:
+            steps[-1] = steps[-1]._replace(then=lambda: part.copy_(wire))
+        return lambda: wire.copy_(part), steps
 
     def all_reduces(self, tensor: Tensor) -> list[Collective]:
         """Over the ranks of other nodes that hold the same section, and over the owners of tied parameters."""
@@ -315,7 +306,9 @@ class FlatBucket:
             content = self._content(summed)
             if self.way.zero == 1 and not summed:
                 content = content[self.begins : self.ends]
-            content.add_(self._earlier, alpha=1.0 if summed else 1.0 / self._copies)
+            shards = 1 if self.way.sharded else self.way.shards  # of a section, or of all
+            copies = shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
+            content.add_(self._earlier, alpha=1.0 if summed else 1.0 / copies)
             self._earlier = None
             self.present = [now or before for now, before in zip(self.present, self._had, strict=True)]
         self._summed = summed
@@ -386,30 +379,6 @@ _IN_PARTS = (
     "forward_backward.optimizer(torch.optim.AdamW, lr=...), which steps the parts, and "
     "forward_backward.clip_grad_norm_(max_norm), which clips them"
 )
-
-
-class _Mark(Elsewhere):
-    """What stands in ``.grad`` for a gradient that lies in parts over the ranks; it can be set to zero."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return args[0] if func is ZERO else super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _Across:
-    """The sum of a section over nodes and owners, in a type of its own where gradients travel in one."""
-
-    def __init__(self, part: Tensor, bucket: FlatBucket) -> None:
-        dtype = bucket.way.on_wire(part[:0]).dtype
-        self._part, self._wire = part, part if dtype == part.dtype else torch.empty_like(part, dtype=dtype)
-        self.steps = bucket.all_reduces(self._wire)
-        if self.steps and self._wire is not part:
-            self.steps[-1] = self.steps[-1]._replace(then=lambda: part.copy_(self._wire))
-
-    def before(self) -> None:
-        """When the section is complete."""
-        if self._wire is not self._part:
-            self._wire.copy_(self._part)
 
 
 def view_of(flat: Tensor, slot: Slot, like: Tensor) -> Tensor:

@@ -74,13 +74,12 @@ class FsdpUnit(_FsdpModules):
     ) -> None:
         self.stages, self.names = stages, tuple(parameters)
         self._precision = precision
-        shell, floating = nn.Module(), True
+        shell = nn.Module()
         for place, parameter in enumerate(parameters.values()):
             shell.register_parameter(str(place), parameter)
-            floating = parameter.is_floating_point()
-        what = f"{self.names[0]}" + (f" and {len(self.names) - 1} more" if len(self.names) > 1 else "")
+        what = self.names[0] + f" and {len(self.names) - 1} more" * (len(self.names) > 1)
         policy = MixedPrecisionPolicy()
-        if precision is not None and floating:
+        if precision is not None and parameter.is_floating_point():  # as all of them
             policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         self.shell: FSDPModule = fully_shard(shell, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
         self._all_gather = _Through(transport, "all_gather", "gather", f"parameters {what}", waits=False)
@@ -176,27 +175,24 @@ class FsdpStage(_FsdpModules):
         self._gathered = False
         for root in self._roots:
             fsdp_set_up(root)
-            _may_return_views(root)
-        super().__init__([module for root in roots for module in _sharded_in(root)])
+            if isinstance(root, fx.GraphModule):  # a captured stage may return views: nobody writes into them
+                name = re.escape(type(root).__name__)
+                warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
+        inside = [one for root in roots for one in cast(nn.Module, root).modules() if isinstance(one, FSDPModule)]
+        together: dict[int, FSDPModule] = {}
+        for one in inside:  # of several that were sharded together, one
+            together.setdefault(id(fsdp_state(one)), one)
+        super().__init__(list(together.values()))
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
             # What is whole needs no prefetch; torch's own looks up indices that another stage's end has cleared.
             module.set_modules_to_backward_prefetch([module])
 
-    def _set_last(self, last: bool) -> None:
-        """Whether what comes now is the last backward."""
-        for root in self._roots:
-            root.set_is_last_backward(last)
-        for module in self._modules:
-            module.set_requires_gradient_sync(last, recurse=False)
-            module.set_reshard_after_backward(last, recurse=False)
-
     def gather(self) -> None:
         """Ahead of a forward: the parameters lie whole in the modules."""
         if self._gathered:
             return
-        self._gathered = True
-        self._set_last(False)
+        self._set_gathered(True)
         for handle in [module.unshard(async_op=True) for module in self._modules]:
             if handle is not None:
                 handle.wait()
@@ -206,12 +202,20 @@ class FsdpStage(_FsdpModules):
 
         Returns the shards whose parameters this replica has used.
         """
-        self._set_last(True)
+        self._set_gathered(False)
         used = self._post_backward()
         for root in self._roots:
             fsdp_end_backward(root)
-        self._gathered = False
         return used
+
+    def _set_gathered(self, gathered: bool) -> None:
+        """Parameters stay whole, and gradients add up, as long as they are gathered."""
+        self._gathered = gathered
+        for root in self._roots:
+            root.set_is_last_backward(not gathered)
+        for module in self._modules:
+            module.set_requires_gradient_sync(not gathered, recurse=False)
+            module.set_reshard_after_backward(not gathered, recurse=False)
 
     def free(self) -> None:
         """Without a backward: only shards are left."""
@@ -229,13 +233,6 @@ def sharded_stages(modules: Mapping[int, nn.Module]) -> dict[int, FsdpStage]:
     return {stage: FsdpStage(found) for stage, found in roots.items()}
 
 
-def _may_return_views(root: FSDPModule) -> None:
-    """Silences torch's warning about views that a captured stage returns: nobody writes into them."""
-    if isinstance(root, fx.GraphModule):
-        name = re.escape(type(root).__name__)
-        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
-
-
 def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
     """The FSDP modules that are inside of no other."""
     if isinstance(module, FSDPModule):
@@ -243,13 +240,3 @@ def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
         return
     for child in module.children():
         yield from _roots_in(child)
-
-
-def _sharded_in(root: FSDPModule) -> list[FSDPModule]:
-    """The FSDP modules of a root, outermost first; of several that were sharded together, one."""
-    assert isinstance(root, nn.Module)
-    found: dict[int, FSDPModule] = {}
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            found.setdefault(id(fsdp_state(module)), module)
-    return list(found.values())

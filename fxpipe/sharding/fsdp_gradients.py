@@ -26,8 +26,7 @@ from fxpipe.errors import RunError
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
-from fxpipe.parameters.materialise import replace_tensors
-from fxpipe.parameters.ownership import Ownership
+from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
@@ -53,11 +52,20 @@ def fully_sharded(
     assert transport.pipe_rank is not None
     every, kept = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
     names = {id(parameter): name for name, parameter in reversed(every.items())}
-    _prepare([parameter for name, parameter in every.items() if name in kept], precision)
-    units = [
-        FsdpUnit(stages, {names[id(p)]: p for p in parameters}, mesh, transport, precision)
-        for (stages, _), parameters in _grouped(_stages_of(graphs[0], transport.pipe_rank)).items()
-    ]
+    for parameter in [parameter for name, parameter in every.items() if name in kept]:
+        if precision is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(precision.master)
+        parameter.data = parameter.data.contiguous()  # plain strides are all that FSDP2 can shard
+    users: dict[nn.Parameter, set[int]] = {}
+    for stage in _stages_of(graphs[0], transport.pipe_rank):
+        for parameter in stage.parameters.values():
+            users.setdefault(parameter, set()).add(stage.index)
+    grouped: dict[tuple[frozenset[int], torch.dtype], dict[str, nn.Parameter]] = {}  # in order of use
+    for parameter, stages in users.items():
+        if parameter.ndim:
+            group = grouped.setdefault((frozenset(stages), parameter.dtype), {})
+            group[names[id(parameter)]] = parameter
+    units = [FsdpUnit(stages, parameters, mesh, transport, precision) for (stages, _), parameters in grouped.items()]
     finish_setup(units)
     shards = {id(every[name]): shard for unit in units for name, shard in unit.shards.items()}
     for module in [model, *_modules_of(graphs, transport.pipe_rank)]:
@@ -91,9 +99,8 @@ class FullyShardedGradients(Gradients):
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         """``scales`` changes nothing here: earlier gradients are always kept out."""
-        self._kept = {
-            n: kept for n, kept in self._kept.items() if self._own[n].grad is not None
-        }  # but what was cleared
+        for name in [name for name in self._kept if self._own[name].grad is None]:  # what was cleared
+            del self._kept[name]
         self._set_earlier_aside()
         self._start(graphs, row, _CallState(training=True, sync=sync, deferred=self._behind or not sync))
 
@@ -113,11 +120,13 @@ class FullyShardedGradients(Gradients):
                     if id(parameter) in self._names:
                         call.homes.setdefault(self._names[id(parameter)], []).append((submodule, leaf))
         for action in row:
-            for unit in self._of(action):
-                call.last[unit] = action
+            call.last |= dict.fromkeys(self._of(action), action)
         call.waiting = list(call.last)  # in the order of first use
-        for name, parameter in self._whole.items():
-            self._swap(name, self._copy_of(parameter))
+        for name, parameter in self._whole.items():  # a copy stands in its place, whose gradient is this call's alone
+            data = parameter.detach()
+            if self._precision is not None and data.is_floating_point():
+                data = data.to(self._precision.compute)
+            self._swap(name, accumulating(nn.Parameter(data, parameter.requires_grad), self._precision))
         self._gather_next()
 
     def settle(self, stage: int | None = None) -> None:
@@ -146,18 +155,23 @@ class FullyShardedGradients(Gradients):
 
     def flush(self) -> None:
         """A stage without backward still has its parameters whole."""
-        for unit in self._units:
-            if unit in self._call.last and unit not in self._call.over:
-                self.settle(min(unit.stages))
-                self._let_go(unit)
+        for unit in [unit for unit in self._units if unit in self._call.last and unit not in self._call.over]:
+            self.settle(min(unit.stages))
+            self._let_go(unit)
 
     def end(self, factor: Tensor | None) -> None:
+        """This call's gradients, summed over the data axis and the owners; None where no rank used a parameter."""
         call = self._call
         self._stop()
         if call.deferred:
             self._settle_local(call, factor)
         if call.sync:
-            self._reduce_all(call, None if call.deferred else factor)
+            for unit in self._units:
+                unit.finish()
+            for name, parameter in self._whole.items():
+                parameter.grad = call.local.get(name)
+            used = self._ask_who_used(call.used | call.local.keys()).wait()
+            self._sum_used(used, self._whole, None if call.deferred else factor)
         self._leave_gradients()
 
     def _stop(self) -> None:
@@ -186,13 +200,6 @@ class FullyShardedGradients(Gradients):
             else:  # such as nn.LSTM's, which keeps a list of its own
                 setattr(module, leaf, parameter)
 
-    def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What stands in a whole parameter's place in a call: its gradient is this call's alone."""
-        data = parameter.detach()
-        if self._precision is not None and data.is_floating_point():
-            data = data.to(self._precision.compute)
-        return accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
-
     def _let_go(self, unit: FsdpUnit) -> None:
         call = self._call
         call.over.add(unit)
@@ -208,8 +215,6 @@ class FullyShardedGradients(Gradients):
         else:
             call.used |= found.keys()
             unit.reduce()
-
-    # gradients
 
     def _settle_local(self, call: _CallState, factor: Tensor | None) -> None:
         """The unreduced gradients of this call, scaled, and those of the calls before it."""
@@ -229,22 +234,6 @@ class FullyShardedGradients(Gradients):
         for unit in self._units:
             if unit in call.last:
                 unit.reduce({name: call.local[name] for name in unit.names if name in call.local})
-
-    def _reduce_all(self, call: _CallState, factor: Tensor | None) -> None:
-        """This call's gradients, summed over the data axis and the owners; None where no rank used a parameter."""
-        for unit in self._units:
-            unit.finish()
-        used = self._ask_who_used(call.used | call.local.keys()).wait()
-        for name, parameter in self._own.items():
-            if name in self._whole:
-                parameter.grad = call.local.get(name)
-            if name not in used:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter.detach())
-        self._sum("data", self._whole)
-        self._scale(factor)
-        self._sum_over_owners()
 
     # what an optimizer sees
 
@@ -309,24 +298,3 @@ def _modules_of(graphs: Sequence[StageGraph], rank: int | None) -> list[nn.Modul
     modules = [stage.module for graph in graphs for stage in _stages_of(graph, rank)]
     modules += [call.owner for module in modules for call in opaque_calls(module)]
     return list({id(module): module for module in modules if isinstance(module, nn.Module)}.values())
-
-
-def _grouped(stages: Sequence[Stage]) -> dict[tuple[frozenset[int], torch.dtype], list[nn.Parameter]]:
-    """(stages that use them, type) → parameters that can be sharded, in order of use."""
-    users: dict[nn.Parameter, set[int]] = {}
-    for stage in stages:
-        for parameter in stage.parameters.values():
-            users.setdefault(parameter, set()).add(stage.index)
-    groups: dict[tuple[frozenset[int], torch.dtype], list[nn.Parameter]] = {}
-    for parameter, indices in users.items():
-        if parameter.ndim:
-            groups.setdefault((frozenset(indices), parameter.dtype), []).append(parameter)
-    return groups
-
-
-def _prepare(parameters: Sequence[nn.Parameter], precision: Precision | None) -> None:
-    """Master precision, and plain strides, which are all that FSDP2 can shard."""
-    for parameter in parameters:
-        if precision is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(precision.master)
-        parameter.data = parameter.data.contiguous()

@@ -2,7 +2,7 @@
 
 Reducer                 whole parameters, in flat buckets: zero=0, 1 and 2
 FullyShardedGradients   shards, gathered and reduced once in a call: zero=3
-ParallelGradients       the DTensors that ``parallelize`` has made, beside a reducer of what it has left plain
+ParallelGradients       a reducer that knows the DTensors that ``parallelize`` has made, too
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport, in_flat_buffers
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.parameters.dtensors import local
+from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.flat_bucket import Piece
@@ -178,10 +178,24 @@ class Gradients(ABC):
         parts = [local(gradient) for gradient in gradients if gradient is not None]
         in_flat_buffers(parts, lambda flat: self._transport.all_reduce(scope, flat))
 
-    def _sum_over_owners(self) -> None:
-        """Tied parameters have a gradient on all owners, or on none."""
+    @torch.no_grad()
+    def _sum_used(self, used: Collection[str], over_data: Iterable[str], factor: Tensor | None) -> None:
+        """Sums what this call has left in ``.grad`` over owners, and of some parameters over the data axis.
+
+        ``used``: the names of what any rank has used, which has a gradient on all, spread as the parameter is.
+        """
+        for name, parameter in self._own.items():
+            gradient = parameter.grad
+            if name not in used:
+                parameter.grad = None
+            elif gradient is None:
+                parameter.grad = torch.zeros_like(parameter.detach())
+            elif is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        self._sum("data", over_data)
         for ranks, names in self._tied.items():
             self._sum(ranks, names)
+        self._scale(factor)
 
     def _ask_who_used(self, used: Collection[str]) -> WhoUsed:
         return WhoUsed({name: (self._owners.get(name, ()), name in used) for name in self._own}, self._transport)

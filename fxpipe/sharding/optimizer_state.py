@@ -1,5 +1,6 @@
-"""Optimizer state: a state dict in the form of torch's ``get_optimizer_state_dict``, whatever a rank has of the model.
+"""Optimizer state: what an optimizer steps of a parameter, and what is saved of it, whatever a rank has of the model.
 
+State dicts have the form of torch's ``get_optimizer_state_dict``:
 ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ...}]}`` with the plain model's names.
 Ranks have the same name only for the same thing: torch.distributed.checkpoint merges by name. A slice of a parameter
 has slices of its state, which are resharded; ``params`` name the whole model's, for one rank's list is what is kept.
@@ -10,111 +11,160 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxpipe.errors import CheckpointError, nearest
+from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor, local
-from fxpipe.sharding.optimizer_class import Entry, OptimizerMaker, initial_state, is_initial
+from fxpipe.precision import Precision, merged
+from fxpipe.sharding.clip import gradient_of
+from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.optimizer_class import Entry
 from fxpipe.sharding.parameter_groups import options_of
-from fxpipe.sharding.stepped_piece import Target
-from fxpipe.torch_compat import TO_COPY, plain_results, pytree, version_of, wrapper
-from fxpipe.validation import Expected, check, is_list, is_mapping, list_of, shown
+from fxpipe.torch_compat import TO_COPY, plain_results, pytree, storage_id, wrapper
+from fxpipe.validation import Expected, check, is_list, is_mapping, list_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 
+@dataclass(frozen=True)
+class Target:
+    """``tensor`` is stepped. ``master``: it is a copy, of another type or on another device, to be written back."""
+
+    piece: Piece
+    tensor: Tensor
+    master: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the parameter is stepped here, in its own shape."""
+        return self.tensor.shape == self.piece.parameter.shape
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """The elements of a whole tensor that are stepped here, shaped like ``tensor``."""
+        return _part_of(values, self.piece)
+
+    def take_gradient(self) -> bool:
+        """Shows the optimizer the piece's gradient, or None, and says whether there is one."""
+        if self.tensor is self.piece.parameter:
+            return self.tensor.grad is not None
+        gradient = gradient_of(self.piece)
+        if gradient is not None:
+            # a copy to the CPU is pinned, and under way until the stream is waited for
+            gradient = gradient.to(self.tensor.device, self.tensor.dtype, non_blocking=True)
+        self.tensor.grad = gradient
+        return gradient is not None
+
+    def drop_gradient(self) -> None:
+        """Lets go of what ``take_gradient`` has shown; a parameter keeps its own."""
+        if self.tensor is not self.piece.parameter:
+            self.tensor.grad = None
+
+    def write_back(self) -> None:
+        """The parameter's memory becomes what the optimizer has made of the master."""
+        if self.master:
+            _data(self.piece).copy_(self.tensor, non_blocking=True)
+
+    def follow(self) -> None:
+        """A master takes what somebody has written into the parameter by hand since the last step.
+
+        RunError where it has other memory by now, which ``write_back`` would not reach, nor the ranks that share it.
+        """
+        if self.tensor is self.piece.parameter:
+            return
+        if storage_id(local(self.piece.parameter.detach())) != storage_id(_data(self.piece)):
+            raise RunError(
+                f"{self.piece.name} was given other memory, as by parameter.data = ..., and the optimizer steps what "
+                "it had; write into it, as parameter.data.copy_(...) does"
+            )
+        self.refresh(None)
+
+    def refresh(self, original: Tensor | None) -> None:
+        """The master becomes ``original``, or the parameter's value where there is none; but it keeps its bits where
+        they round to that, so that rounded values undo no exact ones that were loaded before."""
+        if self.master:
+            values = _data(self.piece) if original is None else _part_of(original, self.piece)
+            self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
+
+
+def target_of(
+    piece: Piece, original: Tensor | None, precision: Precision | None, offload: bool, sharded: bool
+) -> Target:
+    """``original``: the parameter before it was rounded. ``offload``: the master is on the CPU. ``sharded``: ranks
+    step parts, so that ``parameter.grad`` is not what is stepped with."""
+    data = _data(piece)
+    dtype = precision.master if precision is not None and data.is_floating_point() else data.dtype
+    if dtype == data.dtype and not offload:
+        plain = precision is None and not sharded
+        return Target(piece, piece.parameter if plain else data, False)
+    device = torch.device("cpu") if offload else data.device
+    tensor = torch.empty_like(data, dtype=dtype, device=device)
+    if offload and data.device.type == "cuda":
+        tensor = tensor.pin_memory()
+    target = Target(piece, tensor, True)
+    with torch.no_grad():
+        tensor.copy_(data if original is None else _part_of(original, piece))
+        target.refresh(None)  # where the parameter has been written since, it counts
+    return target
+
+
+def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | None:
+    """A parameter's values, under any of its names."""
+    return next((originals[name] for name in names if name in originals), None)
+
+
+def _data(piece: Piece) -> Tensor:
+    """A piece's memory; of a DTensor that ranks share, this rank's shard."""
+    return piece.data.detach() if piece.is_whole else local(piece.data.detach())
+
+
+def _part_of(original: Tensor, piece: Piece) -> Tensor:
+    """The elements of a whole tensor that a piece has, shaped like its data."""
+    data, parameter = _data(piece), piece.parameter
+    if original.shape == data.shape:
+        return original
+    alike = torch.empty_like(parameter, dtype=original.dtype, device=original.device)
+    if alike.stride() != original.stride():  # pieces count in the order of the parameter's memory
+        original = alike.copy_(original)
+    return original.detach().as_strided((original.numel(),), (1,))[piece.start : piece.stop].view(data.shape)
+
+
 MASTER = "master"
 """The key of a parameter in the type that it is stepped in."""
 
 
-class Loaded(NamedTuple):
-    """What a state dict has for a target. ``state``: None for one that was never stepped, and has none before it is."""
+def entry_to_save(name: str, entry: Entry, target: Target, has_master: bool) -> Entry:
+    """What a state dict has for a target, out of what the optimizer keeps of it."""
+    if has_master:
+        entry = {**entry, MASTER: target.tensor if target.master else target.tensor.detach().clone()}
+    return {
+        key: pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), value)
+        for key, value in entry.items()
+    }
 
-    state: Entry | None
-    master: Tensor | None
 
+def entry_to_load(
+    name: str, saved: Mapping[str, Any], initial: Entry, asked: Entry, target: Target, master: bool
+) -> Entry:
+    """A copy of a saved entry, where and of the types that this optimizer has its own.
 
-class TargetStates:
-    """The states of one optimizer's targets, as state dicts show them.
-
-    ``make``: makes an optimizer of groups. ``masters``: whether parameters are stepped in a precision of their own.
+    ``initial``: the state that the saved options ask for. ``asked``: that of this optimizer's own options, under which
+    a checkpoint is asked for entries, so that it cannot have more. ``master``: whether there may be one.
     """
-
-    def __init__(self, make: OptimizerMaker, masters: bool) -> None:
-        self._make, self._masters = make, masters
-        self._copies: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # masters that state dicts have copies of
-
-    def show(self, name: str, state: Entry | None, options: Mapping[str, Any], target: Target, wanted: bool) -> Entry:
-        """A target's entry of a state dict: nothing where it is frozen and has never been stepped, unless it is
-        ``wanted`` to be filled."""
-        entry = dict(state or {})
-        if not state and (wanted or target.piece.parameter.requires_grad):
-            entry = initial_state(self._make, options, target.tensor)
-        if self._has_master(target):
-            with torch.inference_mode(False):  # so that what is written is counted, see ``_is_unread``
-                entry[MASTER] = target.tensor if target.master else target.tensor.detach().clone()
-        entry = {
-            key: pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), value)
-            for key, value in entry.items()
-        }
-        if MASTER in entry and not target.master:
-            self._copies[name] = weakref.ref(entry[MASTER]), _version_of(entry[MASTER])
-        return entry
-
-    def _has_master(self, target: Target) -> bool:
-        return self._masters and target.tensor.is_floating_point()
-
-    def load(
-        self,
-        name: str,
-        saved: Mapping[str, Any],
-        options: Mapping[str, Any],
-        own: Mapping[str, Any],
-        target: Target,
-        lazy: bool,
-    ) -> Loaded:
-        """A copy of an entry, where and of the types that this optimizer has its own.
-
-        ``options``: those that were saved. ``own``: this optimizer's, under which a checkpoint is asked for entries, so
-        that it cannot have more. ``lazy``: whether the optimizer makes a target's state when it first steps it.
-        """
-        saved = {key: value for key, value in saved.items() if key != MASTER or not self._is_unread(name, value)}
-        initial = initial_state(self._make, options, target.tensor)
-        like = {**initial, MASTER: target.tensor} if self._has_master(target) else initial
-        keys = saved.keys() - {MASTER}  # none where it was frozen
-        fits = (
-            keys == initial.keys() if keys else initial.keys() == initial_state(self._make, own, target.tensor).keys()
+    like = {**initial, MASTER: target.tensor} if master else initial
+    keys = saved.keys() - {MASTER}  # none where it was frozen
+    if (keys or asked.keys()) != initial.keys() or MASTER in saved.keys() - like.keys():
+        raise CheckpointError(
+            f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
+            f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
         )
-        if not fits or MASTER in saved.keys() - like.keys():
-            raise CheckpointError(
-                f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
-                f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
-            )
-        entry = {key: _taken(f"{key} of {name}", value, like[key], target) for key, value in saved.items()}
-        master = entry.pop(MASTER, None)
-        if lazy:
-            return Loaded(None if not entry or is_initial(entry, initial) else entry, master)
-        return Loaded(entry or initial, master)
-
-    def _is_unread(self, name: str, value: Any) -> bool:
-        """Whether this is a copy of a parameter that a state dict had, and nobody has written anything into it: the
-        checkpoint had none (``allow_partial_load``), and the parameter may have been loaded since."""
-        if name not in self._copies or not isinstance(value, Tensor):
-            return False
-        copied, version = self._copies[name]
-        return copied() is value and _version_of(value) == version
-
-
-def _version_of(value: Tensor) -> int:
-    """How often a tensor, or this rank's part of it, has been written to."""
-    return version_of(value.local if isinstance(value, Slice) else local(value))
+    return {key: _taken(f"{key} of {name}", value, like[key], target) for key, value in saved.items()}
 
 
 def _shown(name: str, value: Tensor, target: Target) -> Tensor:
@@ -151,14 +201,9 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
     part = _part(value, mine, target)
     if part is None:
         whole = list(target.piece.parameter.shape if mine.ndim else mine.shape)
-        raise CheckpointError(f"{what} has shape {whole}, the state dict has {_words(value)}")
+        found = value if isinstance(value, Slice) else list(value.shape)
+        raise CheckpointError(f"{what} has shape {whole}, the state dict has {found}")
     return torch.empty_like(mine).copy_(part)
-
-
-def _words(value: Tensor) -> str:
-    if isinstance(value, Slice):
-        return f"elements {value.start} to {value.start + len(value.local)} of {list(value.shape)}"
-    return str(list(value.shape))
 
 
 def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
@@ -196,9 +241,6 @@ def read_state_dict(
     CheckpointError where it does not fit a model of these parameters.
     """
     check(CheckpointError, _KINDS, state_dict=state_dict)
-    lacking = [key for key in ("state", "param_groups") if key not in state_dict]
-    if lacking:
-        raise CheckpointError(f"the state dict has no {lacking[0]!r}; load what optimizer.state_dict() gave")
     check(CheckpointError, _KINDS, state=state_dict["state"], param_groups=state_dict["param_groups"])
     saved = state_dict["state"]
     options = group_options(state_dict["param_groups"], groups, lambda name: parameters[name].requires_grad)
@@ -218,49 +260,39 @@ def group_options(
     Raises:
         CheckpointError: a name was not saved, or names of one group were saved in several, or of several in one.
     """
-    home: dict[str, int] = {}
+    home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     taken_by: dict[int, int] = {}
-    for number, group in enumerate(saved):
-        if not is_list(group.get("params", ())):
-            raise CheckpointError(
-                f"parameter group {number} of the state dict has params={shown(group['params'])}; {_SAVE}"
-            )
-        if "params" not in group:
-            raise CheckpointError(f"parameter group {number} of the state dict has no 'params'; {_SAVE}")
-        home |= dict.fromkeys(group["params"], number)
     found = []
     for number, names in enumerate(groups):
         missing = [name for name in names if name not in home and trained(name)]
         if missing:
             raise CheckpointError(
-                f"the state dict's parameter groups lack {missing[0]!r}{nearest(missing[0], list(map(str, home)))}"
-                + (f"; {_SAVE}" if any(isinstance(name, int) for name in home) else "")
+                f"the state dict's parameter groups lack {missing[0]!r}{nearest(missing[0], home)}; {_SAVE}"
             )
         homes = {home[name]: name for name in names if name in home}
-        if len(homes) > 1:
-            (one, first), (other, second) = list(homes.items())[:2]
+        if len(homes) > 1 or any(taken_by.setdefault(one, number) != number for one in homes):
             raise CheckpointError(
-                f"parameter group {number} has {first!r} and {second!r}, which were saved in groups {one} and {other}; "
-                "make the optimizer with the groups that it was saved with"
+                f"parameter group {number} has {' and '.join(homes.values())}, of the groups {list(homes)} that were "
+                "saved, and each of these belongs to one; make the optimizer with the groups that it was saved with"
             )
-        for one in homes:
-            if taken_by.setdefault(one, number) != number:
-                raise CheckpointError(
-                    f"parameter groups {taken_by[one]} and {number} were saved as one, with the same options; "
-                    "make the optimizer with the groups that it was saved with"
-                )
         found.append(options_of(saved[next(iter(homes))]) if homes else {})
     return found
 
 
+_SAVE = 'save {"model": forward_backward, "optim": optimizer}, or a plain one by torch\'s get_optimizer_state_dict'
 _KINDS = {
-    "state_dict": Expected(is_mapping, "what optimizer.state_dict() gave"),
+    "state_dict": Expected(
+        lambda value: is_mapping(value) and "state" in value and "param_groups" in value,
+        "what optimizer.state_dict() gave",
+    ),
     "state": Expected(
         lambda value: is_mapping(value) and all(map(is_mapping, value.values())), "a dict parameter name -> its state"
     ),
-    "param_groups": Expected(list_of(is_mapping), "a list of dicts"),
+    "param_groups": Expected(
+        list_of(lambda value: is_mapping(value) and is_list(value.get("params"))),
+        f"a list of dicts with the names of parameters; {_SAVE}",
+    ),
 }
-_SAVE = 'save {"model": forward_backward, "optim": optimizer}, or a plain one by torch\'s get_optimizer_state_dict'
 
 
 def refuse_torchs_helpers() -> None:
@@ -335,13 +367,18 @@ class Slice(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        copied = _COPIES.get(func)
-        if copied is None:
-            raise NotImplementedError(
-                f"{func} on a slice of a tensor of shape {list(args[0].shape)}, of which this rank has only a part; "
-                "write .local"
-            )
-        return copied(*args, **(kwargs or {}))
+        """What a checkpoint does with tensors on its way to a file."""
+        one, *others = args
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
+        if func in _COPIES:
+            return one.alike(func(one.local, **kwargs))
+        if func is torch.ops.aten.new_empty.default and tuple(others[0]) == tuple(one.shape):
+            return one.alike(one.local.new_empty(one.local.shape, **kwargs))  # torch's staging fills it
+        source = others[0] if func is torch.ops.aten.copy_.default else None
+        if not isinstance(source, Slice) or (source.start, source.shape) != (one.start, one.shape):
+            raise NotImplementedError(f"{func} on {one!r}, a part of a tensor; write .local")
+        one.local.copy_(source.local, *others[1:])
+        return one
 
     def alike(self, local: Tensor) -> Slice:
         """The same elements with other values."""
@@ -396,32 +433,11 @@ class Slice(Tensor):
         raise ValueError(f"{index} is no box of {self!r}")
 
 
-def _copy_into(target: Slice, source: Slice, non_blocking: bool = False) -> Slice:
-    if not isinstance(source, Slice) or (source.start, source.shape) != (target.start, target.shape):
-        raise NotImplementedError(f"{target!r} takes the values of the same slice alone; write .local")
-    target.local.copy_(source.local, non_blocking=non_blocking)
-    return target
-
-
-def _new_empty(one: Slice, size: Sequence[int], **kwargs: Any) -> Tensor:
-    """A place for a copy, where it has the same shape; torch's staging fills it by its attributes."""
-    if tuple(size) == tuple(one.shape):
-        return one.alike(one.local.new_empty(one.local.shape, **kwargs))
-    return one.local.new_empty(size, **kwargs)
-
-
-_COPIES: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.detach.default: lambda one: one.alike(one.local.detach()),
-    torch.ops.aten.clone.default: lambda one, **kwargs: one.alike(one.local.clone()),
-    TO_COPY: lambda one, **kwargs: one.alike(
-        one.local.to(**{key: value for key, value in kwargs.items() if key != "memory_format"}, copy=True)
-    ),
-    torch.ops.aten.empty_like.default: lambda one, **kwargs: one.alike(
-        torch.empty_like(one.local, **{key: value for key, value in kwargs.items() if key != "memory_format"})
-    ),
-    torch.ops.aten.new_empty.default: _new_empty,
-    torch.ops.aten.copy_.default: _copy_into,
+_COPIES = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.empty_like.default,
+    TO_COPY,
 }
-"""What a checkpoint does with tensors on its way to a file."""
 
 torch.serialization.add_safe_globals([Slice])  # so that torch.load reads what torch.save has written

@@ -33,7 +33,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         raise RunError(f"params is a {type(params).__name__}; write a list of parameters, or of groups of them")
     entries = list(held) if params is None else _listed(params)
     groups: list[Any] = entries if any(isinstance(one, Mapping) for one in entries) else [{"params": entries}]
-    index = ParameterIndex(held, whole)
+    names, has_names = _Names(held, whole), bool(groups)
     resolved: list[dict[str, Any]] = []
     home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
@@ -41,19 +41,21 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
             raise RunError(f"parameter group {number} is {shown(group)}, and no dict; write {_GROUP}")
         if "params" not in group:
             raise RunError(f"parameter group {number} has {shown(list(group))}, and no 'params'; write {_GROUP}")
-        listed = index.find(group["params"], number)
-        found = {id(tensor) if name is None else name: (name, tensor) for name, tensor in listed}
-        for identity, (name, _) in found.items():
-            if home.setdefault(identity, number) != number:
+        entries = _listed(group["params"])
+        has_names = has_names and all(map(_is_pair, entries))
+        mine: dict[int, Tensor] = {}
+        for name, tensor in (one for entry in entries for one in names.meant_by(entry, number)):
+            if home.setdefault(name or id(tensor), number) != number:
                 raise RunError(
                     f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
-                    f"is in groups {home[identity]} and {number}"
+                    f"is in groups {home[name or id(tensor)]} and {number}"
                 )
-        mine = {id(here): here for name, tensor in found.values() if (here := index.here(name, tensor)) is not None}
+            here = names.held.get(name) if name else tensor
+            if here is not None:
+                mine[id(here)] = here
         resolved.append({**group, "params": list(mine.values())})
-    if groups and all(_is_pair(entry) for group in groups for entry in _listed(group["params"])):
-        for group in resolved:  # with names, as torch keeps them
-            group["params"] = [(index.name_of(parameter), parameter) for parameter in group["params"]]
+    for group in resolved if has_names else ():  # as torch keeps them
+        group["params"] = [(names.of.get(id(parameter), ""), parameter) for parameter in group["params"]]
     return resolved
 
 
@@ -71,53 +73,22 @@ def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
 
 
-def comparable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a group's hyperparameters is equal on another rank, if it is; as plain data."""
-    given = options_of(group).items()
-    return {key: _plain(value) for key, value in given if isinstance(value, int | float | str | tuple | list | Tensor)}
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy's as Python's own, equal to it; what is neither number, text nor list as its class's name."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, tuple | list):
-        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else tuple(map(_plain, value))
-    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
-    return kind(value) if kind is not None else type(value).__name__
-
-
 def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[int], str]) -> list[tuple[str, ...]]:
     """The names of each group out of all pipe ranks' parts of it, in the model's order. ``who``: a pipe rank in words.
 
     Raises:
-        RunError: a rank has no groups, but what is wrong with them; or other groups than rank 0.
+        RunError: a rank has no groups, but what is wrong with them; or as many groups as rank 0.
     """
-    wrong = next(((rank, sent) for rank, sent in enumerate(everyone) if isinstance(sent, str)), None)
-    if wrong is not None:
-        raise RunError(f"{who(wrong[0])} could not make the optimizer: {wrong[1]}")
-    first = [options for _, options in everyone[0]]
     for rank, sent in enumerate(everyone):
-        options = [options for _, options in sent]
-        if options != first:
+        if isinstance(sent, str):
+            raise RunError(f"{who(rank)} could not make the optimizer: {sent}")
+        if len(sent) != len(everyone[0]):
             raise RunError(
-                f"{who(0)} and {who(rank)} have made parameter groups of their own, {first} and "
-                f"{options}; groups are "
-                'the whole model\'s: name their parameters on all ranks, {"params": "*.bias", ...}'
+                f"{who(0)} and {who(rank)} have made parameter groups of their own, {len(everyone[0])} and "
+                f"{len(sent)}; groups are the whole model's: name their parameters on all ranks, {_GROUP}"
             )
     place = {name: number for number, name in enumerate(order)}
-    named = [{name for sent in everyone for name in sent[number][0]} for number in range(len(first))]
-    return [tuple(sorted(names, key=place.__getitem__)) for names in named]
-
-
-def check_replicas(everyone: Sequence[Any]) -> None:
-    """RunError, on all, where replicas of a stage make their optimizer with other groups or options."""
-    other = next((replica for replica, sent in enumerate(everyone) if sent != everyone[0]), None)
-    if other is not None:
-        raise RunError(
-            f"replicas 0 and {other} would make optimizers of their own, {everyone[0]} and {everyone[other]}, and "
-            "their parameters would drift apart; give all ranks the same class and options"
-        )
+    return [tuple(sorted(set().union(*parts), key=place.__getitem__)) for parts in zip(*everyone, strict=True)]
 
 
 def _listed(params: Any) -> list[Any]:
@@ -135,50 +106,36 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
-class ParameterIndex:
-    """Who is who in the whole model: its parameters, by names and by identity."""
+class _Names:
+    """The parameters of the whole model by name. ``held``: those of this rank, by their first names; ``of``: that
+    name by identity."""
 
     def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         self._whole = {**whole, **held}
-        self._canonical = first_names({**held, **whole})
-        self._names = {id(t): self._canonical[name] for each in (held, whole) for name, t in each.items()}
-        self._here = {self._canonical[name]: tensor for name, tensor in held.items()}
+        self._first = first_names({**held, **whole})
+        self.of = {id(t): self._first[name] for each in (held, whole) for name, t in each.items()}
+        self.held = {self._first[name]: tensor for name, tensor in held.items()}
 
-    def find(self, params: Any, group: int) -> list[tuple[str | None, Tensor]]:
-        """What a group's entries mean: name and parameter, over the whole model."""
-        found: list[tuple[str | None, Tensor]] = []
-        for given in _listed(params):
-            entry = given[1] if _is_pair(given) else given
-            if isinstance(entry, str):
-                names: Sequence[str] = [name for name in self._whole if fnmatch.fnmatchcase(name, entry)]
-                if not names:
-                    close = difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)
-                    raise RunError(
-                        f"parameter group {group} asks for {entry!r}, which fits no parameter of the model"
-                        f"{nearest(entry, close)}"
-                    )
-            elif isinstance(entry, Tensor):
-                found.append((self._names.get(id(entry)), entry))
-                continue
-            elif callable(entry):
-                called = getattr(entry, "__qualname__", repr(entry))
-                with noted(lambda: f"in a predicate (name, parameter) of parameter group {group}"):
-                    names = [name for name, tensor in self._whole.items() if entry(name, tensor)]
-                if not names:
-                    raise RunError(
-                        f"parameter group {group} asks for {called}(name, parameter), "
-                        "which is true for no parameter of the model"
-                    )
-            else:
-                raise RunError(
-                    f"parameter group {group} holds {shown(entry)}; write parameters, names, patterns or predicates"
-                )
-            found += [(self._canonical[name], self._whole[name]) for name in names]
-        return found
-
-    def here(self, name: str | None, tensor: Tensor) -> Tensor | None:
-        """The parameter itself, if this rank holds it."""
-        return tensor if name is None else self._here.get(name)
-
-    def name_of(self, tensor: Tensor) -> str:
-        return self._names.get(id(tensor), "")
+    def meant_by(self, entry: Any, group: int) -> list[tuple[str, Tensor]]:
+        """First name and parameter of what an entry of a group means; of a tensor from elsewhere the name is empty."""
+        if _is_pair(entry):
+            entry = entry[1]
+        if isinstance(entry, Tensor):
+            return [(self.of.get(id(entry), ""), entry)]
+        if isinstance(entry, str):
+            asked, wrong = repr(entry), "which fits no parameter of the model"
+            names = [name for name in self._whole if fnmatch.fnmatchcase(name, entry)]
+            close = [] if names else difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)
+            wrong += nearest(entry, close)
+        elif callable(entry):
+            asked = f"{getattr(entry, '__qualname__', repr(entry))}(name, parameter)"
+            wrong = "which is true for no parameter of the model"
+            with noted(lambda: f"in a predicate (name, parameter) of parameter group {group}"):
+                names = [name for name, tensor in self._whole.items() if entry(name, tensor)]
+        else:
+            raise RunError(
+                f"parameter group {group} holds {shown(entry)}; write parameters, names, patterns or predicates"
+            )
+        if not names:
+            raise RunError(f"parameter group {group} asks for {asked}, {wrong}")
+        return [(self._first[name], self._whole[name]) for name in names]

@@ -14,7 +14,7 @@ marks that there is one: any use of its values raises.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,13 +29,12 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
-from fxpipe.sharding.bucket_layout import Item, Kind, lay_out
-from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket, Piece
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, WhoUsed, last_backwards
 
-FIRST_BUCKET_MB = 1.0
-"""The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
+FIRST_BUCKET = 2**20
+"""Bytes. The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,9 @@ class Reducer(Gradients):
         transport: Transport,
         way: GradientSums,
         capacity: int,
+        tied: Mapping[tuple[int, ...], Sequence[str]] | None = None,
     ) -> None:
-        super().__init__(alone, transport, way, {})
+        super().__init__(alone, transport, way, tied or {})
         self._shared, self._capacity = list(shared), capacity
         self._buckets: list[FlatBucket] = []
         self._hooks: dict[str, Any] = {}
@@ -73,10 +73,6 @@ class Reducer(Gradients):
         self._sync = self._hold = self._last = False
         self._complete: set[FlatBucket] = set()  # those on their way for good
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
-        self._over_owners: list[
-            FlatBucket
-        ] = []  # likewise, over owners: in an order that is the same on all pipe ranks, too
-        self._pending: dict[FlatBucket, set[int]] = {}  # the stages here whose last backward these still wait for
         self._awaited: dict[FlatBucket, set[int]] = {}  # what the backward that runs has still to give to a bucket
         self._asked: WhoUsed | None = None
         self._add_buckets(self._shared, 0, whole=False)
@@ -85,34 +81,20 @@ class Reducer(Gradients):
         for hook in self._hooks.values():
             hook.remove()
 
-    def _listen(self) -> None:
-        """Hears of the gradients of whatever is trainable now."""
-        if len(self._hooks) < len(self._shared):
-            for one in self._shared:
-                if one.parameter.requires_grad and one.name not in self._hooks:
-                    hook = partial(_arrived, weakref.ref(self), one.name)
-                    self._hooks[one.name] = one.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
     # buckets
 
     def _add_buckets(self, shared: Sequence[Shared], claim: int, whole: bool) -> None:
-        layouts = lay_out(
-            [Item(one.name, one.parameter.numel(), _kind(one, whole)) for one in shared],
-            self.way.shards,
-            self._capacity,
-            min(self._capacity, int(FIRST_BUCKET_MB * 2**20)),
-        )
-        by_name = {one.name: one.parameter for one in shared}
-        added = [
-            FlatBucket(layout, [by_name[slot.name] for slot in layout.slots], self.way, self._transport, claim)
-            for layout in layouts
-        ]
-        place = {one.name: number for number, one in enumerate(self._shared)}
-        self._buckets = sorted([*self._buckets, *added], key=lambda bucket: place[bucket.layout.slots[-1].name])
+        items = [Item(one.name, one.parameter.numel(), _kind(one, whole)) for one in shared]
+        layouts = lay_out(items, self.way.shards, self._capacity, min(self._capacity, FIRST_BUCKET))
+        known = {one.name: one for one in self._shared}
+        for layout in layouts:
+            parameters = [known[slot.name].parameter for slot in layout.slots]
+            self._buckets.append(FlatBucket(layout, parameters, self.way, self._transport, claim))
+        place = list(known).index
+        self._buckets.sort(key=lambda bucket: place(bucket.layout.slots[-1].name))
         self._home = {slot.name: (b, n) for b in self._buckets for n, slot in enumerate(b.layout.slots)}
-        stages = {one.name: one.stages for one in self._shared}
         self._users = {
-            bucket: {stage for slot in bucket.layout.slots for stage in stages[slot.name]} for bucket in self._buckets
+            b: {stage for slot in b.layout.slots for stage in known[slot.name].stages} for b in self._buckets
         }
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
@@ -148,15 +130,18 @@ class Reducer(Gradients):
     # a call
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        self._listen()
+        for one in self._shared if len(self._hooks) < len(self._shared) else ():
+            if one.parameter.requires_grad and one.name not in self._hooks:  # it may have been frozen until now
+                hook = partial(_arrived, weakref.ref(self), one.name)
+                self._hooks[one.name] = one.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._sync = sync
         self._hold = sync and scales and self._unsummed
         # what was frozen since a call that was not summed has gradients of it
-        self._live = [bucket for bucket in self._buckets if bucket.trains or self._unsummed]
+        self._live = [
+            bucket for bucket in self._buckets if self._unsummed or any(one.requires_grad for one in bucket.parameters)
+        ]
         self._lasts = last_backwards(row) if self._live else {}
         self._queue = [bucket for bucket in self._live if not bucket.layout.kind.owners]
-        self._over_owners = [bucket for bucket in self._live if bucket.layout.kind.owners]
-        self._pending = {bucket: self._users[bucket] & self._lasts.keys() for bucket in self._over_owners}
         self._complete.clear()
         if self._asked is not None:
             self._asked.wait()  # which nobody may have done
@@ -199,16 +184,10 @@ class Reducer(Gradients):
         while self._queue and self._awaited.get(self._queue[0], {0}) == set():
             bucket = self._queue.pop(0)
             del self._awaited[bucket]
-            last = self.way.zero < 2 or self._last
-            if bucket.layout.kind.owners:  # whose sum goes on to the others only in its turn
-                last = last and self._over_owners[:1] == [bucket]
-                del self._over_owners[:last]
-            self._start(bucket, last)
-
-    def _start(self, bucket: FlatBucket, last: bool) -> None:
-        bucket.start(last)
-        if last:
-            self._complete.add(bucket)
+            # a sum over owners is for ``flush``: in an order that is the same on all pipe ranks
+            last = (self.way.zero < 2 or self._last) and not bucket.layout.kind.owners
+            bucket.start(last)
+            self._complete |= {bucket} if last else set()
 
     def after(self, action: Action) -> None:
         """A backward is over, or was left out: what it has not filled goes unfilled."""
@@ -218,12 +197,6 @@ class Reducer(Gradients):
             if bucket.layout.kind.stage == action.stage:
                 self._awaited[bucket].clear()
         self._go()
-        for stages in self._pending.values() if self._last else ():
-            stages.discard(action.stage)
-        while self._last and self._over_owners and not self._pending[self._over_owners[0]]:
-            if self._is_scattered(self._over_owners[0]):
-                break
-            self._start(self._over_owners.pop(0), last=True)
 
     def _is_scattered(self, bucket: FlatBucket) -> bool:
         """Whether it is reduced behind each of its backwards."""
@@ -237,11 +210,10 @@ class Reducer(Gradients):
                 continue
             if not self._is_scattered(bucket):
                 if last or self.way.zero == 2:
-                    self._start(bucket, last)
+                    bucket.start(last)
             elif last and bucket.layout.kind.owners:
                 bucket.wait()
                 bucket.start_across()
-                self._complete.add(bucket)
         self._queue.clear()
         self._awaited.clear()
         if self._sync or self.way.zero == 2:
@@ -266,20 +238,21 @@ class Reducer(Gradients):
             bucket.wait()
             if self._sync and not self._hold:
                 bucket.scale(factor, summed=True)
-        self._hear()
-        for bucket in self._live:
-            bucket.finish(self._sync)
-        self._unsummed = not self._sync
-        self._complete.clear()
-        self._scale(factor)
-        self._leave_gradients()
-
-    def _hear(self) -> None:
-        """Waits only where this rank has not used all."""
+        # waits only where this rank has not used all
         if self._asked is not None and not all(all(bucket.present) for bucket in self._live):
             used = self._asked.wait()
             for bucket in self._live:
                 bucket.present = [slot.name in used for slot in bucket.layout.slots]
+        for bucket in self._live:
+            bucket.finish(self._sync)
+        self._unsummed = not self._sync
+        self._complete.clear()
+        self._finish_own(factor)
+        self._leave_gradients()
+
+    def _finish_own(self, factor: Tensor | None) -> None:
+        """What is in no bucket, and this rank's alone."""
+        self._scale(factor)
 
     def clear(self) -> None:
         super().clear()
@@ -300,13 +273,11 @@ class Reducer(Gradients):
     def settle(self, stage: int | None = None) -> None:
         if not self._gathering:
             return
-        left = []
-        for bucket, work in self._gathering:
+        for entry in list(self._gathering):
+            bucket, work = entry
             if stage is None or stage in self._users[bucket]:
                 work.wait()
-            else:
-                left.append((bucket, work))
-        self._gathering = left
+                self._gathering.remove(entry)
 
 
 def _arrived(reducer: weakref.ref[Reducer], name: str, parameter: nn.Parameter) -> None:
@@ -336,36 +307,31 @@ def reducer_for(
     transport: Transport,
     way: GradientSums,
     capacity: int,
+    make: Callable[..., Reducer] = Reducer,
 ) -> Reducer:
-    """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to others."""
-    users: dict[int, list[int]] = {}  # parameter → the stages of this row that use it, in order of their last backward
+    """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to ``make``."""
     parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not is_dtensor(p)}
-    names: dict[int, str] = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    names = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    # parameter → the stages that use it, in the order of their last backward in this row
     finished = list(dict.fromkeys(action.stage for action in reversed(row) if action.op is not Op.F))[::-1]
-    others = [stage.index for stage in graph if stage.index not in finished]
-    for stage in [*finished, *others]:
+    users: dict[int, dict[int, None]] = {}
+    for stage in dict.fromkeys([*finished, *range(len(graph))]):
         for parameter in reversed(graph[stage].parameters.values()):
             if id(parameter) in names:
-                users.setdefault(id(parameter), []).append(stage)
+                users.setdefault(id(parameter), {})[stage] = None
     tied: dict[int, tuple[int, ...]] = {}
     if transport.pipe_rank is not None:
-        for holders, group in owners.tied.items():
-            held = [name for name in group if name in parameters]
-            tied |= {id(parameters[name]): holders for name in held}
-            names |= {id(parameters[name]): name for name in held}
-    by_id = {id(parameter): parameter for parameter in parameters.values()}
-    order = [*users, *(key for key in by_id if key not in users)]
+        groups = owners.tied.items()
+        tied = {id(parameters[name]): holders for holders, group in groups for name in group if name in parameters}
+    every = dict.fromkeys([*users, *names])
+    by_name = {names[key]: parameters[names[key]] for key in reversed(every)}
     shared = [
-        Shared(names[key], by_id[key], tuple(dict.fromkeys(users.get(key, ()))), tied.get(key, ()))
-        for key in order
-        if (transport.data_size > 1 or key in tied) and by_id[key].dtype.is_floating_point | by_id[key].is_complex()
+        Shared(names[key], parameters[names[key]], tuple(users.get(key, ())), tied.get(key, ()))
+        for key in every
+        if transport.data_size > 1 or key in tied
     ]
+    shared = [one for one in shared if one.parameter.is_floating_point() or one.parameter.is_complex()]
     shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.owners, one.name if one.owners else ""))
-    apart = {one.name for one in shared}
-    return Reducer(
-        shared,
-        {names[key]: by_id[key] for key in reversed(order) if names[key] not in apart},
-        transport,
-        way,
-        capacity,
-    )
+    for one in shared:
+        del by_name[one.name]
+    return make(shared, by_name, transport, way, capacity)

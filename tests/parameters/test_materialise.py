@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fxpipe
-from fxpipe import stage_boundary
 from fxpipe.errors import CheckpointError, RunError
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.parameters.initialise import reset_parameters
-from fxpipe.parameters.materialise import check_no_meta, materialise, weights_of
+from fxpipe.parameters.materialise import (
+    check_no_meta,
+    materialise,
+    reset_parameters,
+)
+from fxpipe.parameters.ownership import replace_tensors
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool
 from tests.thinned import every
@@ -76,9 +78,7 @@ def filled(model: nn.Module, names: set[str] | None = None, seed: int = 0) -> di
 def test_a_checkpoint_makes_the_model_that_was_saved(tmp_path: Path) -> None:
     original = Net().eval()
     model = on_meta(Net).eval()
-    result = materialise(model, everything(model), CPU, weights=saved(original, tmp_path))
-    assert set(result.loaded) == set(original.state_dict()) - {"head.weight"}
-    assert result.initialised == ()
+    materialise(model, everything(model), CPU, weights=saved(original, tmp_path))
     tokens = torch.arange(6)
     assert torch.equal(model(tokens), original(tokens))
 
@@ -98,10 +98,9 @@ def test_a_tied_tensor_stays_tied_whatever_name_the_checkpoint_has_it_under(alia
     state = original.state_dict()
     del state["head.weight" if alias == "embedding.weight" else "embedding.weight"]
     torch.save(state, tmp_path / "weights.pt")
-    result = materialise(model, {"embedding.weight", "head.weight"}, CPU, weights=Weights.open(tmp_path))
+    materialise(model, {"embedding.weight", "head.weight"}, CPU, weights=Weights.open(tmp_path))
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, original.head.weight)
-    assert result.loaded == ("embedding.weight",)
 
 
 def test_type_strides_requires_grad_and_attributes_are_kept(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_real_model_is_loaded_in_place(tmp_path: Path) -> None:
     before = all_tensors(model)
     untouched = model.head.bias.detach().clone()
     result = materialise(model, everything(model) - {"head.bias"}, CPU, weights=saved(original, tmp_path))
-    assert result.replaced == ()
+    assert result == {}
     assert all(tensor is before[name] for name, tensor in all_tensors(model).items())
     assert torch.equal(model.blocks[0].first.weight, original.blocks[0].first.weight)
     assert torch.equal(model.head.bias, untouched)
@@ -146,7 +145,7 @@ def test_a_stage_gets_the_new_tensors(tmp_path: Path) -> None:
     graph.output(graph.call_function(torch.mul, (graph.call_module("first", (x,)), weight)))
     stage = torch.fx.GraphModule(model, graph)
     result = materialise(model, everything(model), CPU, weights=saved(original, tmp_path))
-    result.replace_in(stage)
+    replace_tensors(stage, result)
     check_no_meta(stage, "only")
     assert stage.get_parameter("second.weight") is model.second.weight
     rows = torch.randn(4, 4)
@@ -165,7 +164,7 @@ def test_a_tensor_that_is_no_part_of_the_model_is_found() -> None:
 # --- by init_fn
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
 def test_modules_of_torch_initialise_themselves(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         model = nn.Linear(64, 512, dtype=dtype)
@@ -176,16 +175,10 @@ def test_modules_of_torch_initialise_themselves(dtype: torch.dtype) -> None:
     assert values.double().std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
 
 
-def test_buffers_are_initialised_too() -> None:
-    norm = on_meta(lambda: nn.BatchNorm1d(3))
-    materialise(norm, everything(norm), CPU, reset_parameters)
-    assert norm.running_mean.tolist() == [0, 0, 0]
-    assert norm.running_var.tolist() == [1, 1, 1]
-    assert norm.num_batches_tracked.item() == 0
-
-
 def test_values_depend_on_seed_and_place_and_on_no_placement() -> None:
+    before = torch.get_rng_state()
     whole = filled(on_meta(Net))
+    assert torch.equal(torch.get_rng_state(), before)
     parts: dict[str, Tensor] = {}
     for prefixes in (("blocks.1", "head", "embedding"), ("blocks.0.second", "blocks.0.attention"), ("blocks.0",)):
         model = on_meta(Net)
@@ -197,10 +190,7 @@ def test_values_depend_on_seed_and_place_and_on_no_placement() -> None:
     assert not torch.equal(other["blocks.0.first.weight"], whole["blocks.0.first.weight"])
 
 
-INITIALISERS = [nn.init.normal_, nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.xavier_uniform_]
-
-
-@pytest.mark.parametrize("fill", INITIALISERS, ids=lambda fill: fill.__name__)
+@pytest.mark.parametrize("fill", [nn.init.trunc_normal_, nn.init.orthogonal_], ids=lambda fill: fill.__name__)
 def test_writes_from_further_out_depend_on_no_placement_either(
     fill: Callable[[Tensor], Tensor],
 ) -> None:
@@ -218,13 +208,6 @@ def test_writes_from_further_out_depend_on_no_placement_either(
     assert last.head.weight.is_meta
     values = torch.cat([parameter.flatten() for parameter in whole.parameters()])
     assert len(values.unique()) > 0.9 * len(values)
-
-
-def test_random_state_is_left_as_it_was() -> None:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    filled(on_meta(Net))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_init_fn_may_assign_new_tensors() -> None:
@@ -250,8 +233,7 @@ def test_what_a_checkpoint_lacks_is_made_and_told(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match=r"lacks 1 of the model's 26 tensors, first 'head.bias'; init_fn makes .* 'old'"
     ):
-        result = materialise(model, everything(model), CPU, reset_parameters, Weights.open(tmp_path))
-    assert result.initialised == ("head.bias",)
+        materialise(model, everything(model), CPU, reset_parameters, Weights.open(tmp_path))
     assert torch.equal(model.head.weight, original.head.weight)  # which reset_parameters would have overwritten
     assert torch.equal(model.blocks[1].norm.weight, original.blocks[1].norm.weight)
     assert model.head.bias.abs().max() <= 1 / 4**0.5
@@ -298,7 +280,7 @@ def half_of_weight(module: nn.Module) -> None:
         (
             half_of_weight,
             "blocks.0.first.weight",
-            "has not written all of its 16 numbers, 8 are missing in",
+            r"has not written all of blocks\.0\.first\.weight",
         ),
     ],
 )
@@ -307,9 +289,7 @@ def test_what_init_fn_forgets_is_named(init_fn: Callable[[nn.Module], None], nam
         materialise(on_meta(Net), {name}, CPU, init_fn)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float8_e4m3fn, torch.complex128]
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex128])
 def test_buffers_of_every_type_are_seen_to_be_written_or_not(dtype: torch.dtype) -> None:
     def build() -> nn.Module:
         module = nn.Module()
@@ -321,14 +301,6 @@ def test_buffers_of_every_type_are_seen_to_be_written_or_not(dtype: torch.dtype)
     written = on_meta(build)
     materialise(written, {"table"}, CPU, lambda module: module.table.copy_(torch.zeros(3)))
     assert torch.equal(written.table, torch.zeros(3, dtype=dtype))
-
-
-def test_nan_may_be_a_value() -> None:
-    model = on_meta(lambda: nn.Linear(2, 2))
-    materialise(
-        model, everything(model), CPU, lambda module: [nn.init.constant_(p, float("nan")) for p in module.parameters()]
-    )
-    assert model.weight.isnan().all()
 
 
 def test_a_tensor_of_another_shape_from_init_fn() -> None:
@@ -380,16 +352,7 @@ def test_a_checkpoint_with_other_names_is_not_taken_for_one_that_lacks_some(tmp_
     with pytest.raises(CheckpointError, match=r"lacks 26 of the model's 26.*Weights.open\(path, rename=...\)"):
         materialise(on_meta(Net), {"head.bias"}, CPU, reset_parameters, Weights.open(tmp_path))
     renamed = Weights.open(tmp_path, rename=lambda name: name.removeprefix("model."))
-    assert materialise(on_meta(Net), {"head.bias"}, CPU, weights=renamed).loaded == ("head.bias",)
-
-
-def test_a_checkpoint_is_given_by_path_or_open(tmp_path: Path) -> None:
-    weights = saved(Net(), tmp_path)
-    assert weights_of(None) is None
-    assert weights_of(weights) is weights
-    opened = weights_of(str(tmp_path))
-    assert opened is not None
-    assert opened.names == weights.names
+    materialise(on_meta(Net), {"head.bias"}, CPU, weights=renamed)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -420,19 +383,6 @@ def ones(build: Callable[[], nn.Module]) -> dict[str, Tensor]:
     return {name: torch.ones(tensor.shape) for name, tensor in on_meta(build).state_dict().items()}
 
 
-class Wide(nn.Module):
-    """Four stages."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, layer in enumerate(self.layers):
-            x = layer(stage_boundary(x) if place else x)
-        return x.square().mean()
-
-
 def peak() -> int:
     """The most memory that this process has had, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -459,15 +409,6 @@ def in_new_processes(function: Callable[..., float], *args: Any, ranks: int) -> 
         fresh.close()
 
 
-def memory_of_compile(checkpoint: str) -> float:
-    """The memory that ``compile`` of 224 MiB takes at most, as a multiple of what this rank then holds."""
-    topology = fxpipe.Topology([("pipe", 4)])
-    fxpipe.compile(on_meta(lambda: Wide(8)), topology, init_fn=reset_parameters)  # what torch imports
-    before = peak()
-    forward_backward = fxpipe.compile(on_meta(lambda: Wide(3840)), topology, checkpoint=checkpoint)
-    return (peak() - before) / sum(parameter.nbytes for parameter in forward_backward.parameters())
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.parametrize(("kind", "rank"), every(3, [("safetensors", 3), ("torch", 2), ("init_fn", 1)]))
 def test_a_rank_needs_little_more_memory_than_what_it_holds(kind: str, rank: int, tmp_path: Path) -> None:
@@ -478,10 +419,3 @@ def test_a_rank_needs_little_more_memory_than_what_it_holds(kind: str, rank: int
         torch.save(ones(four_stages), source)
     (needed,) = in_new_processes(memory_of_materialise, source, rank, ranks=1)
     assert 0.9 < needed <= 1.3
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_compile_needs_little_more_memory_than_what_each_rank_holds(tmp_path: Path) -> None:
-    torch.save(ones(lambda: Wide(3840)), tmp_path / "weights.pt")
-    needed = in_new_processes(memory_of_compile, str(tmp_path), ranks=4)
-    assert 0.9 < min(needed) <= max(needed) <= 1.3

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.parameters.initialise import init_weights_of
-from fxpipe.parameters.materialise import materialise
+from fxpipe.parameters.materialise import init_weights_of, materialise
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool
 from tests.thinned import ALL, every

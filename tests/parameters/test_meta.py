@@ -108,17 +108,6 @@ def reference(model: Tied) -> tuple[Tensor, dict[str, Tensor | None]]:
     return total, gradients_of(model.named_parameters(remove_duplicate=False))
 
 
-def test_values_depend_on_no_placement(request: pytest.FixtureRequest) -> None:
-    states = [step_initialised("symbolic", 1)[1]]
-    states += [
-        ran[1]
-        for ran in engine_of("strict 1", lambda: request.getfixturevalue("pool"))(4, step_initialised, "export", 1)
-    ]
-    for state in states[1:]:
-        for name, tensor in states[0].items():
-            assert_same(state[name], tensor, name)
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loaded_from_a_checkpoint(engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model = plain()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import wraps
 from itertools import product
 from typing import Any
 
@@ -12,25 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fxpipe
 from fxpipe import StageGraph
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import Transport
-from fxpipe.errors import TopologyError
-from fxpipe.graph.stage_calls import edges as roots_of
+from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import Edge, all_tensors
-from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release
-from fxpipe.parameters.state_dicts import _whole, full_state_dict, load_into
+from fxpipe.parameters.dtensors import whole_of
 from fxpipe.precision import Precision
-from fxpipe.schedules.action import Op
-from fxpipe.schedules.schedule import Schedule
-from fxpipe.sharding.fsdp_gradients import FullyShardedGradients, fully_sharded
 from tests.pool import Pool
-from tests.thinned import ALL, every, in_turn
+from tests.thinned import every, in_turn
 
-WIDTH, ROWS = 6, 12
+WIDTH, ROWS = 6, 24
 ONE_NODE = Topology([("data", 2)])
 TWO_NODES = Topology([("data", 4)], ranks_per_node=2)
 
@@ -96,22 +91,25 @@ class Traced(nn.Module):
         return (self.norm(self.linear(self.drop(h)) + self.gain) - x).square().sum(-1).mean()
 
 
-def traced_stages(training: bool = True) -> StageGraph:
+class Counted(Last):
+    """A loss that says how many items it is over: its gradients are scaled behind the step."""
+
+    def forward(self, x: Tensor, h: Tensor) -> fxpipe.Sum:  # type: ignore[override]
+        return fxpipe.Sum(super().forward(x, h) * 2.0, (x[:, 0] > 0).sum() + 1)
+
+
+def counted_stages() -> StageGraph:
     torch.manual_seed(0)
-    model = Traced()
-    return captured(model)
+    return StageGraph.from_callables({"a": First(), "b": Counted()}, [("a", "b")], {"a": ["x"], "b": ["x"]})
 
 
-def captured(model: nn.Module) -> StageGraph:
-    """As a call would capture it."""
-    from fxpipe import passes
-    from fxpipe.passes.chain import chain
-    from fxpipe.trace import Request, capture
-
-    return passes.split(chain(passes.default(), capture(Request(model, ("x",), {}, None), "symbolic")))
+def traced() -> nn.Module:
+    torch.manual_seed(0)
+    return Traced()
 
 
-GRAPHS: dict[str, Callable[[], StageGraph]] = {"callables": two_stages, "tied": tied_stages, "traced": traced_stages}
+Build = Callable[[], Any]
+MODELS: dict[str, Build] = {"callables": two_stages, "tied": tied_stages, "traced": traced}
 
 
 def batch() -> Tensor:
@@ -120,222 +118,137 @@ def batch() -> Tensor:
     return x
 
 
-def plain(graph: StageGraph, x: Tensor) -> Tensor:
+def module_of(model: Any) -> nn.Module:
+    return model.module if isinstance(model, StageGraph) else model
+
+
+def plain(model: Any, x: Tensor) -> Any:
+    if not isinstance(model, StageGraph):
+        return model(x)
     values: dict[Edge, Any] = {}
-    for stage in graph:
+    for stage in model:
         outputs = stage.function(*[x if isinstance(entry, str) else values[entry] for entry in stage.inputs])
         values |= dict(zip(stage.outputs, outputs, strict=False))
     return outputs[-1]
 
 
-def plain_gradients(
-    build: Callable[[], StageGraph], replicas: int, shares: Sequence[float], times: float = 1.0
-) -> dict[str, Tensor | None]:
-    """One process runs all micro-batches of all replicas, one after another."""
-    graph = build()
-    graph.module.eval()
-    for part in batch().chunk(replicas):
-        for x, share in zip(part.chunk(len(shares)), shares, strict=True):
-            if share:
-                (plain(graph, x) * share * times).backward()
-    return {name: parameter.grad for name, parameter in graph.module.named_parameters()}
+def plain_gradients(build: Build, replicas: int, parts: int, weights: Sequence[float] = ()) -> dict[str, Any]:
+    """One process runs all micro-batches of all replicas. ``weights``: theirs, in order; none: all weigh the same."""
+    model = build()
+    module_of(model).eval()
+    results = [plain(model, x) for part in batch().chunk(replicas) for x in part.chunk(parts)]
+    if isinstance(results[0], fxpipe.Sum):
+        loss = sum(one.total for one in results) / sum(one.count for one in results)
+    else:
+        pairs = list(zip(results, weights or [1.0] * len(results), strict=True))
+        loss = sum(one * weight for one, weight in pairs if weight) / sum(weight for _, weight in pairs)
+    loss.backward()
+    return {name: parameter.grad for name, parameter in module_of(model).named_parameters()}
 
 
-# --- running a table by hand ---
+# --- and fxpipe ---
 
 
-@dataclass
-class Rank:
-    """One process: its stages, sharded."""
+def in_a_new_world(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that a worker runs: DTensor keeps meshes, which it takes for equal to those of earlier worlds."""
 
-    graph: StageGraph
-    schedule: Schedule
-    transport: Transport
-    owners: Ownership
-    module: RankModule
-    gradients: FullyShardedGradients
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _clear_sharding_prop_cache()
+        fxpipe.init()
+        return function(*args, **kwargs)
 
-    def run(self, x: Tensor, shares: Sequence[float], factor: float | None = None, sync: bool = True) -> None:
-        """One call; micro-batches of share 0 get no backward."""
-        pipe_rank = self.transport.pipe_rank
-        row = self.schedule.rows[pipe_rank]
-        values: dict[Any, Any] = {}
-        sends: list[Any] = []
-        parts = x.chunk(len(shares))
-        self.gradients.begin([self.graph], row, sync, scales=True)
-        for action in row:
-            if action.op is Op.F:
-                self.gradients.settle(action.stage)
-                self._compute(action, parts, shares, values, sends)
-                continue
-            self.gradients.before(action)
-            if shares[action.microbatch]:
-                self._compute(action, parts, shares, values, sends)
-            self.gradients.after(action)
-        self.gradients.flush()
-        self.gradients.end(None if factor is None else torch.tensor(factor))
-        for work, _ in sends:
-            work.wait()
-
-    def _compute(self, action: Any, parts: Any, shares: Any, values: Any, sends: Any) -> None:
-        stage, m = self.graph[action.stage], action.microbatch
-        here, ranks = self.transport.pipe_rank, self.graph.placement
-
-        def give(key: Any, value: Tensor, there: int) -> None:
-            values[key] = value
-            if there != here:
-                sends.append((self.transport.send((here, there), value.detach().contiguous()), value))
-
-        def take(key: Any, there: int) -> Tensor:
-            if there != here:
-                values[key] = torch.empty(len(parts[m]), WIDTH)
-                self.transport.receive((there, here), values[key]).wait()
-            return values.pop(key)
-
-        if action.op is Op.F:
-            inputs = [
-                parts[m] if isinstance(e, str) else take((e, m), ranks[e.source]).requires_grad_() for e in stage.inputs
-            ]
-            outputs, saved = stage.forward(*inputs)
-            if stage.returns_result:
-                saved.roots[-1] = roots_of(outputs[-1] * shares[m])
-            values[stage.index, m] = saved
-            for edge, value in zip(stage.outputs, outputs, strict=False):
-                give((edge, m), value, ranks[edge.target])
-        else:
-            arriving = [take((edge, m, "gradient"), ranks[edge.target]) for edge in stage.outputs]
-            returned = stage.backward(values.pop((stage.index, m)), arriving + [True] * stage.returns_result)
-            for entry, gradient in zip(stage.inputs, returned, strict=True):
-                if isinstance(entry, Edge):
-                    give((entry, m, "gradient"), gradient, ranks[entry.source])
-
-    def gathered(self) -> dict[str, Tensor | None]:
-        """Every gradient as a whole."""
-        return {
-            name: None if p.grad is None else _whole(p.grad, self.transport)
-            for name, p in self.module.named_parameters()
-        }
-
-    def part(self, x: Tensor) -> Tensor:
-        return x.chunk(self.transport.data_size)[self.transport.data_rank]
+    return run
 
 
-def sharded(
-    build: Callable[[], StageGraph], topology: Topology, microbatches: int, scope: str = "node", precision: Any = None
-) -> Rank:
-    """What compile does."""
-    graph = build()
-    graph.module.eval()
-    ranks = topology.size("pipe")
-    graph = dataclasses.replace(graph, placement=tuple(min(stage.index, ranks - 1) for stage in graph))
-    schedule = fxpipe.schedules.build(
-        "1f1b", graph.stage_edges, microbatches, graph.placement, stages=len(graph), tied=graph.tied
-    )
-    transport, owners = connect(topology), ownership(graph)
-    groups = {"shard": topology.shard_groups(), "replica": topology.replica_groups()}
-    if scope == "data":
-        groups = {"shard": topology.groups("data"), "replica": [[r] for r in range(topology.world_size)]}
-    groups |= {"gather": groups["shard"], "flags": topology.groups("data")}
-    transport.open([(a, b) for a in range(ranks) for b in range(ranks) if a != b], list(owners.tied), groups)
-    mine = owners.names[transport.pipe_rank]
-    release(graph.module, mine)
-    mesh = topology.data_mesh(scope)
-    gradients = fully_sharded(graph.module, [graph], mesh, transport, owners, precision)
-    graph = graph.with_tensors_of_module()
-    return Rank(graph, schedule, transport, owners, RankModule(graph.module, mine), gradients)
+def compiled(build: Build, topology: Topology, parts: int = 2, **options: Any) -> tuple[Any, Tensor]:
+    """In evaluation mode, so that nothing is dropped; and this replica's rows."""
+    model = build()
+    module_of(model).eval()
+    forward_backward = fxpipe.compile(model, topology, microbatches=parts, zero=3, **options)
+    replica = topology.coordinate(torch.distributed.get_rank())["data"]
+    return forward_backward, batch().chunk(topology.size("data"))[replica]
 
 
-def shares_of(rank: Rank, microbatches: int) -> list[float]:
-    return [1 / (microbatches * rank.transport.data_size)] * microbatches
-
-
-def check(rank: Rank, expected: dict[str, Tensor | None], **tolerance: float) -> None:
-    for name, gradient in rank.gathered().items():
-        wanted = expected[name]
+def check(forward_backward: Any, expected: dict[str, Any], times: float = 1.0, **tolerance: float) -> None:
+    for name, parameter in forward_backward.named_parameters():
+        wanted, gradient = expected[name], parameter.grad
         assert (gradient is None) == (wanted is None), name
         if gradient is not None:
-            torch.testing.assert_close(gradient, wanted, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
+            found = whole_of(gradient)
+            torch.testing.assert_close(found, wanted * times, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
 
 
-# --- tests ---
-
-
-def one_call(kind: str, topology: Topology, microbatches: int, scope: str) -> None:
-    rank = sharded(GRAPHS[kind], topology, microbatches, scope)
-    size = topology.shard_groups()[0] if scope == "node" else topology.groups("data")[0]
-    for name, parameter in rank.module.named_parameters():
-        assert isinstance(parameter, DTensor) == bool(parameter.ndim and name != "a.none"), name
-        if isinstance(parameter, DTensor):
-            assert parameter.to_local().shape[0] <= -(-parameter.shape[0] // len(size))
-    shares = shares_of(rank, microbatches)
-    expected = plain_gradients(GRAPHS[kind], rank.transport.data_size, shares)
-    for _ in range(2):
-        rank.gradients.clear()
-        rank.run(rank.part(batch()), shares)
-        check(rank, expected)
-    rank.run(rank.part(batch()), shares)  # adds to what is there
-    check(rank, plain_gradients(GRAPHS[kind], rank.transport.data_size, shares, times=2))
+@in_a_new_world
+def several_calls(kind: str, topology: Topology, parts: int, scope: str) -> None:
+    forward_backward, x = compiled(MODELS[kind], topology, parts, zero_scope=scope)
+    size = len((topology.shard_groups() if scope == "node" else topology.groups("data"))[0])
+    for name, parameter in forward_backward.named_parameters():
+        assert isinstance(parameter, DTensor) == bool(parameter.ndim), name
+        assert not parameter.ndim or len(parameter.to_local()) <= -(-len(parameter) // size)
+    expected = plain_gradients(MODELS[kind], topology.size("data"), parts)
+    for times in (1, 1, 2):  # the last one adds to what is there
+        if times == 1:
+            forward_backward.zero_grad()
+        forward_backward(x)
+        check(forward_backward, expected, times)
 
 
 WHERE = [
     (ONE_NODE, "node"),
-    (TWO_NODES, "node"),
     (TWO_NODES, "data"),
+    (TWO_NODES, "node"),
     (Topology([("data", 2)], 1), "node"),
     (Topology([("pipe", 2), ("data", 2)]), "node"),
     (Topology([("data", 2), ("pipe", 2)], 2), "node"),
 ]
 
 
-@pytest.mark.parametrize(("where", "kind", "microbatches"), in_turn(WHERE, list(GRAPHS), [1, 3]), ids=repr)
-def test_gradients_are_those_of_the_whole_batch(
-    pool: Pool, where: tuple[Topology, str], kind: str, microbatches: int
-) -> None:
+@pytest.mark.parametrize(("where", "kind", "parts"), in_turn(WHERE, list(MODELS), [1, 3]), ids=repr)
+def test_gradients_are_those_of_the_whole_batch(pool: Pool, where: tuple[Topology, str], kind: str, parts: int) -> None:
     topology, scope = where
-    pool.run(one_call, kind, topology, microbatches, scope, ranks=topology.world_size)
+    pool.run(several_calls, kind, topology, parts, scope, ranks=topology.world_size)
 
 
-def without_weight(shares: dict[int, list[float]]) -> None:
-    """``shares``: by replica."""
-    rank = sharded(two_stages, TWO_NODES, 2)
-    graph = two_stages()
-    graph.module.eval()
-    for replica, part in enumerate(batch().chunk(4)):
-        for x, share in zip(part.chunk(2), shares[replica], strict=True):
-            if share:
-                (plain(graph, x) * share).backward()
+@in_a_new_world
+def without_weight(weights: list[float]) -> None:
+    rows = list(batch().chunk(8))
+
+    def weight_of(x: Tensor) -> float:
+        return next(weight for weight, part in zip(weights, rows, strict=True) if torch.equal(part[:1], x[:1]))
+
+    forward_backward, x = compiled(two_stages, TWO_NODES, loss_weight=weight_of)
+    expected = plain_gradients(two_stages, 4, 2, weights)
     for _ in range(2):
-        rank.gradients.clear()
-        rank.run(rank.part(batch()), shares[rank.transport.data_rank])
-        check(rank, {name: parameter.grad for name, parameter in graph.module.named_parameters()})
+        forward_backward.zero_grad()
+        forward_backward(x)
+        check(forward_backward, expected)
 
 
-@pytest.mark.parametrize(
-    "shares",
-    every(
-        2,
-        [
-            {0: [0.5, 0], 1: [0, 0.25], 2: [0.125, 0.125], 3: [0, 0]},
-            {0: [0, 0], 1: [0, 0], 2: [0, 1.0], 3: [0, 0]},
-            {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [0, 0]},
-        ],
-    ),
-)
-def test_a_replica_that_runs_no_last_backward_or_none_takes_part(pool: Pool, shares: dict[int, list[float]]) -> None:
-    pool.run(without_weight, shares, ranks=4)
+@pytest.mark.parametrize("weights", [[4, 0, 0, 2, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0]])
+def test_a_replica_that_runs_no_last_backward_or_none_takes_part(pool: Pool, weights: list[float]) -> None:
+    pool.run(without_weight, weights, ranks=4)
 
 
-def several_calls(topology: Topology, factor: float | None, syncs: list[bool]) -> None:
+@in_a_new_world
+def added_up(topology: Topology, build: Build, syncs: list[bool]) -> None:
     """Calls of the same batch in a row: only what this call makes is scaled, and what is not reduced waits."""
-    rank = sharded(two_stages, topology, 2)
-    shares = shares_of(rank, 2)
+    forward_backward, x = compiled(build, topology)
     for sync in syncs:
-        rank.run(rank.part(batch()), shares, factor, sync)
-    check(rank, plain_gradients(two_stages, rank.transport.data_size, shares, len(syncs) * (factor or 1.0)))
-    rank.gradients.clear()
-    assert all(parameter.grad is None for parameter in rank.module.parameters())
-    rank.run(rank.part(batch()), shares)
-    check(rank, plain_gradients(two_stages, rank.transport.data_size, shares))
+        forward_backward.set_requires_gradient_sync(sync)
+        forward_backward(x)
+    expected = plain_gradients(build, topology.size("data"), 2)
+    check(forward_backward, expected, len(syncs))
+    forward_backward.zero_grad()
+    forward_backward(x)
+    check(forward_backward, expected)
+    forward_backward.set_requires_gradient_sync(False)
+    forward_backward(x)
+    for parameter in forward_backward.parameters():
+        parameter.grad = None  # as torch's optimizers do
+    forward_backward.set_requires_gradient_sync(True)
+    forward_backward(x)
+    check(forward_backward, expected)
 
 
 @pytest.mark.parametrize(
@@ -344,89 +257,62 @@ def several_calls(topology: Topology, factor: float | None, syncs: list[bool]) -
         3,
         list(
             product(
-                [(TWO_NODES, 0.5), (ONE_NODE, None)],
-                [[False, False, True, True], [True, True], [False, True], [True, False, True]],
+                [(TWO_NODES, counted_stages), (ONE_NODE, two_stages)],
+                [[False, False, True, True], [False, True], [True, False, True]],
             )
         ),
     ),
-    ids=repr,
 )
-def test_calls_add_up_reduced_or_not(pool: Pool, way: tuple[Topology, float | None], syncs: list[bool]) -> None:
-    topology, factor = way
-    pool.run(several_calls, topology, factor, syncs, ranks=topology.world_size)
+def test_calls_add_up_reduced_or_not(pool: Pool, way: tuple[Topology, Build], syncs: list[bool]) -> None:
+    pool.run(added_up, *way, syncs, ranks=way[0].world_size)
 
 
-def cleared_between() -> None:
-    rank = sharded(two_stages, ONE_NODE, 2)
-    rank.run(rank.part(batch()), shares_of(rank, 2), sync=False)
-    for parameter in rank.module.parameters():
-        parameter.grad = None  # as torch's optimizers do
-    rank.run(rank.part(batch()), shares_of(rank, 2))
-    check(rank, plain_gradients(two_stages, 2, shares_of(rank, 2)))
-
-
-def test_zero_grad_of_a_plain_optimizer_drops_what_is_not_reduced_yet(pool: Pool) -> None:
-    pool.run(cleared_between, ranks=2)
-
-
+@in_a_new_world
 def trained(topology: Topology, kind: str) -> None:
-    """AdamW steps; then the whole state dict, evaluation, and loading."""
-    rank = sharded(GRAPHS[kind], topology, 2)
-    reference = GRAPHS[kind]()
-    reference.module.eval()
-    optimizer = torch.optim.AdamW(rank.module.parameters(), lr=0.01)
-    plain_optimizer = torch.optim.AdamW(reference.module.parameters(), lr=0.01)
-    shares, replicas = shares_of(rank, 2), rank.transport.data_size
-    for _ in range(20 if ALL else 5):  # AdamW corrects the first steps most
+    """Steps of torch's own AdamW; then the whole state dict, and loading."""
+    forward_backward, x = compiled(MODELS[kind], topology)
+    reference, replicas = MODELS[kind](), topology.size("data")
+    module_of(reference).eval()
+    optimizer = torch.optim.AdamW(forward_backward.parameters(), lr=0.01)
+    plain_optimizer = torch.optim.AdamW(module_of(reference).parameters(), lr=0.01)
+    for _ in range(3):  # AdamW corrects the first steps most
         optimizer.zero_grad()
-        rank.run(rank.part(batch()), shares)
+        forward_backward(x)
         optimizer.step()
         plain_optimizer.zero_grad()
-        for part in batch().chunk(replicas):
-            for x, share in zip(part.chunk(2), shares, strict=True):
-                (plain(reference, x) * share).backward()
+        for part in batch().chunk(2 * replicas):
+            (plain(reference, part) / (2 * replicas)).backward()
         plain_optimizer.step()
-    model = rank.graph.module
-    state = full_state_dict(model, rank.module, rank.owners, rank.transport, torch.device("cpu"))
-    for name, tensor in reference.module.state_dict().items():
+    state = forward_backward.state_dict(full=True)
+    for name, tensor in module_of(reference).state_dict().items():
         torch.testing.assert_close(state[name], tensor, msg=name, rtol=0, atol=1e-6)
-    fresh = GRAPHS[kind]().module.state_dict()
-    load_into(model, rank.module, fresh)
-    again = full_state_dict(model, rank.module, rank.owners, rank.transport, torch.device("cpu"))
-    load_into(model, rank.module, rank.module.state_dict())
+    fresh = module_of(MODELS[kind]()).state_dict()
+    forward_backward.load_state_dict(fresh)
+    forward_backward.load_state_dict(forward_backward.state_dict())
+    again = forward_backward.state_dict(full=True)
     assert all(torch.equal(again[name], tensor) for name, tensor in fresh.items())
 
 
-@pytest.mark.parametrize(("kind", "topology"), in_turn(list(GRAPHS), [TWO_NODES, Topology([("pipe", 2), ("data", 2)])]))
+@pytest.mark.parametrize(("kind", "topology"), in_turn(list(MODELS), [TWO_NODES, Topology([("pipe", 2), ("data", 2)])]))
 def test_some_steps_and_a_checkpoint(pool: Pool, topology: Topology, kind: str) -> None:
     pool.run(trained, topology, kind, ranks=4)
 
 
+@in_a_new_world
 def evaluated() -> None:
-    rank = sharded(traced_stages, TWO_NODES, 2)
-    model = rank.graph.module
-    reference = traced_stages()
-    other = captured(model)  # of the sharded model, as a call of another kind does
-    other = dataclasses.replace(other, placement=(0, 0))
-    for graph in (rank.graph, other):
-        x = rank.part(batch())
-        row = [action for action in rank.schedule.rows[0] if action.op is Op.F]
-        values: dict[Any, Any] = {}
-        with rank.gradients.evaluating([graph], rank.schedule.rows[0]), torch.no_grad():
-            for action in row:
-                rank.gradients.settle(action.stage)
-                part, stage = x.chunk(2)[action.microbatch], graph[action.stage]
-                inputs = [part if isinstance(e, str) else values[e, action.microbatch] for e in stage.inputs]
-                outputs, _ = stage.forward(*inputs)
-                values |= {(e, action.microbatch): v for e, v in zip(stage.outputs, outputs, strict=False)}
-                if stage.returns_result:
-                    torch.testing.assert_close(outputs[-1], plain(captured(reference.module.eval()), part).detach())
-        for module in (model, *(stage.module for stage in graph)):
-            assert all(isinstance(p, DTensor) for p in module.parameters())
-        assert all(p.grad is None for p in rank.module.parameters())
-    rank.graph = other
-    rank.run(rank.part(batch()), shares_of(rank, 2))
-    check(rank, plain_gradients(traced_stages, 4, shares_of(rank, 2)))
+    model = traced()
+    forward_backward, x = compiled(lambda: model, TWO_NODES)
+    reference = traced().eval()
+    for rows in (3, 2):  # of which the second is another kind of batch
+        found = forward_backward.evaluate(x[:rows])
+        wanted = torch.stack([reference(part[:rows]) for part in batch().chunk(4)]).mean()
+        torch.testing.assert_close(found, wanted.detach())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert all(parameter.grad is None for parameter in forward_backward.parameters())
+    forward_backward(x)
+    for part in batch().chunk(4):
+        (reference(part) / 4).backward()
+    check(forward_backward, {name: parameter.grad for name, parameter in reference.named_parameters()})
 
 
 def test_evaluation_gathers_and_frees_and_a_later_capture_runs_as_well(pool: Pool) -> None:
@@ -452,22 +338,22 @@ def looking() -> StageGraph:
     return StageGraph.from_callables({"a": Looking()}, [], {"a": ["x"]})
 
 
+@in_a_new_world
 def in_bfloat16(reduce: torch.dtype) -> None:
-    rank = sharded(looking, TWO_NODES, 3, precision=Precision(reduce=reduce))
-    rank.run(rank.part(batch()), shares_of(rank, 3))
-    assert rank.graph.module.a.seen == {torch.bfloat16}
-    for parameter in rank.module.parameters():
+    graph = looking()
+    forward_backward, x = compiled(lambda: graph, TWO_NODES, 3, precision=Precision(reduce=reduce))
+    forward_backward(x)
+    assert graph.module.a.seen == {torch.bfloat16}
+    for parameter in forward_backward.parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
     model = looking().module.a.bfloat16()
     expected = {f"a.{name}": torch.zeros(p.shape) for name, p in model.named_parameters()}
-    for part in batch().chunk(4):  # each micro-batch's gradient is of bfloat16, and they add up in float32
-        for x in part.chunk(3):
-            model.zero_grad()
-            (model(x) / 12).backward()
-            for name, p in model.named_parameters():
-                expected[f"a.{name}"] += 0 if p.grad is None else p.grad.float()
-    loose = {} if reduce == torch.float32 else {"rtol": 0.03, "atol": 1e-3}
-    check(rank, expected, **loose)
+    for part in batch().chunk(12):  # each micro-batch's gradient is of bfloat16, and they add up in float32
+        model.zero_grad()
+        (model(part) / 12).backward()
+        for name, p in model.named_parameters():
+            expected[f"a.{name}"] += 0 if p.grad is None else p.grad.float()
+    check(forward_backward, expected, **({} if reduce == torch.float32 else {"rtol": 0.03, "atol": 1e-3}))
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
@@ -475,41 +361,12 @@ def test_computing_in_bfloat16_keeps_shards_and_sums_in_float32(pool: Pool, redu
     pool.run(in_bfloat16, reduce, ranks=4)
 
 
-def pieces_of(topology: Topology) -> dict[str, tuple[int, int, bool]]:
-    rank = sharded(tied_stages if topology.size("pipe") > 1 else two_stages, topology, 2)
-    rank.run(rank.part(batch()), shares_of(rank, 2))
-    for piece in rank.gradients.pieces():
-        gradient, parameter = piece.gradient(), piece.parameter
-        assert isinstance(parameter, DTensor) == bool(parameter.ndim)
-        assert piece.data.numel() == piece.stop - piece.start
-        assert gradient is None or gradient.shape == piece.data.shape
-        with torch.no_grad():
-            piece.data.zero_()
-            assert not (parameter.to_local() if isinstance(parameter, DTensor) else parameter).any()
-    assert rank.gradients.shards == (rank.gradients.way.shards > 1)
-    rank.gradients.publish(rank.gradients.claim(["a.scale"], whole=False))
-    rank.gradients.settle()
-    return {piece.name: (piece.start, piece.stop, piece.counts) for piece in rank.gradients.pieces()}
-
-
-def test_pieces_cover_every_parameter_once(pool: Pool) -> None:
-    one, two, *_ = pool.run(pieces_of, TWO_NODES, ranks=4)
-    assert (one["a.scale"], two["a.scale"]) == ((0, 1, True), (0, 1, False))
-    assert (one["a.row"], two["a.row"]) == ((0, 6, True), (6, 6, True))
-    assert (one["b.linear.weight"], two["b.linear.weight"]) == ((0, 18, True), (18, 30, True))
-
-
-def test_a_tied_parameter_counts_with_its_first_owner(pool: Pool) -> None:
-    first, _, last, _ = pool.run(pieces_of, Topology([("pipe", 2), ("data", 2)]), ranks=4)
-    assert first["a.weight"] == (0, 18, True)
-    assert last["a.weight"] == (0, 18, False)
-
-
+@in_a_new_world
 def refused_whole() -> str:
-    rank = sharded(two_stages, ONE_NODE, 1)
-    assert [piece.name for piece in rank.gradients.claim(["a.scale"], whole=True).pieces] == ["a.scale"]
-    with pytest.raises(fxpipe.RunError) as error:
-        rank.gradients.claim(["a.scale", "a.row"], whole=True)
+    forward_backward, _ = compiled(two_stages, ONE_NODE)
+    forward_backward.optimizer(torch.optim.AdamW, ["a.scale"], elementwise=False)  # which is not sharded
+    with pytest.raises(RunError) as error:
+        forward_backward.optimizer(torch.optim.Adafactor, ["a.scale", "a.row"])
     return str(error.value)
 
 
@@ -553,19 +410,6 @@ def test_tied_parameters_whose_shards_would_differ_are_refused(pool: Pool) -> No
         )
 
 
-def failing(rank_that_fails: int) -> None:
-    rank = sharded(two_stages, ONE_NODE, 2)
-    if rank.transport.data_rank == rank_that_fails:
-        rank.transport.abort("it broke")
-        raise ValueError("it broke")
-    rank.run(rank.part(batch()), shares_of(rank, 2))
-
-
-def test_when_a_rank_fails_the_others_end(pool: Pool) -> None:
-    outcomes = pool.outcomes(failing, 1, ranks=2)
-    assert isinstance(outcomes[0].error, fxpipe.RunError), outcomes[0]
-
-
 class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -576,13 +420,15 @@ class Hooked(nn.Module):
         return self.linear(x).square().mean()
 
 
+@in_a_new_world
 def hooked() -> tuple[list[Any], Any]:
     calls: list[Any] = []
-    rank = sharded(lambda: StageGraph.from_callables({"a": Hooked()}, [], {"a": ["x"]}), ONE_NODE, 2)
-    weight = dict(rank.module.named_parameters())["a.linear.weight"]
+    graph = StageGraph.from_callables({"a": Hooked()}, [], {"a": ["x"]})
+    forward_backward, x = compiled(lambda: graph, ONE_NODE)
+    weight = dict(forward_backward.named_parameters())["a.linear.weight"]
     weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
-    rank.run(rank.part(batch()), shares_of(rank, 2))
-    assert type(rank.graph.module.a) is Hooked
+    forward_backward(x)
+    assert type(graph.module.a) is Hooked
     return calls, weight.tag
 
 
@@ -590,12 +436,12 @@ def test_hooks_and_attributes_of_parameters(pool: Pool) -> None:
     assert pool.run(hooked, ranks=2) == [([True], "no decay")] * 2
 
 
+@in_a_new_world
 def frozen_later() -> None:
-    rank = sharded(two_stages, ONE_NODE, 2)
-    dict(rank.module.named_parameters())["a.linear.weight"].requires_grad_(False)
-    rank.run(rank.part(batch()), shares_of(rank, 2))
-    expected = plain_gradients(two_stages, 2, shares_of(rank, 2))
-    check(rank, expected | {"a.linear.weight": None})
+    forward_backward, x = compiled(two_stages, ONE_NODE)
+    dict(forward_backward.named_parameters())["a.linear.weight"].requires_grad_(False)
+    forward_backward(x)
+    check(forward_backward, plain_gradients(two_stages, 2, 2) | {"a.linear.weight": None})
 
 
 def test_a_parameter_may_be_frozen_after_compile(pool: Pool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 
 import pytest
@@ -13,24 +12,9 @@ from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.fsdp_gradients import FullyShardedGradients
 from fxpipe.sharding.gradients import Gradients, WhoUsed
-from fxpipe.sharding.parallelize.stages import ParallelGradients
 from fxpipe.sharding.reducer import Reducer
 from tests.strict_transport import run_strict
-
-KINDS = [Reducer, ParallelGradients, FullyShardedGradients]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", [name for name in vars(Gradients) if not name.startswith("_")])
-def test_each_kind_has_what_is_asked_of_gradients(kind: type, name: str) -> None:
-    wanted, there = vars(Gradients)[name], inspect.getattr_static(kind, name)
-    if isinstance(wanted, property):
-        assert isinstance(there, property)
-    else:
-        assert list(inspect.signature(there).parameters) == list(inspect.signature(wanted).parameters)
-
 
 WAYS = {(0, 2): False, (1, 2): True, (1, 1): False, (3, 2): True}
 """(zero, ranks of a shard group) → whether they have different pieces."""
@@ -108,10 +92,6 @@ def test_a_parameter_is_used_where_any_replica_or_owner_uses_it(seed: int) -> No
         return WhoUsed(used, transport).wait()
 
     assert run_strict(body, 4, seed) == [{"tied", "own"}, {"tied", "own"}, {"tied"}, {"tied"}]
-
-
-def test_a_process_alone_knows_by_itself() -> None:
-    assert WhoUsed({"a": ((), True), "b": ((), False)}, LocalTransport()).wait() == {"a"}
 
 
 def test_a_process_alone_waits_for_no_device() -> None:

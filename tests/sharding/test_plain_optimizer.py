@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import StepLR
 import fxpipe
 from fxpipe.errors import CheckpointError
 from fxpipe.run.checkpoint.run_state import PlainOptimizer
-from tests.thinned import in_turn
 
 
 class Two(nn.Module):
@@ -62,22 +61,6 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path, name: str)
     run = made(name, seed=1)
     fxpipe.load(tmp_path, *run)
     assert losses(run, 0, 4) == wanted
-
-
-@pytest.mark.parametrize(("name", "before"), in_turn(list(OPTIMIZERS), ["nothing", "gradients", "a step"]))
-def test_what_is_loaded_into_does_not_matter(tmp_path: Path, name: str, before: str) -> None:
-    run = made(name)
-    losses(run, 0, 3)
-    run[0](torch.ones(8, 4))  # gradients are there when it is saved
-    fxpipe.save(tmp_path, *run, step=3)
-    wanted = losses(run, 3, 6)
-    run = made(name, seed=1)
-    if before == "gradients":
-        run[0](torch.ones(8, 4))
-    elif before == "a step":
-        losses(run, 10, 11)
-    fxpipe.load(tmp_path, *run)
-    assert losses(run, 3, 6) == wanted
 
 
 def test_lbfgs_is_refused() -> None:

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 
 from fxpipe.errors import MOST_TOLD, CheckpointError, FxpipeError, ScheduleError
 from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest, Written
-from fxpipe.parameters.checkpoint.plain import tensors_in, to_plain
+from fxpipe.parameters.checkpoint.plain import to_plain
 from fxpipe.parameters.checkpoint.reader import METADATA, FolderReader
 from fxpipe.parameters.weights import Weights
 from fxpipe.run.checkpoint.run_state import PlainParts, plain_parts, tensors_for, value_of
@@ -191,9 +191,7 @@ def write_plain_parts(draw: random.Random, folder: Path) -> Path:
 
 
 def read_plain_parts(path: Path) -> None:
-    known = {
-        f"plain.{name}": (torch.Size([]), torch.float32) for name in tensors_in(to_plain(torch.tensor(1.0), "")[0])
-    }
+    known = {f"plain.{name}": (torch.Size([]), torch.float32) for name in to_plain(torch.tensor(1.0), "")[1]}
     for tree in PlainParts.read(path).trees.values():
         value_of(tree, tensors_for(tree, known))
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint import run_folder
 from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.model_values import MODEL, ModelValues
-from fxpipe.parameters.checkpoint.reader import FolderReader
+from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues
 from fxpipe.torch_compat import bytes_of
 
 _SHOWN = 40
@@ -48,8 +47,7 @@ _HEADERS = ["checkpoint", "step", "saved at", "ranks", "bytes", "files"]
 
 def _line(folder: Path) -> list[str]:
     try:
-        manifest = Manifest.read(folder)
-        manifest.check_sizes(folder)
+        manifest = Manifest.read(folder, sizes=True)
     except CheckpointError as error:
         return [folder.name, "", "", "", "", str(error)[:200]]
     size = sum(written.size for written in manifest.files.values())
@@ -61,8 +59,7 @@ def _axes(manifest: Manifest) -> str:
 
 
 def _of_one(folder: Path) -> str:
-    manifest, reader = Manifest.read(folder), FolderReader(folder)
-    manifest.check_sizes(folder)
+    manifest, reader = Manifest.read(folder, sizes=True), FolderReader(folder)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     head = f"step {manifest.step}, saved at {manifest.saved_at} by run {manifest.run}: {_axes(manifest)}; {versions}"
     model = {name: one for name, one in reader.tensors.items() if name.startswith(MODEL)}
@@ -87,8 +84,7 @@ def verify(path: Path) -> str:
     lines, damaged = [], False
     for folder in found(path):
         try:
-            manifest = Manifest.read(folder)
-            manifest.check_sizes(folder)
+            manifest = Manifest.read(folder, sizes=True)
             manifest.check_contents(folder)
             FolderReader(folder)
             lines.append(f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files")
@@ -110,18 +106,15 @@ def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
         CheckpointError: the checkpoint is damaged, has no such names, or the file is there already.
     """
     folder = found(path)[0]
-    manifest = Manifest.read(folder)
-    manifest.check_sizes(folder)
+    manifest = Manifest.read(folder, sizes=True)
     manifest.check_contents(folder)
     values = ModelValues(FolderReader(folder), manifest.ties)
-    entries = {name.removeprefix(prefix): one for name, one in values.entries().items() if name.startswith(prefix)}
+    entries = {name.removeprefix(prefix): one for name, one in values.tensors.items() if name.startswith(prefix)}
     if not entries:
         raise CheckpointError(f"{folder} has no tensor of the model whose name begins with {prefix!r}")
     out.mkdir(parents=True, exist_ok=True)
     file = out / "model.safetensors"
-    write_safetensors(
-        file, entries, lambda tensors: values.plan({prefix + name: one for name, one in tensors.items()})()
-    )
+    write_safetensors(file, entries, lambda name, tensor: values.plan({prefix + name: tensor})())
     if config is not None:
         json.loads(config.read_bytes())  # a syntax error is reported here
         shutil.copyfile(config, out / "config.json")
@@ -146,15 +139,12 @@ _KINDS = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-_GROUP = 2**28
 
 Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
-def write_safetensors(path: Path, entries: Entries, read: Callable[[dict[str, Tensor]], None]) -> None:
-    """Writes tensors by name, reading some at a time; complete or not at all.
-
-    ``read``: fills tensors of these shapes and types, by name.
+def write_safetensors(path: Path, entries: Entries, read: Callable[[str, Tensor], None]) -> None:
+    """Writes tensors by name, reading one at a time; complete or not at all. ``read``: fills the one of this name.
 
     Raises:
         CheckpointError: the file is there already, or a type is none of the format's.
@@ -168,11 +158,11 @@ def write_safetensors(path: Path, entries: Entries, read: Callable[[dict[str, Te
     beside = path.with_name(f"{path.name}.partial")
     with beside.open("wb") as file:
         file.write(_header(entries, names))
-        for group in _groups(entries, names):
-            tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in group}
-            read(tensors)
-            for tensor in tensors.values():
-                file.write(bytes_of(tensor))
+        for name in names:
+            shape, dtype = entries[name]
+            tensor = torch.empty(shape, dtype=dtype)
+            read(name, tensor)
+            file.write(bytes_of(tensor))
         file.flush()
         os.fsync(file.fileno())
     beside.rename(path)
@@ -189,17 +179,3 @@ def _header(entries: Entries, names: list[str]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _groups(entries: Entries, names: list[str]) -> list[list[str]]:
-    """The names, some at a time: as many as are small together."""
-    groups: list[list[str]] = []
-    size = _GROUP
-    for name in names:
-        shape, dtype = entries[name]
-        size += shape.numel() * dtype.itemsize
-        if size > _GROUP:
-            groups.append([])
-            size = shape.numel() * dtype.itemsize
-        groups[-1].append(name)
-    return groups

@@ -59,22 +59,24 @@ class Manifest:
         write_text(folder / MANIFEST, text)
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
-        """The manifest of a checkpoint's folder.
+    def read(folder: Path, sizes: bool = False) -> Manifest:
+        """The manifest of a checkpoint's folder. ``sizes``: those of the files are compared with it.
 
         Raises:
-            CheckpointError: there is none, it was altered, or is another version's.
+            CheckpointError: there is none, it was altered, or is another version's; or a file is gone or cut.
         """
         path = folder / MANIFEST
         try:
-            read = json.loads(read_small(path, _MOST))
+            manifest = _parsed(path, json.loads(read_small(path, _MOST)))
         except OSError as error:
             raise CheckpointError(
                 f"{folder} is no checkpoint of fxpipe.save, or not a whole one: {MANIFEST}: {error.strerror}"
             ) from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} was cut or altered: it is no JSON ({str(error)[:100]})") from error
-        return _checked(path, read)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} was cut or altered: {type(error).__name__} {str(error)[:100]}") from error
+        if sizes:
+            manifest.check_sizes(folder)
+        return manifest
 
     def check_sizes(self, folder: Path) -> None:
         """CheckpointError where a file is gone, or has another length than it was written with."""
@@ -92,10 +94,6 @@ class Manifest:
         """CheckpointError where a piece has another crc32 than it was written with: each ``ranks``-th, for ``rank``."""
         pieces = [(name, place) for name in sorted(self.files) for place in range(len(self.files[name].crc32s))]
         self.check_pieces(folder, pieces[rank::ranks])
-
-    def check_file(self, folder: Path, name: str) -> None:
-        """The same for all of one file."""
-        self.check_pieces(folder, pieces_of(name, 0, self.files[name].size if name in self.files else 1))
 
     def check_pieces(self, folder: Path, pieces: Iterable[Piece]) -> None:
         """CheckpointError where one has another crc32 than it was written with, or is of an unknown file."""
@@ -153,34 +151,26 @@ def _crc_of(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _checked(path: Path, read: Any) -> Manifest:
-    """A manifest out of JSON, whatever it says."""
-    try:
-        if read["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {str(read['format'])[:20]}; this fxpipe reads {FORMAT}")
-        content = read["checkpoint"]
-        if read["crc32"] != _crc_of(content):
-            raise CheckpointError(
-                f"{path} was altered: its crc32 is {_crc_of(content):08x}, and it says {int(read['crc32']):08x}"
-            )
-        return Manifest(
-            step=_natural(content["step"]),
-            number=_natural(content["number"]),
-            saved_at=str(content["saved_at"])[:100],
-            run=str(content["run"])[:100],
-            axes=tuple((str(name), _natural(size)) for name, size in content["axes"]),
-            versions={str(name): str(version) for name, version in content["versions"].items()},
-            files={_plain_name(name): _written(one) for name, one in content["files"].items()},
-            ties={str(name): str(first) for name, first in content.get("ties", {}).items()},
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{path} is no manifest of fxpipe.save: {type(error).__name__} {str(error)[:100]}") from (
-            error
-        )
+def _parsed(path: Path, read: Any) -> Manifest:
+    """A manifest out of JSON; ValueError and the like for what ``write`` does not write."""
+    if read["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {str(read['format'])[:20]}; this fxpipe reads {FORMAT}")
+    content = read["checkpoint"]
+    if read["crc32"] != _crc_of(content):
+        raise ValueError(f"its crc32 is {_crc_of(content):08x}, and it says {int(read['crc32']):08x}")
+    return Manifest(
+        step=_natural(content["step"]),
+        number=_natural(content["number"]),
+        saved_at=str(content["saved_at"])[:100],
+        run=str(content["run"])[:100],
+        axes=tuple((str(name), _natural(size)) for name, size in content["axes"]),
+        versions={str(name): str(version) for name, version in content["versions"].items()},
+        files={_plain_name(name): _written(*one) for name, one in content["files"].items()},
+        ties={str(name): str(first) for name, first in content.get("ties", {}).items()},
+    )
 
 
-def _written(value: Any) -> Written:
-    size, crc32s = value
+def _written(size: Any, crc32s: Any) -> Written:
     written = Written(_natural(size), tuple(map(_natural, crc32s)))
     if len(written.crc32s) != -(-written.size // PIECE):
         raise ValueError(f"{written.size} bytes have {len(written.crc32s)} checksums")
@@ -194,6 +184,6 @@ def _natural(value: Any) -> int:
 
 
 def _plain_name(name: str) -> str:
-    if not name or name in (".", "..") or set(name) & set("/\\\0"):
+    if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"{name[:80]!r} is no file of its folder")
     return name

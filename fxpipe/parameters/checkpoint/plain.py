@@ -36,9 +36,11 @@ def to_plain(value: Any, what: str) -> tuple[Tree, dict[str, Tensor]]:
     """
     tensors: dict[str, Tensor] = {}
     try:
-        return _to_plain(value, what, tensors, ()), tensors
+        return _to_plain(value, what, tensors), tensors
     except RecursionError as error:
-        raise CheckpointError(f"{what} is nested too deeply to be read again; make it flatter") from error
+        raise CheckpointError(
+            f"{what} contains itself, or is nested too deeply to be read again; make it flatter"
+        ) from error
 
 
 def from_plain(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
@@ -62,38 +64,21 @@ def from_plain(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     raise ValueError(f"{kind!r} is no kind of plain data")
 
 
-def tensors_in(tree: Tree) -> set[str]:
-    """The names of the tensors that a value has."""
-    if isinstance(tree, list):
-        return set().union(*map(tensors_in, tree))
-    if not isinstance(tree, dict):
-        return set()
-    ((kind, inner),) = tree.items()
-    if kind == "tensor":
-        return {inner}
-    return tensors_in(
-        [value for _, value in inner] if kind in ("dict", "counter") else inner if kind == "tuple" else None
-    )
-
-
-def _to_plain(value: Any, what: str, tensors: dict[str, Tensor], around: tuple[int, ...]) -> Tree:
+def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
     if type(value) in (type(None), bool, int, float, str):
         return value
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         return {"tensor": _kept(value, what, tensors)}
-    if id(value) in around:
-        raise CheckpointError(f"{what} contains itself, and a checkpoint holds plain data alone: {PLAIN}")
-    around = (*around, id(value))
     if isinstance(value, dict):  # an OrderedDict or defaultdict comes back as a dict
         for key in value:
             if type(key) not in (str, int):
                 raise CheckpointError(f"{what} has the key {key!r}, and a checkpoint holds plain data alone: {PLAIN}")
         kind = "counter" if type(value) is Counter else "dict"  # as MultiStepLR's milestones
-        return {kind: [[key, _to_plain(inner, f"{what}[{key!r}]", tensors, around)] for key, inner in value.items()]}
+        return {kind: [[key, _to_plain(inner, f"{what}[{key!r}]", tensors)] for key, inner in value.items()]}
     if type(value) in (list, tuple):
-        inner = [_to_plain(each, f"{what}[{place}]", tensors, around) for place, each in enumerate(value)]
+        inner = [_to_plain(each, f"{what}[{place}]", tensors) for place, each in enumerate(value)]
         return inner if type(value) is list else {"tuple": inner}
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise CheckpointError(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -25,37 +27,36 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, pieces_of
-from fxpipe.precision import converts
+from fxpipe.parameters.dtensors import check_fits, local
+from fxpipe.precision import converts, merged
 from fxpipe.small_file import read_small
 from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, storage_info
 
 
 class FolderReader:
-    """A folder that is read from. ``tensors``: shape and type of each tensor in it, by name. ``asked``: the names that
-    its plans fill. ``manifest``: of what is read the crc32 is compared with it; None where that has been done."""
+    """A folder that is read from. ``names``: of tensors and plain values in it. ``tensors``: shape and type of each
+    tensor, by name. ``asked``: the names that its plans fill. ``manifest``: of what is read the crc32 is compared with
+    it; None where that has been done."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder, self._manifest = folder, manifest
         self._checked: set[Piece] = set()
         if manifest is not None:
-            manifest.check_file(folder, METADATA)
+            size = manifest.files[METADATA].size if METADATA in manifest.files else 1
+            manifest.check_pieces(folder, pieces_of(METADATA, 0, size))
         self.metadata: Metadata = read_metadata(folder)
         self.asked: set[str] = set()
-        entries = self.metadata.state_dict_metadata.items()
+        entries = self.metadata.state_dict_metadata
+        self.names = list(entries)
         self.tensors = {
             name: (entry.size, entry.properties.dtype)
-            for name, entry in entries
+            for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-
-    @property
-    def names(self) -> list[str]:
-        """All that is in it, tensors and plain values."""
-        return list(self.metadata.state_dict_metadata)
 
     def plan(self, state: dict[str, Any]) -> Callable[[], None]:
         """Checks that a state dict, nested or flat, can be filled; returns what fills it, in place.
@@ -73,46 +74,30 @@ class FolderReader:
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
 
         def fill() -> None:
-            if self._manifest is not None:
-                self._check_contents(self._manifest, plan)
+            if self._manifest is not None:  # each piece of a file is looked through once
+                places = [self.metadata.storage_data[item.storage_index] for item in plan.items]
+                read = {one for place in places for one in pieces_of(place.relative_path, place.offset, place.length)}
+                self._manifest.check_pieces(self.folder, sorted(read - self._checked))
+                self._checked |= read
             try:
                 reader.read_data(planner.finish_plan(plan), planner).wait()
             except Exception as error:  # of torch's unpickler for weights, of its zip reader, of the file
-                raise CheckpointError(f"{self.folder} cannot be read, or was altered: {_line(error)}") from error
+                why = str(error).partition("\n")[0][:300] or type(error).__name__
+                raise CheckpointError(f"{self.folder} cannot be read, or was altered: {why}") from error
 
         return fill
-
-    def _check_contents(self, manifest: Manifest, plan: LoadPlan) -> None:
-        """CheckpointError where what a plan reads was altered; each piece of a file is looked through once."""
-        places = [self.metadata.storage_data[item.storage_index] for item in plan.items]
-        pieces = {piece for place in places for piece in pieces_of(place.relative_path, place.offset, place.length)}
-        manifest.check_pieces(self.folder, sorted(pieces - self._checked))
-        self._checked |= pieces
 
     def _check(self, name: str, value: Any) -> None:
         entry = self.metadata.state_dict_metadata.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, self._like(name))}")
-        is_tensor = isinstance(value, torch.Tensor)
+            alike = [other for other in self.names if other.partition(".")[0] == name.partition(".")[0]]
+            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, alike)}")
+        is_tensor = isinstance(value, Tensor)
         if is_tensor == isinstance(entry, BytesStorageMetadata):
             kinds = ("a tensor", "none") if is_tensor else ("no tensor", "one")
             raise CheckpointError(f"{name} is {kinds[0]}, {self.folder} has {kinds[1]} under this name")
-        if is_tensor and isinstance(entry, TensorStorageMetadata) and value.shape != entry.size:
-            raise CheckpointError(
-                f"{name} has shape {list(value.shape)}, {self.folder} has {list(entry.size)}; build the model with the "
-                "configuration that was saved"
-            )
-        if is_tensor and isinstance(entry, TensorStorageMetadata) and not converts(entry.properties.dtype, value.dtype):
-            raise CheckpointError(
-                f"{name} is {value.dtype}, {self.folder} has it as {entry.properties.dtype}, and only floats of 16 to "
-                "64 bits are converted; build the model with the types that were saved"
-            )
-
-    def _like(self, name: str) -> list[str]:
-        """Names that begin alike: of thousands none would help."""
-        part = name.partition(".")[0]
-        found = [other for other in self.names if other.partition(".")[0] == part]
-        return found if len(found) <= 2000 else found[:5]
+        if is_tensor:
+            check_fits(name, value, self.folder, *self.tensors[name])
 
 
 class _DataOnlyPlanner(DefaultLoadPlanner):
@@ -126,9 +111,72 @@ class _DataOnlyPlanner(DefaultLoadPlanner):
         place[last] = torch.load(value, weights_only=True)
 
 
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+MODEL = "model."
+"""What names of the model begin with in a checkpoint."""
+_OPTIMIZER, _STATE, _MASTER = "optim", ".state.", ".master"
 
+
+class ModelValues:
+    """The model's tensors in a checkpoint, as exact as it has them.
+
+    A parameter that ``precision`` keeps rounded has its master among the optimizer's state,
+    ``optim.state.NAME.master``. Where the master rounds to what the model has, it is the value; elsewhere somebody has
+    written the parameter since.
+
+    ``ties``: names of the model → the first name of the same parameter. ``leave``: masters that an optimizer reads.
+
+    ``masters``: names of the model → that of the master in the checkpoint, where there is one that is more exact.
+    ``tensors``: shape and type of each tensor of the model, by its name there.
+    """
+
+    def __init__(self, reader: FolderReader, ties: Mapping[str, str], leave: Collection[str] = ()) -> None:
+        self._reader, tensors = reader, reader.tensors
+        self._own = {name.removeprefix(MODEL): one for name, one in tensors.items() if name.startswith(MODEL)}
+        found = {parameter: name for name in tensors if name not in leave for parameter in _mastered(name)}
+        firsts = {name: found.get(ties.get(name, name), "") for name in self._own}
+        self.masters = {name: master for name, master in firsts.items() if master and self._is_finer(name, master)}
+        self.tensors = {name: tensors[self.masters.get(name, MODEL + name)] for name in firsts}
+
+    def _is_finer(self, name: str, master: str) -> bool:
+        (shape, dtype), (its_shape, its_dtype) = self._own[name], self._reader.tensors[master]
+        return shape == its_shape and converts(its_dtype, dtype) and its_dtype.itemsize > dtype.itemsize
+
+    def plan(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Checks that tensors can be filled, by the model's names; returns what fills them."""
+        plain: dict[str, Tensor] = {MODEL + name: tensor.detach() for name, tensor in into.items()}
+        finer: list[tuple[Tensor, Tensor, Tensor]] = []
+        for name, tensor in into.items():
+            master = self.masters.get(name)
+            if master is None:
+                continue
+            tensor = tensor.detach()
+            rounded = torch.empty_like(tensor, dtype=self._own[name][1])
+            finest = self._reader.tensors[master][1]
+            exact = tensor if tensor.dtype == finest else torch.empty_like(tensor, dtype=finest)
+            plain |= {MODEL + name: rounded, master: plain.get(master, exact)}
+            finer.append((tensor, rounded, plain[master]))
+        fill = self._reader.plan(plain)
+
+        def run() -> None:
+            fill()
+            for tensor, rounded, exact in finer:
+                local(tensor).copy_(merged(local(exact), local(rounded), rounded.dtype))
+
+        return run
+
+
+def _mastered(name: str) -> Iterator[str]:
+    """The parameters whose master bears this name in a checkpoint: of an optimizer, or of one of several."""
+    if not (name.startswith(_OPTIMIZER) and name.endswith(_MASTER)):
+        return
+    parts: list[Any] = name.removesuffix(_MASTER).split(_STATE)
+    for place in range(1, len(parts)):
+        optimizer = _STATE.join(parts[:place])
+        if optimizer == _OPTIMIZER or optimizer.startswith(f"{_OPTIMIZER}."):
+            yield _STATE.join(parts[place:])
+
+
+# --- torch's .metadata, as data
 
 METADATA = ".metadata"
 _LARGEST = 2**62
@@ -204,32 +252,26 @@ class _Unpickler(pickle.Unpickler):
 
 def _metadata(read: Any, folder: Path) -> Metadata:
     top = _fields(read, "Metadata")
-    stored = {}
-    length_of = _lengths(folder)
-    for key, place in _mapping(top["storage_data"]).items():
-        stored[_index(key)] = _place(place, length_of)
-    entries = {_text(name): _entry(entry) for name, entry in _mapping(top["state_dict_metadata"]).items()}
+    lengths = {file.name: file.stat().st_size for file in os.scandir(folder)}
+    stored = {_index(key): _place(place, lengths) for key, place in _the(dict, top["storage_data"]).items()}
+    entries = {_the(str, name): _entry(entry) for name, entry in _the(dict, top["state_dict_metadata"]).items()}
     for name, entry in entries.items():
         _check_stored(name, entry, stored)
     return Metadata(entries, storage_data=stored)
 
 
-def _fields(record: Any, name: str) -> Mapping[str, Any]:
+def _the(kind: type, value: Any) -> Any:
+    """The value; ValueError unless it is of this very type."""
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} should")
+    return value
+
+
+def _fields(record: Any, name: str) -> dict[str, Any]:
     if not isinstance(record, _Record) or type(record).__name__ != name:
         raise ValueError(f"a {type(record).__name__} stands where a {name} should")
-    return _mapping({} if record.state is None else record.state)
-
-
-def _mapping(value: Any) -> dict[Any, Any]:
-    if type(value) is not dict:
-        raise ValueError(f"a {type(value).__name__} stands where a dict should")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"a {type(value).__name__} stands where a name should")
-    return value
+    fields: dict[str, Any] = _the(dict, {} if record.state is None else record.state)
+    return fields
 
 
 def _natural(value: Any) -> int:
@@ -239,42 +281,28 @@ def _natural(value: Any) -> int:
 
 
 def _sizes(value: Any) -> torch.Size:
-    if type(value) is not tuple:
-        raise ValueError(f"a {type(value).__name__} stands where a shape should")
-    return torch.Size(map(_natural, value))
+    return torch.Size(map(_natural, _the(tuple, value)))
 
 
 def _index(key: Any) -> MetadataIndex:
     fields = _fields(key, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _text(fields["fqn"]),
+        _the(str, fields["fqn"]),
         None if offset is None else _sizes(offset),
         None if index is None else _natural(index),
     )
 
 
-def _lengths(folder: Path) -> Callable[[str], int]:
-    """How long a file of the folder is; asked for once."""
-    known: dict[str, int] = {}
-
-    def length(name: str) -> int:
-        if name not in known:
-            if not name or name in (".", "..") or set(name) & set("/\\\0:"):
-                raise ValueError(f"it names {name[:80]!r}, which is no file of its folder")
-            known[name] = (folder / name).stat().st_size
-        return known[name]
-
-    return length
-
-
-def _place(read: Any, length_of: Callable[[str], int]) -> Any:
+def _place(read: Any, lengths: Mapping[str, int]) -> Any:
     fields = _fields(read, "_StorageInfo")
     if fields.get("transform_descriptors"):
         raise ValueError("its tensors were written through extensions")
-    file, offset, length = _text(fields["relative_path"]), _natural(fields["offset"]), _natural(fields["length"])
-    if offset + length > length_of(file):
-        raise ValueError(f"{file} has {length_of(file)} bytes, and {offset + length} are expected")
+    file, offset, length = _the(str, fields["relative_path"]), _natural(fields["offset"]), _natural(fields["length"])
+    if file not in lengths:
+        raise ValueError(f"it names {file[:80]!r}, which is no file of its folder")
+    if offset + length > lengths[file]:
+        raise ValueError(f"{file} has {lengths[file]} bytes, and {offset + length} are expected")
     return storage_info(file, offset, length)
 
 
@@ -282,12 +310,9 @@ def _entry(read: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(read).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(read, "TensorStorageMetadata")
-    properties = fields["properties"]
-    if type(properties).__name__ != "TensorProperties" or not isinstance(properties.state[0], torch.dtype):
-        raise ValueError("a tensor has no type")
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in list(fields["chunks"])]
     return TensorStorageMetadata(
-        TensorProperties(dtype=properties.state[0]),
+        TensorProperties(dtype=_the(torch.dtype, fields["properties"].state[0])),
         _sizes(fields["size"]),
         [ChunkStorageMetadata(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks],
     )

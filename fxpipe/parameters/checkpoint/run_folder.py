@@ -9,6 +9,7 @@ to ``.removed`` before they are deleted. So a process may be killed at any momen
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -32,33 +33,34 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).exists()
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, whole or damaged since, the one written last first.
+def numbered(folder: Path) -> list[tuple[int | None, Path]]:
+    """The checkpoints of a run, whole or damaged since, each with its number, the one written last first.
 
-    Those without a manifest that can be read come before the others: when they were written is not known.
+    Those without a manifest that can be read come before the others, with None: when they were written is not known.
     """
     try:
         found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError:
         return []
-    return sorted(found, key=_order, reverse=True)
+    known = [(_number(path), path) for path in found]
+    return sorted(known, key=lambda one: (one[0] is None, one[0] or 0, one[1].name), reverse=True)
 
 
-def _order(path: Path) -> tuple[int, int, str]:
+def _number(path: Path) -> int | None:
     try:
-        return 0, Manifest.read(path).number, path.name
+        return Manifest.read(path).number
     except CheckpointError:
-        return 1, 0, path.name
+        return None
 
 
-def next_number(folder: Path) -> int:
-    """One more than any checkpoint of the folder has."""
-    return 1 + max((_order(path)[1] for path in checkpoints(folder)), default=0)
+def checkpoints(folder: Path) -> list[Path]:
+    """Those of ``numbered``."""
+    return [path for _, path in numbered(folder)]
 
 
-def newest(folder: Path) -> Path:
-    """The checkpoint with the largest number, of a folder that has one."""
-    return max(checkpoints(folder), key=lambda path: _order(path)[1])
+def newest(folder: Path) -> int:
+    """The largest number that a checkpoint of the folder has; 0 where there is none."""
+    return max((number or 0 for number, _ in numbered(folder)), default=0)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -67,44 +69,34 @@ def begin(folder: Path, step: int) -> Path:
         if _LEFT.fullmatch(left.name):
             shutil.rmtree(left)
     latest = folder / LATEST
-    if latest.is_dir() and not latest.is_symlink():
-        raise CheckpointError(
-            f"{latest} is a folder, and no link to a checkpoint, as where the run was copied by what follows links; "
-            "delete it: the checkpoints beside it are all that is needed"
-        )
-    name = f"step-{step:06d}"
-    again = 1
-    while (folder / name).exists():  # a run that has gone back to an earlier step: nothing is ever overwritten
-        again += 1
-        name = f"step-{step:06d}-{again}"
-    partial = folder / f"{name}{PARTIAL}"
+    if latest.is_dir() and not latest.is_symlink():  # a copy by what follows links: it could never be replaced
+        raise CheckpointError(f"{latest} is a folder, and no link to a checkpoint; delete it")
+    names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{again}" for again in itertools.count(2)))
+    free = next(name for name in names if not (folder / name).exists())  # nothing is ever overwritten
+    partial = folder / f"{free}{PARTIAL}"
     partial.mkdir()
     return partial
 
 
 def complete(partial: Path) -> Path:
-    """Gives a folder its name, once all its files are on the disk, and makes it the latest."""
+    """Gives a folder its name, once all its files are on the disk, and makes it the latest at once: there is no moment
+    without a latest one."""
     flush(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     partial.rename(final)
     flush(final.parent)
-    point_to(final)
-    return final
-
-
-def point_to(final: Path) -> None:
-    """Makes a checkpoint the latest, at once: there is no moment without a latest one."""
     beside = final.parent / f"{LATEST}{PARTIAL}"
     beside.unlink(missing_ok=True)
     beside.symlink_to(final.name, target_is_directory=True)
     beside.replace(final.parent / LATEST)
+    return final
 
 
 def keep_newest(folder: Path, keep: int | None) -> None:
     """Deletes all checkpoints but the ``keep`` that were written last; None: deletes none."""
     if keep is None:
         return
-    readable = [path for path in checkpoints(folder) if _order(path)[0] == 0]  # others are for the user to look at
+    readable = [path for number, path in numbered(folder) if number is not None]  # others are for the user to look at
     for old in readable[keep:]:
         leaving = old.with_name(f"{old.name}{REMOVED}")
         old.rename(leaving)
@@ -126,8 +118,8 @@ def flush(folder: Path) -> None:
 class FolderLock:
     """A folder's open lock file, closed when nobody refers to it."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a+")
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, (folder / "lock").open("a+")
 
     def __del__(self) -> None:
         self.file.close()
@@ -146,11 +138,10 @@ def lock_of(folder: Path, run: str) -> FolderLock:
     Raises:
         CheckpointError: another process writes to the folder; with its host, its number and since when.
     """
-    path = folder / "lock"
-    key = os.getpid(), str(path.resolve())
+    key = os.getpid(), str(folder.resolve())
     if key in _held:
         return _held[key]
-    lock = FolderLock(path)
+    lock = FolderLock(folder)
     file = lock.file
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +153,7 @@ def lock_of(folder: Path, run: str) -> FolderLock:
         ) from None
     except OSError as error:
         warnings.warn(
-            f"{path} cannot be locked ({error.strerror}): see to it that no other run writes to {folder}",
+            f"{file.name} cannot be locked ({error.strerror}): see to it that no other run writes to {folder}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint.manifest import PIECE, Written
 from fxpipe.parameters.checkpoint.plain import to_plain
 from fxpipe.torch_compat import storage_info
@@ -32,7 +31,7 @@ Message = list[Any]
 
 
 class RankPlan:
-    """What a rank has of a state dict, and, once it knows all ranks' plans, what of it this rank writes.
+    """What a rank has of a state dict, and, once it is settled, what of it this rank writes.
 
     Raises:
         CheckpointError: a value that is no tensor is not plain data.
@@ -40,7 +39,7 @@ class RankPlan:
 
     def __init__(self, state: dict[str, Any], rank: int) -> None:
         self._rank = rank
-        self._planner = DefaultSavePlanner()
+        self._planner = _WritePlanner()
         self._planner.set_up_planner(state, is_coordinator=rank == 0)
         for name, value in self._planner.state_dict.items():
             if not isinstance(value, Tensor):
@@ -51,63 +50,58 @@ class RankPlan:
         """For the other ranks."""
         return [[_item_message(item) for item in self._plan.items], list(self._plan.planner_data.items())]
 
-    def settle(self, messages: Sequence[Message]) -> RankShare:
-        """This rank's share. What several ranks have is written by one of them, each about as many bytes."""
+    def settle(self, messages: Sequence[Message]) -> None:
+        """Finds this rank's share. What several ranks have is written by one of them, each about as many bytes."""
         local = [
-            SavePlan([_item_of(one) for one in items], planner_data={name: tuple(path) for name, path in paths})
+            SavePlan([_item_of(*one) for one in items], planner_data={name: tuple(path) for name, path in paths})
             for items, paths in messages
         ]
-        plans, metadata = self._planner.create_global_plan(local)
-        return RankShare(self._rank, plans, metadata, self._planner)
-
-
-class RankShare:
-    """What one rank writes. ``size``: the bytes of tensors that all ranks write together."""
-
-    def __init__(self, rank: int, plans: list[SavePlan], metadata: Metadata, planner: SavePlanner) -> None:
-        self._rank, self._metadata = rank, metadata
-        self._plans, self._planner = plans, planner
-        self.size = sum(_bytes_of(item) for plan in plans for item in plan.items)
+        self._plans, self._metadata = self._planner.create_global_plan(local)
 
     def keep_copies(self) -> None:
-        """Copies what this rank writes to memory of the host, so that training may go on meanwhile."""
-        self._planner = _Copies(self._plans[self._rank], self._planner)
+        """Copies the share to memory of the host, so that training may go on meanwhile."""
+        found = [(item.index, self._planner.resolve_data(item)) for item in self._plans[self._rank].items]
+        self._planner.copies = {
+            index: data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data for index, data in found
+        }
 
     def write(self, folder: Path) -> Message:
-        """Writes it, and waits until it is on the disk; for ``finish``."""
-        writer = _writer(folder, self._rank)
-        if isinstance(self._planner, _Copies):
+        """Writes this rank's share, and waits until it is on the disk; for ``finish``."""
+        writer, torchs_crc32 = self._writer(folder), get_crc32_options()
+        if self._planner.copies is not None:
             writer.per_thread_copy_ahead = 0  # nothing is on a GPU any more
         plan = writer.prepare_global_plan(self._plans)[self._rank]
-        with _without_torchs_crc32():
+        set_crc32_options(False)  # one of each tensor before it is written; the manifest covers it
+        try:
             done = writer.write_data(plan, self._planner)
             done.wait()
-        results = [_result_message(result) for result in done.value()]
-        return [results, writer.fs.written]
+        finally:
+            set_crc32_options(torchs_crc32)
+        return [[_result_message(result) for result in done.value()], writer.fs.written]
 
     def finish(self, folder: Path, messages: Sequence[Message]) -> dict[str, Written]:
         """Writes torch's ``.metadata`` once all ranks have written; the files that there are."""
-        writer = _writer(folder, self._rank)
-        writer.finish(self._metadata, [[_result_of(one) for one in results] for results, _ in messages])
+        writer = self._writer(folder)
+        writer.finish(self._metadata, [[_result_of(*one) for one in results] for results, _ in messages])
         files = {name: Written(size, tuple(crcs)) for _, sent in messages for name, (size, crcs) in sent.items()}
         return {**files, **{name.removesuffix(".tmp"): Written(*one) for name, one in writer.fs.written.items()}}
 
-
-@contextlib.contextmanager
-def _without_torchs_crc32() -> Iterator[None]:
-    """torch counts one of each tensor before it writes it; the manifest covers it, and is counted beside."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
+    def _writer(self, folder: Path) -> _SummingWriter:
+        writer = _SummingWriter(folder)
+        writer.set_up_storage_writer(self._rank == 0, rank=self._rank, use_collectives=True)
+        return writer
 
 
-def _writer(folder: Path, rank: int) -> _SummingWriter:
-    writer = _SummingWriter(folder)
-    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-    return writer
+class _WritePlanner(DefaultSavePlanner):
+    """torch's, which can write copies. ``copies``: those that are still to be written; None: what is there itself."""
+
+    copies: dict[MetadataIndex, Any] | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if self.copies is None:
+            return super().resolve_data(write_item)
+        data: Tensor | io.BytesIO = self.copies.pop(write_item.index)  # asked for once, its memory is needed no more
+        return data
 
 
 class _SummingWriter(FileSystemWriter):
@@ -167,65 +161,28 @@ class _Summed:
         return self._file.fileno()
 
 
-class _Copies(SavePlanner):
-    """A planner of what is there already, as copies."""
-
-    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self._data = {item.index: _copy(planner.resolve_data(item)) for item in plan.items}
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self._data.pop(write_item.index)  # each is asked for once, and its memory is needed no more
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
-
-
-def _copy(data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
-    return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
-
-
 # --- what ranks send each other
-
-
-def _bytes_of(item: WriteItem) -> int:
-    data = item.tensor_data
-    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _item_message(item: WriteItem) -> Message:
     data = item.tensor_data
     sent = None
     if data is not None:
-        kind = str(data.properties.dtype).removeprefix("torch.")
-        sent = [list(data.chunk.offsets), list(data.chunk.sizes), kind, list(data.size)]
+        sent = [data.chunk.offsets, data.chunk.sizes, str(data.properties.dtype).removeprefix("torch."), data.size]
     return [*_index_message(item.index), item.type.name, sent]
 
 
 def _index_message(index: MetadataIndex) -> Message:
-    return [index.fqn, None if index.offset is None else list(index.offset), index.index]
+    return [index.fqn, index.offset, index.index]
 
 
-def _index_of(name: str, offset: Sequence[int] | None, index: int | None) -> MetadataIndex:
-    return MetadataIndex(name, None if offset is None else torch.Size(offset), index)
-
-
-def _item_of(message: Message) -> WriteItem:
-    name, offset, index, kind, sent = message
+def _item_of(name: str, offset: Any, index: Any, kind: str, sent: Any) -> WriteItem:
     data = None
     if sent is not None:
         offsets, sizes, dtype, size = sent
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        data = TensorWriteData(chunk, TensorProperties(dtype=_dtype_of(dtype)), torch.Size(size))
-    return WriteItem(_index_of(name, offset, index), WriteItemType[kind], tensor_data=data)
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"another rank says that a tensor is of type {name[:40]!r}")
-    return dtype
+        data = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, dtype)), torch.Size(size))
+    return WriteItem(MetadataIndex(name, offset, index), WriteItemType[kind], tensor_data=data)
 
 
 def _result_message(result: WriteResult) -> Message:
@@ -233,6 +190,5 @@ def _result_message(result: WriteResult) -> Message:
     return [*_index_message(result.index), place.relative_path, place.offset, place.length]
 
 
-def _result_of(message: Message) -> WriteResult:
-    name, offset, index, file, start, length = message
-    return WriteResult(_index_of(name, offset, index), length, storage_info(file, start, length))
+def _result_of(name: str, offset: Any, index: Any, file: str, start: int, length: int) -> WriteResult:
+    return WriteResult(MetadataIndex(name, offset, index), length, storage_info(file, start, length))

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,17 @@ from torch import Tensor
 
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed
-from fxpipe.errors import CheckpointError, describe_error
+from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint import run_folder
 from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.model_values import ModelValues
-from fxpipe.parameters.checkpoint.reader import FolderReader
+from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues
 from fxpipe.parameters.dtensors import is_dtensor
-from fxpipe.parameters.own_buffers import own_buffers
-from fxpipe.parameters.state_dicts import tensors_of
+from fxpipe.parameters.ownership import own_buffers, tensors_of
 from fxpipe.precision import converts
 from fxpipe.run.checkpoint.run_state import (
     BUFFERS,
+    PLAIN,
+    STATE,
     Layout,
     PlainParts,
     Savable,
@@ -41,8 +39,7 @@ from fxpipe.run.checkpoint.run_state import (
     tensors_for,
     value_of,
 )
-from fxpipe.run.checkpoint.save_job import STATE, wait_for_writes
-from fxpipe.run.checkpoint.saving import continues, path_of, wait_for_saves
+from fxpipe.run.checkpoint.saving import continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, seed_all, seed_of
@@ -99,15 +96,14 @@ def load(
             return {"step": 0}
         path, manifest = newest
         loading = _Loading(path, manifest, parts, gathering.rank)
-        prepared: list[_Prepared] = []
-        agreed(gathering, lambda: prepared.append(loading.prepare(optimizer, scheduler, loader)))
-        asked = {name for names in gathering.gather(prepared[0].asked) for name in names}
-        loading.warn_of_what_is_left(prepared[0], asked)
-        extra: list[dict[str, Any]] = []
-        agreed(gathering, lambda: extra.append(prepared[0].finish(bool(asked))))
+        agreed(gathering, lambda: loading.prepare(optimizer, {"scheduler": scheduler, "loader": loader}))
+        asked = {name for names in gathering.gather(sorted(loading.asked)) for name in names}
+        if gathering.rank == 0:
+            loading.warn_of_what_is_left(asked)
+        agreed(gathering, lambda: loading.finish(bool(asked)))
         if gathering.rank == 0:
             continues(forward_backward, path.parent)
-        return extra[0]
+        return loading.extra
 
 
 def _newest_whole(
@@ -116,24 +112,24 @@ def _newest_whole(
     """The checkpoint to load; None where there is none. One that is asked for by its own name is loaded or refused."""
     ranks = 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all"))
     found = agreed(gathering, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
-    if not found:
-        return None
-    refused: list[CheckpointError] = []
+    refused: list[str] = []
     for path in map(Path, found):
+
+        def check(path: Path = path) -> None:  # of the contents a rank reads its share
+            Manifest.read(path, sizes=True).check_contents(path, gathering.rank, ranks)
+
         try:
-            agreed(gathering, partial(_check, path, gathering.rank, ranks))
+            agreed(gathering, check)
         except CheckpointError as error:
-            refused.append(error)
+            refused.append(str(error))
             continue
         if refused and gathering.rank == 0:
-            why = "; ".join(map(str, refused))
+            why = "; ".join(refused)
             warnings.warn(f"{why}. Going on from the one before: {path}", RuntimeWarning, stacklevel=4)
         return path, Manifest.read(path)
-    raise (
-        refused[0]
-        if len(refused) == 1
-        else CheckpointError(f"{folder} has no whole checkpoint: " + "; ".join(map(str, refused)))
-    )
+    if refused:
+        raise CheckpointError(f"{folder} has no whole checkpoint: " + "; ".join(refused))
+    return None
 
 
 def _candidates(folder: Path, required: bool) -> list[str]:
@@ -147,106 +143,61 @@ def _candidates(folder: Path, required: bool) -> list[str]:
     if required and not found:
         raise CheckpointError(
             f"{folder} has no checkpoint of fxpipe.save; where that may be, write load(..., required=False)"
-            + (", and what dcp.save has written is read by dcp.load" if (folder / ".metadata").exists() else "")
         )
     return found
 
 
-def _check(path: Path, rank: int, ranks: int) -> None:
-    """CheckpointError where a file was cut or altered; of the contents a rank reads its share."""
-    try:
-        manifest = Manifest.read(path)
-        manifest.check_sizes(path)
-        manifest.check_contents(path, rank, ranks)
-    except CheckpointError:
-        raise
-    except Exception as error:  # so that all ranks go on to the next one alike
-        raise CheckpointError(f"{path} could not be looked through: {describe_error(error)}") from error
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """``asked``, ``saved``: the names of optimizers' values that this rank takes, and of all that there are.
-    ``left``: what was saved beside, and is not taken here. ``finish(goes_on)``: loads it and gives back ``extra``;
-    ``goes_on``: whether any rank has optimizers, for one without parameters may have none."""
-
-    asked: list[str]
-    saved: list[str]
-    left: list[str]
-    finish: Callable[[bool], dict[str, Any]]
-
-
 class _Loading:
-    """One checkpoint on its way into one rank."""
+    """One checkpoint on its way into one rank. ``asked``: the names of optimizers' values that this rank takes."""
 
     def __init__(self, path: Path, manifest: Manifest, parts: Inside, rank: int) -> None:
         self._path, self._manifest, self._parts, self._rank = path, manifest, parts, rank
+        self.extra: dict[str, Any] = {}
 
-    def prepare(self, optimizer: Any, scheduler: Any, loader: Any) -> _Prepared:
+    def prepare(self, optimizer: Any, takers: Mapping[str, Any]) -> None:
         """Checks that everything fits."""
         parts, reader = self._parts, FolderReader(self._path)
-        plain = PlainParts.read(self._path / STATE)
-        saved = Layout(self._manifest.axes, len(plain.of_rank))
-        now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
-        self._check_names(reader)
-        optimizers = savable(optimizer, parts.module)
-        states: dict[str, Any] = {name: fitted(name, one, reader) for name, one in optimizers.items()}
-        takers = {"scheduler": scheduler, "loader": loader}
-        wanted = ["extra", "run", *(name for name, one in takers.items() if one is not None)]
-        trees = {part: plain.tree(part, saved, now, self._rank) for part in wanted}
-        if loader is not None:
-            check_place(loader, saved, now)
-        if saved == now and BUFFERS in plain.of_rank[self._rank]:
-            trees[BUFFERS] = plain.trees[plain.of_rank[self._rank][BUFFERS]]
-        run = _next_step(value_of(trees.pop("run"), {}))
-        tensors = tensors_for(list(trees.values()), reader.tensors)
-        fill = reader.plan({**states, "plain": tensors} if tensors else states)
-        saved_names, own = (
-            {name for name in names if name.startswith("optim.")} for names in (reader.names, reader.asked)
-        )
-        values = ModelValues(reader, self._manifest.ties, leave=own)
-        model = _unrounded(parts.module.state_dict(), values)
-        fill_model = values.plan(model)
-        random = _random_state(plain, saved, now, self._rank)
-
-        def finish(goes_on: bool) -> dict[str, Any]:
-            fill()
-            fill_model()
-            given = {part: value_of(tree, tensors) for part, tree in trees.items()}
-            buffers = given.get(BUFFERS)
-            if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module, model):  # it is cut as it was
-                model.update(buffers)
-            parts.load_model(model)
-            for name, one in sorted(optimizers.items()):
-                one.load_state_dict(states[name])
-            for name, taker in takers.items():
-                if taker is not None:
-                    taker.load_state_dict(given[name])
-            if goes_on:
-                self._go_on(run, random, now.replica(self._rank))
-            return {**dict(given["extra"] or {}), "step": self._manifest.step}
-
-        left = [name for name, one in takers.items() if one is None and any(name in part for part in plain.of_rank)]
-        saved_names -= set(values.masters.values())  # what no optimizer asks for of these is in the model
-        return _Prepared(sorted(own), sorted(saved_names), left, finish)
-
-    def _check_names(self, reader: FolderReader) -> None:
-        """CheckpointError where the checkpoint is another model's: what it has beyond this one would be lost."""
-        saved = {name.removeprefix("model.") for name in reader.names if name.startswith("model.")}
-        more = sorted(saved - tensors_of(self._parts.model).keys())
-        if more:
+        names = {name.removeprefix(MODEL) for name in reader.names if name.startswith(MODEL)}
+        if more := sorted(names - tensors_of(parts.model).keys()):  # which would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"
             )
+        self._optimizers = savable(optimizer, parts.module)
+        self._states: dict[str, Any] = {name: fitted(name, one, reader) for name, one in self._optimizers.items()}
+        plain = PlainParts.read(self._path / STATE)
+        saved = Layout(self._manifest.axes, len(plain.of_rank))
+        now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
+        self._takers = {name: one for name, one in takers.items() if one is not None}
+        self._trees = {part: plain.tree(part, saved, now, self._rank) for part in ("extra", "run", *self._takers)}
+        if "loader" in self._takers:
+            check_place(self._takers["loader"], saved, now)
+        mine = plain.of_rank[self._rank] if saved == now else {}
+        if BUFFERS in mine:
+            self._trees[BUFFERS] = plain.trees[mine[BUFFERS]]
+        self._run = _next_step(value_of(self._trees.pop("run"), {}))
+        self._replica = now.replica(self._rank)
+        self._random = None  # of a replica that nobody has saved
+        if saved == now or self._replica < saved.replicas:
+            source = self._rank if saved == now else saved.ranks_of(self._replica)[0]
+            self._random = value_of(plain.trees[plain.of_rank[source]["random"]], {})
+        self._tensors = tensors_for(list(self._trees.values()), reader.tensors)
+        self._fill = reader.plan({**self._states, PLAIN: self._tensors} if self._tensors else self._states)
+        self.asked = {name for name in reader.asked if name.startswith("optim.")}
+        values = ModelValues(reader, self._manifest.ties, leave=self.asked)
+        self._model = _unrounded(parts.module.state_dict(), values)
+        self._fill_model = values.plan(self._model)
+        # what no optimizer asks for of masters is in the model
+        self._saved = {name for name in reader.names if name.startswith("optim.")} - set(values.masters.values())
+        self._left = [part for part in takers if part not in self._takers and any(part in one for one in plain.of_rank)]
 
-    def warn_of_what_is_left(self, prepared: _Prepared, asked: Set[str]) -> None:
+    def warn_of_what_is_left(self, asked: Set[str]) -> None:
         """``asked``: of all ranks; nothing where the model alone is loaded."""
-        if not asked or self._rank:
-            return
-        if left := prepared.left:
+        left, more = self._left, sorted(self._saved - asked)
+        more = [name for name in more if not name.endswith(f".{_NEW}")]
+        if asked and left:
             self._warn(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
-        if more := [name for name in prepared.saved if name not in asked and not name.endswith(".initial_lr")]:
+        if asked and more:
             self._warn(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
                 "optimizers that were saved, made of the same parameters"
@@ -255,23 +206,38 @@ class _Loading:
     def _warn(self, what: str) -> None:
         warnings.warn(f"{self._path} has {what}", RuntimeWarning, stacklevel=4)
 
-    def _go_on(self, run: Any, random: Any, replica: int) -> None:
-        """The number of the next step, seeds, costs and random state: what a next step depends on beside tensors."""
-        steps, device = self._parts.steps, self._parts.device
+    def finish(self, goes_on: bool) -> None:
+        """``goes_on``: whether any rank has optimizers, for one without parameters may have none."""
+        parts = self._parts
+        self._fill()
+        self._fill_model()
+        given = {part: value_of(tree, self._tensors) for part, tree in self._trees.items()}
+        buffers = given.get(BUFFERS)
+        if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module, self._model):  # cut as it was
+            self._model.update(buffers)
+        parts.load_model(self._model)
+        for name, one in sorted(self._optimizers.items()):
+            one.load_state_dict(self._states[name])
+        for name, taker in self._takers.items():
+            taker.load_state_dict(given[name])
+        self.extra = {**dict(given["extra"] or {}), "step": self._manifest.step}
+        if not goes_on:
+            return
+        # what a next step depends on beside tensors
+        steps, run = parts.steps, self._run
         steps.number, steps.seed = run["number"], run["seed"]
-        if run["costs"] is not None and tuple(run["stages"]) == self._parts.stages:
+        if run["costs"] is not None and tuple(run["stages"]) == parts.stages:
             steps.recorder.loaded = Costs(**run["costs"])
-        if random is not None:
-            RandomState([device], random).restore()
+        if self._random is not None:
+            RandomState([parts.device], self._random).restore()
         else:
-            seed_all(seed_of(steps.seed, steps.number, 0, 0, replica), device)
+            seed_all(seed_of(steps.seed, steps.number, 0, 0, self._replica), parts.device)
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
     """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not; and one
     of its own for what repeats its memory."""
-    saved = values.entries()
-    wide = {name: saved.get(name, (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()}
+    wide = {name: values.tensors.get(name, (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()}
     return {
         name: torch.empty_like(tensor, dtype=wide[name])
         if not is_dtensor(tensor)
@@ -289,18 +255,6 @@ def _next_step(run: Any) -> Any:
     if type(run) is not dict or not all(isinstance(run.get(key, ...), kind) for key, kind in kinds.items()):
         raise CheckpointError("the checkpoint's plain data was altered: it does not hold the next step")
     return run
-
-
-def _random_state(plain: PlainParts, saved: Layout, now: Layout, rank: int) -> Any:
-    """The random state that a rank goes on from: its own, or that of its replica's first rank; None for a replica that
-    nobody has saved."""
-    if saved == now:
-        source = rank
-    elif now.replica(rank) < saved.replicas:
-        source = saved.ranks_of(now.replica(rank))[0]
-    else:
-        return None
-    return value_of(plain.trees[plain.of_rank[source]["random"]], {})
 
 
 _NEW = "initial_lr"  # what a scheduler that was not saved has put into the groups
@@ -321,7 +275,8 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader) -> dict[str, Any
     state = optimizer.state_to_fill({saved.removeprefix(f"{name}.state.") for saved in known})
     if f"{name}.param_groups" not in known:
         raise CheckpointError(f"{reader.folder} has no state of optimizer= ({name}): it was saved without it")
-    for key, group in _groups(state["param_groups"]):
+    groups = state["param_groups"]
+    for key, group in groups.items() if isinstance(groups, Mapping) else enumerate(groups):
         _fit_options(f"{name}.param_groups.{key}", group, reader, known)
     entries: dict[str, dict[str, Any]] = state["state"]
     for parameter in [one for one in entries if f"{name}.state.{one}" not in known]:
@@ -337,10 +292,6 @@ def _parents(name: str) -> Iterator[str]:
     """ "a.b.c" → "a.b", "a"."""
     while name := name.rpartition(".")[0]:
         yield name
-
-
-def _groups(groups: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    yield from groups.items() if isinstance(groups, Mapping) else enumerate(groups)
 
 
 def _fit_options(name: str, group: dict[str, Any], reader: FolderReader, known: set[str]) -> None:

@@ -22,13 +22,15 @@ from torch import Tensor
 from fxpipe.distributed.grid import shape
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.plain import Tree, from_plain, tensors_in, to_plain
+from fxpipe.parameters.checkpoint.plain import Tree, from_plain, to_plain
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.optimizer_class import Entry, initial_state, is_initial
 from fxpipe.sharding.optimizer_state import check_saves_all
 from fxpipe.sharding.parameter_groups import first_names, options_of
 from fxpipe.small_file import read_small
 
+STATE = "state.json"
+"""The file of all ranks' plain data."""
 PLAIN = "plain"
 """Under which name tensors of plain data are in a checkpoint."""
 BUFFERS = "buffers"
@@ -48,10 +50,7 @@ class Layout:
 
     def replica(self, rank: int) -> int:
         """Whose data a process works on."""
-        if self.processes == 1:
-            return 0
-        topology = Topology(self.axes)
-        return next(place for group in topology.groups("data") for place, one in enumerate(group) if one == rank)
+        return 0 if self.processes == 1 else Topology(self.axes).coordinate(rank).get("data", 0)
 
     def ranks_of(self, replica: int) -> list[int]:
         """The processes that work on a replica's data."""
@@ -82,19 +81,6 @@ class PlainParts:
             raise CheckpointError(f"{path} was altered: it does not have what it names")
         return PlainParts(ranks, trees)
 
-    def source(self, part: str, saved: Layout, now: Layout, rank: int) -> int | None:
-        """The saved rank whose part a rank takes; None where that is not known."""
-        if saved == now:
-            return rank
-        digests = [one.get(part) for one in self.of_rank]
-        if len(set(digests)) == 1:
-            return 0
-        if saved.replicas == now.replicas:
-            ranks = saved.ranks_of(now.replica(rank))
-            if len({digests[one] for one in ranks}) == 1:
-                return ranks[0]
-        return None
-
     def tree(self, part: str, saved: Layout, now: Layout, rank: int) -> Tree:
         """A rank's value of a part, as JSON.
 
@@ -103,13 +89,19 @@ class PlainParts:
         """
         if not any(part in one for one in self.of_rank):
             raise CheckpointError(f"the checkpoint has no state of {part}: it was saved without {part}=")
-        source = self.source(part, saved, now, rank)
-        if source is None:
-            raise CheckpointError(
-                f"the {part} that was saved differs between ranks, which lay as {saved}, and lie as {now} now: who "
-                f"gets which part is not known. Load it in that layout, or save the same {part} on all ranks"
-            )
-        return self.trees[self.of_rank[source][part]]
+        digests = [one.get(part, "") for one in self.of_rank]
+        if saved == now:
+            return self.trees[digests[rank]]
+        same: list[Sequence[int]] = [range(len(digests))]  # ranks whose part is this rank's, if they have one
+        if saved.replicas == now.replicas:
+            same.append(saved.ranks_of(now.replica(rank)))
+        for ranks in same:
+            if len({digests[one] for one in ranks}) == 1:
+                return self.trees[digests[ranks[0]]]
+        raise CheckpointError(
+            f"the {part} that was saved differs between ranks, which lay as {saved}, and lie as {now} now: who "
+            f"gets which part is not known. Load it in that layout, or save the same {part} on all ranks"
+        )
 
 
 def check_place(loader: Any, saved: Layout, now: Layout) -> None:
@@ -144,15 +136,14 @@ def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tre
 
 def tensors_for(tree: Tree, known: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
     """Empty tensors for those that a value has, to be read; CheckpointError where they are not there."""
-    try:
-        names = tensors_in(tree)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"the checkpoint's plain data was altered: {error}") from error
-    lost = [name for name in names if f"{PLAIN}.{name}" not in known]
-    if lost:
-        raise CheckpointError(f"the checkpoint lacks the tensor {PLAIN}.{lost[0]}, which its plain data names")
-    found = {name: known[f"{PLAIN}.{name}"] for name in names}
-    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
+    found: defaultdict[str, Tensor] = defaultdict(lambda: torch.empty(0))
+    value_of(tree, found)
+    for name in found:
+        if f"{PLAIN}.{name}" not in known:
+            raise CheckpointError(f"the checkpoint lacks the tensor {PLAIN}.{name}, which its plain data names")
+        shape, dtype = known[f"{PLAIN}.{name}"]
+        found[name] = torch.empty(shape, dtype=dtype)
+    return dict(found)
 
 
 def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
@@ -175,38 +166,32 @@ def ties_of(model: torch.nn.Module) -> dict[str, str]:
 Savable: TypeAlias = "DistributedOptimizer | PlainOptimizer"
 
 
-def _check_own(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    """CheckpointError where it steps another model's parameters, whose state would go by this one's names."""
-    own = set(map(id, module.parameters()))
-    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise CheckpointError(
-            "optimizer= steps parameters that are none of this forward_backward's; give what "
-            "forward_backward.optimizer(...) returned"
-        )
-
-
 def savable(optimizer: Any, module: torch.nn.Module) -> dict[str, Savable]:
     """Optimizers by the names that they have in a checkpoint: "optim", or "optim.NAME" for each of a dict.
 
     Raises:
-        CheckpointError: it is neither an optimizer, nor a dict of some, nor None.
+        CheckpointError: it is neither an optimizer of this model, nor a dict of some, nor None.
     """
     if optimizer is None:
         return {}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _check_own(optimizer, module)
-    if isinstance(optimizer, DistributedOptimizer):
-        return {"optim": optimizer}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return {"optim": PlainOptimizer(module, optimizer)}
-    if isinstance(optimizer, dict) and optimizer:
-        found = {f"optim.{name}": savable(one, module).get("optim") for name, one in optimizer.items()}
-        if all(type(name) is str for name in optimizer) and None not in found.values():
-            return {name: one for name, one in found.items() if one is not None}
-    raise CheckpointError(
-        f"optimizer= is a {type(optimizer).__name__}; give what forward_backward.optimizer(...) returned, a dict "
-        "name → optimizer where there are several, or None"
-    )
+    if isinstance(optimizer, dict) and optimizer and all(type(name) is str for name in optimizer):
+        return {f"optim.{name}": _savable(one, module) for name, one in optimizer.items()}
+    return {"optim": _savable(optimizer, module)}
+
+
+def _savable(optimizer: Any, module: torch.nn.Module) -> Savable:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CheckpointError(
+            f"optimizer= is a {type(optimizer).__name__}; give what forward_backward.optimizer(...) returned, a dict "
+            "name → optimizer where there are several, or None"
+        )
+    own = set(map(id, module.parameters()))
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise CheckpointError(  # whose state would go by this model's names
+            "optimizer= steps parameters that are none of this forward_backward's; give what "
+            "forward_backward.optimizer(...) returned"
+        )
+    return optimizer if isinstance(optimizer, DistributedOptimizer) else PlainOptimizer(module, optimizer)
 
 
 # --- Plain optimizer: torch's own, whose state bears the plain model's names in a checkpoint ---

@@ -8,29 +8,37 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
 import shutil
+import sys
+import threading
+import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from fxpipe.distributed.activity import announced
-from fxpipe.distributed.gathering import TransportGathering, agreed, gathering_beside
-from fxpipe.errors import CheckpointError
+from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
+from fxpipe.errors import CheckpointError, describe_error
 from fxpipe.parameters.checkpoint import run_folder
+from fxpipe.parameters.checkpoint.manifest import Manifest, write_text, written_of
 from fxpipe.parameters.checkpoint.plain import PLAIN as KINDS
 from fxpipe.parameters.checkpoint.run_folder import FolderLock, lock_of
 from fxpipe.parameters.checkpoint.writer import RankPlan
-from fxpipe.parameters.own_buffers import own_buffers
-from fxpipe.run.checkpoint.run_state import BUFFERS, PLAIN, plain_parts, savable, ties_of
-from fxpipe.run.checkpoint.save_job import Destination, Later, SaveJob, wait_for_writes, write_later
+from fxpipe.parameters.ownership import own_buffers
+from fxpipe.run.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
 from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
-from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState
 from fxpipe.validation import is_flag, shown
@@ -81,13 +89,50 @@ def save(
     """
     parts = inside(forward_backward)
     saver = _SAVERS.setdefault(forward_backward, _Saver())
-    given = _Given(path_of(folder), optimizer, step, scheduler, loader, extra, keep, block)
+    path = path_of(folder).absolute()
+    given = {"scheduler": scheduler, "loader": loader}
     with (
         announced(f"save, step {step!r:.20}" + ("" if block else ", block=False"), extends=True),
         parts.failing.together(Exception),
     ):  # which all ranks raise, with nothing under way
         parts.failing.check_open()
-        return saver.save(parts, given)
+        gathering = TransportGathering(parts.transport)
+        wait_for_saves(forward_backward)
+
+        def begin() -> dict[str, Any]:
+            saver.raise_earlier_error()
+            _check_arguments(step, given, extra, keep, block)
+            if parts.steps.has_unsummed:
+                raise CheckpointError(
+                    "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
+                    "would be lost: save behind the call that sums them and optimizer.step(), or call zero_grad()"
+                )
+            place = saver.begin(path, step) if gathering.rank == 0 else {}
+            return {**place, "has_costs": parts.steps.recorder.has_costs}
+
+        begun = agreed(gathering, begin)
+        place = begun[0]
+        costs = parts.steps.recorder.known_costs() if all(one["has_costs"] for one in begun) else None
+        plans: list[RankPlan] = []
+        try:
+            everyone = agreed(gathering, lambda: _plan(parts, optimizer, given, extra, costs, plans))
+            versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
+            run, ties = _run_id(), ties_of(parts.model)
+            manifest = Manifest(step, place["number"], "", run, parts.axes, versions, {}, ties)
+            job = _Job(Path(place["partial"]), keep, manifest, plans[0], _state_file(everyone))
+            agreed(gathering, lambda: job.settle([one["plan"] for one in everyone], copies=not block))
+            beside = None if block else gathering_beside(parts.transport, place["token"])
+            if beside is not None:
+                saver.pending = _write_later(job, beside, parts.device, saver.lock)
+                return saver.pending
+            done: Future[Path] = Future()
+            done.set_result(job.write(gathering))
+            return done
+        except BaseException:
+            if gathering.rank == 0:
+                shutil.rmtree(place["partial"], ignore_errors=True)
+                saver.known[path] = place["number"] - 1  # the next of this number may be another's
+            raise
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
@@ -103,154 +148,100 @@ _STATEFUL = {
 }
 
 
-@dataclass(frozen=True)
-class _Given:
-    folder: Path
-    optimizer: Any
-    step: int
-    scheduler: Any
-    loader: Any
-    extra: Any
-    keep: int | None
-    block: bool
-
-    def check(self) -> None:
-        """CheckpointError for what cannot be meant."""
-        if type(self.step) is not int or self.step < 0:
-            raise CheckpointError(f"step={self.step!r} is no number of steps; write how many were made, from 0 on")
-        if not is_flag(self.block):
-            raise CheckpointError(f"block is {shown(self.block)}; it is True or False")
-        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise CheckpointError(f"keep={self.keep!r} keeps no checkpoint; write 1 or more, or None for all")
-        if self.extra is not None and (type(self.extra) is not dict or "step" in self.extra):
+def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: Any, block: Any) -> None:
+    """CheckpointError for what cannot be meant."""
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"step={step!r} is no number of steps; write how many were made, from 0 on")
+    if not is_flag(block):
+        raise CheckpointError(f"block is {shown(block)}; it is True or False")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(f"keep={keep!r} keeps no checkpoint; write 1 or more, or None for all")
+    if extra is not None and (type(extra) is not dict or "step" in extra):
+        what = "a dict with 'step'" if type(extra) is dict else f"a {type(extra).__name__}"
+        raise CheckpointError(f"extra= is {what}; write a dict without 'step', to which load() adds the step: {KINDS}")
+    for name, one in stateful.items():
+        if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
             raise CheckpointError(
-                f"extra= is {_short(self.extra)}; write a dict without 'step', to which load() adds the step: {KINDS}"
+                f"{name}= is a {type(one).__name__}, which has no state_dict() and load_state_dict(); give one "
+                f"that has{_STATEFUL[name]}"
             )
-        for name, one in (("scheduler", self.scheduler), ("loader", self.loader)):
-            if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise CheckpointError(
-                    f"{name}= is a {type(one).__name__}, which has no state_dict() and load_state_dict(); give one "
-                    f"that has{_STATEFUL[name]}"
-                )
 
 
+@dataclass
 class _Saver:
-    """Saves one run: holds the lock of its folder, and what is being written."""
+    """What is known of one run's saves: the lock of its folder, and what is being written.
 
-    def __init__(self) -> None:
-        self._lock: FolderLock | None = None
-        self._run = ""
-        self._pending: Later | None = None
-        self.known: dict[Path, int] = {}
-        """Folders that this run has saved to or was loaded from → the number of the newest checkpoint there that it has
-        written or found: those up to it are its own."""
+    ``known``: folders that this run has saved to or was loaded from → the number of the newest checkpoint there that it
+    has written or found: those up to it are its own.
+    """
 
-    def save(self, parts: Inside, given: _Given) -> Future[Path]:
-        gathering = TransportGathering(parts.transport)
-        self.wait()
-        begun = agreed(gathering, lambda: self._begin(given, gathering.rank, parts.steps))
-        folder, number, partial, self._run, token, _ = begun[0]
-        target = Destination(Path(folder), number, Path(partial), self._run, token, given.step, given.keep)
-        try:
-            costs = parts.steps.recorder.known_costs() if all(recorded for *_, recorded in begun) else None
-            plan: list[RankPlan] = []
-            everyone = agreed(gathering, lambda: _plan(parts, given, costs, plan))
-            messages = [one["plan"] for one in everyone]
-            job = SaveJob(target, parts.axes, ties_of(parts.model), messages, _state_file(everyone))
-            job.prepare(plan[0], copies=not given.block)
-            return self._write(job, parts, gathering, given.block)
-        except BaseException:
-            if gathering.rank == 0:
-                shutil.rmtree(target.partial, ignore_errors=True)
-                self.known[target.folder] = target.number - 1  # the next of this number may be another's
-            raise
+    known: dict[Path, int] = field(default_factory=dict)
+    lock: FolderLock | None = None
+    pending: Future[Path] | None = None
 
-    def _write(self, job: SaveJob, parts: Inside, gathering: TransportGathering, block: bool) -> Future[Path]:
-        beside = None if block else gathering_beside(parts.transport, job.target.token)
-        later = Later(job.target.folder.resolve(), None if beside is None else self._lock)
-        if beside is None:
-            later.set_result(job.write(gathering))
-            return later
-        self._pending = later
-        write_later(later, job, beside, parts.device)
-        return later
-
-    def wait(self) -> None:
-        """Until the write before is done; Ctrl-C is heard meanwhile."""
-        if self._pending is not None:
-            self._pending.until_done()
-
-    def _begin(self, given: _Given, rank: int, steps: Steps) -> list[Any]:
-        """Checks what is given, and on the first rank makes the folder that is written into."""
-        pending, self._pending = self._pending, None
-        if pending is not None and (error := pending.unheard) is not None:
-            pending.heard = True
+    def raise_earlier_error(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None and (error := pending.exception()) is not None:
+            _writing.pop(pending, None)
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
-        given.check()
-        if steps.has_unsummed:
-            raise CheckpointError(
-                "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
-                "would be lost: save behind the call that sums them and optimizer.step(), or call zero_grad()"
-            )
-        if rank:
-            return ["", 0, "", "", "", steps.recorder.has_costs]
-        folder = given.folder.absolute()
+
+    def begin(self, folder: Path, step: int) -> dict[str, Any]:
+        """On the first rank: makes the folder that is written into."""
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
         wait_for_writes(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        run = self._run or _run_id()
-        if self._lock is None or Path(self._lock.file.name).parent != folder:
-            self._lock = None
-            self._lock = lock_of(folder, run)
-        number = run_folder.next_number(folder)
-        self._check_own(folder, number - 1)
-        self.known[folder] = number
-        return [
-            str(folder),
-            number,
-            str(run_folder.begin(folder, given.step)),
-            run,
-            uuid.uuid4().hex,
-            steps.recorder.has_costs,
-        ]
-
-    def _check_own(self, folder: Path, newest: int) -> None:
-        """CheckpointError where another run's checkpoints would be mixed with this one's, and deleted in time."""
-        there = run_folder.checkpoints(folder)
-        if there and folder not in self.known:
+        if self.lock is None or self.lock.folder != folder:  # a process that was forked keeps its parent's
+            self.lock = lock_of(folder, _run_id())
+        newest = run_folder.newest(folder)
+        if newest > self.known.get(folder, 0):  # they would be mixed with this run's, and deleted in time
+            latest = run_folder.checkpoints(folder)[0].name
             raise CheckpointError(
-                f"{folder} has checkpoints already, {there[0].name} and {len(there) - 1} more, and this run was not "
-                "loaded from there: call fxpipe.load(folder, ..., required=False) first, or give a new folder"
+                f"{folder} has a checkpoint that this run has not written or loaded, {latest}: call "
+                "fxpipe.load(folder, ..., required=False) first, or give each model and each run a folder of its own"
             )
-        if newest > self.known.get(folder, 0):
-            raise CheckpointError(
-                f"{folder} has a newer checkpoint than this run has written or loaded, "
-                f"{run_folder.newest(folder).name}: another model of this program, or another run, saves there; "
-                "give each a folder of its own"
-            )
+        self.known[folder] = newest + 1
+        return {"number": newest + 1, "partial": str(run_folder.begin(folder, step)), "token": uuid.uuid4().hex}
 
 
-def _plan(parts: Inside, given: _Given, costs: Costs | None, found: list[RankPlan]) -> dict[str, Any]:
+_SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()
+
+
+def continues(forward_backward: ForwardBackward, folder: Path) -> None:
+    """From now on the checkpoints that are in a folder are this run's."""
+    _SAVERS.setdefault(forward_backward, _Saver()).known[folder] = run_folder.newest(folder)
+
+
+@functools.cache
+def _run_id() -> str:
+    """The same for restarts of a job, where its launcher says."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("SLURM_JOB_ID", "none")
+    return next((name for name in given if name != "none"), "") or uuid.uuid4().hex[:12]
+
+
+def _plan(
+    parts: Inside,
+    optimizer: Any,
+    stateful: Mapping[str, Any],
+    extra: Any,
+    costs: Costs | None,
+    found: list[RankPlan],
+) -> dict[str, Any]:
     """What this rank has, and its plain data."""
     run = {"number": parts.steps.number, "seed": parts.steps.seed, "stages": list(parts.stages)}
     plain: dict[str, Any] = {
-        "extra": given.extra,
+        "extra": extra,
         "random": RandomState([parts.device]).numbers,
         "run": {**run, "costs": None if costs is None else asdict(costs)},
+        **{name: one.state_dict() for name, one in stateful.items() if one is not None},
     }
-    for name, one in (("scheduler", given.scheduler), ("loader", given.loader)):
-        if one is not None:
-            plain[name] = one.state_dict()
     model = parts.module.state_dict()
     if parts.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
         plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module, model)}
     digests, trees, tensors = plain_parts(plain)
-    states: dict[str, Any] = {
-        name: one.state_to_fill(()) for name, one in savable(given.optimizer, parts.module).items()
-    }
+    states: dict[str, Any] = {name: one.state_to_fill(()) for name, one in savable(optimizer, parts.module).items()}
     states["model"] = model
-    if given.scheduler is not None:
+    if "scheduler" in plain:
         states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
     if tensors:
         states[PLAIN] = tensors
@@ -263,25 +254,107 @@ def _state_file(everyone: Sequence[Any]) -> str:
     return json.dumps({"ranks": [one["parts"] for one in everyone], "trees": trees})
 
 
-def _run_id() -> str:
-    """The same for restarts of a job, where its launcher says."""
-    given = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("SLURM_JOB_ID", "none")
-    return next((name for name in given if name != "none"), "") or uuid.uuid4().hex[:12]
+@dataclass(frozen=True)
+class _Job:
+    """What a rank does for a checkpoint once all know who writes what.
+
+    ``manifest``: of it, but for files and time. ``state``: all ranks' plain data, as JSON.
+    """
+
+    partial: Path
+    keep: int | None
+    manifest: Manifest
+    plan: RankPlan
+    state: str
+
+    def settle(self, messages: Sequence[Any], copies: bool) -> None:
+        """Finds what this rank writes. CheckpointError where it does not see the folder."""
+        self.plan.settle(messages)
+        if not self.partial.is_dir():
+            raise CheckpointError(
+                f"{self.partial}, which rank 0 has made, is not there for this rank; give a folder that all ranks share"
+            )
+        if copies:
+            self.plan.keep_copies()
+
+    def write(self, gathering: Gathering) -> Path:
+        """The checkpoint's folder; where one rank fails, all do, and nothing is left of it."""
+        written = Verdict(lambda: self.plan.write(self.partial))
+
+        def complete() -> str:
+            messages = gathering.to_first(written.message)
+            return str(self._finish(values_of(messages, written))) if gathering.rank == 0 else ""
+
+        outcome = Verdict(complete)
+        if gathering.rank == 0 and outcome.error is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        given = gathering.from_first(outcome.message)
+        if written.error is not None:
+            raise written.error
+        return Path(values_of([given], outcome)[0])
+
+    def _finish(self, messages: Sequence[Any]) -> Path:
+        """What the first rank does once all have written."""
+        files = self.plan.finish(self.partial, messages)
+        write_text(self.partial / STATE, self.state)
+        files[STATE] = written_of(self.partial / STATE)
+        replace(self.manifest, saved_at=time.strftime("%Y-%m-%d %H:%M:%S%z"), files=files).write(self.partial)
+        final = run_folder.complete(self.partial)
+        try:
+            run_folder.keep_newest(final.parent, self.keep)
+        except OSError as error:  # this one is complete all the same
+            warnings.warn(f"old checkpoints in {final.parent} could not be deleted: {error}", stacklevel=2)
+        return final
 
 
-def _short(value: Any) -> str:
-    return f"a {type(value).__name__}" if type(value) is not dict else "a dict with 'step'"
+# --- while training goes on
+
+_writing: dict[Future[Path], Path] = {}
+"""What is written beside the training, or could not be: → the folder of the run."""
 
 
-def continues(forward_backward: ForwardBackward, folder: Path) -> None:
-    """From now on the checkpoints that are in a folder are this run's."""
-    _SAVERS.setdefault(forward_backward, _Saver()).known[folder] = run_folder.next_number(folder) - 1
+def _write_later(job: _Job, gathering: Gathering, device: torch.device, lock: FolderLock | None) -> Future[Path]:
+    """Starts a thread that writes it. ``lock``: held for as long, whoever else lets go of it."""
+    later: Future[Path] = Future()
+
+    def write() -> None:
+        nonlocal lock
+        with contextlib.suppress(OSError, AttributeError):  # Linux: this thread comes behind those that compute
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            path = job.write(gathering)
+        except BaseException as error:
+            lock = None  # before others hear of it, who may then ask for the lock
+            later.set_exception(error)
+        else:
+            lock = None
+            _writing.pop(later)
+            later.set_result(path)
+
+    _writing[later] = job.partial.parent.resolve()
+    threading.Thread(target=write).start()  # no daemon: a program that ends waits for it
+    return later
 
 
 def wait_for_saves(forward_backward: ForwardBackward) -> None:
     """Returns once nothing is being written for it any more."""
-    if (saver := _SAVERS.get(forward_backward)) is not None:
-        saver.wait()
+    saver = _SAVERS.get(forward_backward)
+    if saver is not None and saver.pending is not None:
+        wait([saver.pending])
 
 
-_SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()
+def wait_for_writes(folder: Path) -> None:
+    """Returns once this process writes nothing into a run's folder, given itself or by one of its checkpoints: what
+    another ``forward_backward`` of it is writing would be missed, or taken for what a killed one has left."""
+    places = folder.resolve(), folder.resolve().parent
+    wait([later for later, place in list(_writing.items()) if place in places])
+
+
+@atexit.register
+def _report_failed() -> None:
+    """What could not be written, and no later save has raised. Threads are done by now."""
+    for later in _writing:
+        if (error := later.exception()) is not None:
+            print(f"fxpipe: a checkpoint could not be written: {describe_error(error)}", file=sys.stderr)

@@ -18,10 +18,8 @@ from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
-from fxpipe.parameters.materialise import replace_tensors
-from fxpipe.parameters.ownership import Ownership
-from fxpipe.sharding.parallelize.stage_copy import StageCopy, copy_of
-from fxpipe.sharding.parallelize.stages import Parallel
+from fxpipe.parameters.ownership import Ownership, replace_tensors
+from fxpipe.sharding.parallel_stages import Parallel, StageCopy, copy_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,15 +54,12 @@ def parallelise_stages(
     _check_meshes(changed, graph, topology, transport)
     replace_tensors(graph.module, changed)
     _check_tied(graph.module, owners, transport)
-    sharded = {} if mesh is None else _sharded(copies)
+    sharded: dict[int, FsdpStage] = {}
+    if mesh is not None:
+        from fxpipe.sharding.fsdp import sharded_stages  # it imports FSDP2, which takes its time
+
+        sharded = sharded_stages({stage: copied.module for stage, copied in copies.items()})
     return Parallel({index: copied.without_tensors() for index, copied in copies.items()}, sharded)
-
-
-def _sharded(copies: Mapping[int, StageCopy]) -> dict[int, FsdpStage]:
-    """By stage, what FSDP2 manages in it."""
-    from fxpipe.sharding.fsdp import sharded_stages  # it imports FSDP2, which takes its time
-
-    return sharded_stages({stage: copied.module for stage, copied in copies.items()})
 
 
 def _changed(copied: StageCopy) -> dict[int, Tensor]:
@@ -145,20 +140,14 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
     if transport.pipe_rank is None or not owners.tied:
         return
     held = all_tensors(model)
-    mine = {
-        name: description_of(held[name])
-        for holders, names in owners.tied.items()
-        for name in names
-        if transport.pipe_rank in holders
-    }
+    tied = {name: holders for holders, names in owners.tied.items() for name in names}
+    mine = {name: description_of(held[name]) for name, holders in tied.items() if transport.pipe_rank in holders}
     everyone = transport.gather("pipe", mine)
-    for holders, names in owners.tied.items():
-        for name in names:
-            kinds = [everyone[rank][name] for rank in holders]
-            if len(set(kinds)) > 1:
-                who = [member(transport, "pipe", rank) for rank in holders]
-                text = "; ".join(f"{one}: {kind}" for one, kind in zip(who, kinds, strict=True))
-                raise RunError(
-                    f"{name} is tied over several ranks, and parallelize has spread it differently on them ({text}); "
-                    "spread it in the same way, so that its gradients can be summed"
-                )
+    for name, holders in tied.items():
+        kinds = {member(transport, "pipe", rank): everyone[rank][name] for rank in holders}
+        if len(set(kinds.values())) > 1:
+            text = "; ".join(f"{who}: {kind}" for who, kind in kinds.items())
+            raise RunError(
+                f"{name} is tied over several ranks, and parallelize has spread it differently on them ({text}); "
+                "spread it in the same way, so that its gradients can be summed"
+            )

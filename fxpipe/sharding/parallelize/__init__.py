@@ -1,1 +1,0 @@
-"""``parallelize=``: stages that the user has wrapped or sharded, and their gradients."""
