@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import NoneType
+from typing import Any, cast
 
 from tabulate import tabulate
 
-from fxpipe.command_line import MICROBATCHES, Edges, parser
+from fxpipe.command_line import MICROBATCHES, parser
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
-from fxpipe.graph.ranks import Placement
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
@@ -28,70 +27,36 @@ from fxpipe.schedules.table import table
 from fxpipe.validation import shown
 
 
-class _Graph(NamedTuple):
-    """What the options say about the stages."""
-
-    edges: Edges
-    stages: int
-    placement: Placement | None
-    microbatches: int
-
-    @staticmethod
-    def of(args: argparse.Namespace) -> _Graph:
-        """Without ``--edges`` a chain, of ``--stages`` or of as many as ``--placement`` has."""
-        if args.edges is None and args.stages is None and args.placement is None:
-            args.parser.error("which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4")
-        mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
-        stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
-        microbatches = MICROBATCHES if args.microbatches is None else args.microbatches
-        if args.gather_cost is not None and (args.gather is None or len(args.gather_cost) != 2):
-            args.parser.error(
-                "--gather-cost is F and B of a group at the stages of --gather: --gather 4 --gather-cost 1,2"
-            )
-        edges = tuple(itertools.pairwise(range(stages))) if args.edges is None else args.edges
-        return _Graph(edges, stages, args.placement, microbatches)
-
-
-def _costs(args: argparse.Namespace, stages: int) -> Costs:
-    costs = Costs.of(
-        max(stages, 0),
-        args.forward,
-        args.backward,
-        args.weight,
-        args.comm,
-        args.bytes,
-        args.input_bytes,
-        args.deferred_bytes,
-    )
-    return costs if args.gather_cost is None else costs.at_stages(args.gather, *args.gather_cost)
-
-
-def _recomputed(args: argparse.Namespace, stages: int) -> list[bool] | None:
-    """A flag for each stage."""
-    if args.recompute is None:
-        return None
-    for stage in args.recompute:
+def _planned(args: argparse.Namespace, family: str) -> Timeline:
+    """A family's table for the options' stages, and when its actions run. Without ``--edges`` a chain, of ``--stages``
+    or of as many as ``--placement`` has."""
+    if args.edges is None and args.stages is None and args.placement is None:
+        args.parser.error("which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4")
+    if args.gather_cost is not None and (args.gather is None or len(args.gather_cost) != 2):
+        args.parser.error("--gather-cost is F and B of a group at the stages of --gather: --gather 4 --gather-cost 1,2")
+    mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
+    stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
+    for stage in args.recompute or ():
         if not 0 <= stage < stages:
             args.parser.error(f"--recompute names stage {stage}; they are 0 to {stages - 1}")
-    return [stage in args.recompute for stage in range(stages)]
-
-
-def _planned(args: argparse.Namespace, family: str, graph: _Graph) -> Timeline:
-    """A family's table for the options' stages, and when its actions run."""
-    costs = _costs(args, graph.stages)
-    schedule = build(
+    return build(
         cast(ScheduleName, family),
-        graph.edges,
-        graph.microbatches,
-        graph.placement,
-        graph.stages,
-        costs=costs,
+        tuple(itertools.pairwise(range(stages))) if args.edges is None else args.edges,
+        MICROBATCHES if args.microbatches is None else args.microbatches,
+        args.placement,
+        stages,
+        costs=_costs(args, stages),
         in_flight=args.in_flight,
         memory=args.memory,
         gather=args.gather,
-        recompute=_recomputed(args, graph.stages),
-    )
-    return schedule.simulate(costs)
+        gather_cost=args.gather_cost,
+        recompute=args.recompute and [stage in args.recompute for stage in range(stages)],
+    ).planned()
+
+
+def _costs(args: argparse.Namespace, stages: int) -> Costs:
+    times = args.forward, args.backward, args.weight, args.comm
+    return Costs.of(max(stages, 0), *times, args.bytes, args.input_bytes, args.deferred_bytes)
 
 
 # --- show ---
@@ -104,7 +69,7 @@ def _show(args: argparse.Namespace) -> None:
         timeline = _read(args, args.what)
     else:
         _check_family(args.what)
-        timeline = _planned(args, args.what, _Graph.of(args))
+        timeline = _planned(args, args.what)
     if args.csv is not None:
         timeline.schedule.to_csv(args.csv, communication=args.communication)
     for path, write in ((args.svg, timeline.to_svg), (args.html, timeline.to_html), (args.trace, timeline.to_trace)):
@@ -143,15 +108,11 @@ def _compare(args: argparse.Namespace) -> None:
             _check_family(family)
     if 0 < len(files) < len(families):
         args.parser.error(f"{files[0]} is a table of its own stages; compare files with files, or families")
-    graph = None if files else _Graph.of(args)
     rows: list[list[str]] = []
     failed: dict[str, ScheduleError] = {}
     for family in families:
         try:
-            if graph is None:
-                rows.append([family, *_figures(_read(args, family))[1:]])
-            else:
-                rows.append(_figures(_planned(args, family, graph)))
+            rows.append([family, *_figures(_read(args, family))[1:]] if files else _figures(_planned(args, family)))
         except ScheduleError as error:  # a family that this graph is not for leaves the others standing
             failed[family] = error
     if not rows:
@@ -236,44 +197,21 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
-        hint = f"; write {name.removesuffix('.py')}:{function}" if name.endswith(".py") else ""
-        raise RunError(f"there is no module {error.name!r} in {os.getcwd()} or on Python's path{hint}") from None
+        raise RunError(f"there is no module {error.name!r} in {os.getcwd()} or on Python's path") from None
     made = getattr(module, function, None)
     if not callable(made):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise RunError(f"{name} has no function {function!r}{nearest(function, known)}")
+        raise RunError(f"{name} has no function {function!r}{nearest(function, vars(module))}")
     try:
         found = made()
     except OSError as error:  # what is the user's is not reported as if it were an option's file
         raise RunError(f"{what} failed: {type(error).__name__}: {error}") from error
-    several = isinstance(found, tuple) and len(found) in (2, 3)
-    if isinstance(found, (tuple, list)) and not several:
+    model, batch, options = (*found, None, None)[:3] if isinstance(found, tuple) else (found, None, None)
+    if not isinstance(batch, (tuple, list, Mapping, NoneType)) or not isinstance(options, (Mapping, NoneType)):
         raise RunError(
-            f"{what} returned {shown(found)}; return (model, (x, y)), (model, {{'x': x}}), the model alone, or with "
-            "options behind the batch"
+            f"{what} returned {shown(found)}; return (model, (x, y)), (model, {{'x': x}}), the model alone, or options "
+            "of fxpipe.preview behind the batch: (model, batch, {'boundaries': ...})"
         )
-    model, batch, options = (*found, {})[:3] if several else (found, None, {})
-    options = {} if options is None else options
-    if batch is not None and not isinstance(batch, (tuple, list, Mapping)):
-        raise RunError(f"{what} returned a batch that is {shown(batch)}; return (model, (x, y)) or (model, {{'x': x}})")
-    _check_options(what, options)
-    return model, batch, options
-
-
-def _check_options(what: str, options: Any) -> None:
-    import fxpipe
-
-    known = [name for name in inspect.signature(fxpipe.preview).parameters if name not in _GIVEN]
-    unknown = next((name for name in options if name not in known), None) if isinstance(options, Mapping) else options
-    if unknown is not None:
-        raise RunError(
-            f"{what} returned {shown(unknown)} among the options; return (model, batch, {{'boundaries': ...}}), a dict "
-            f"of options of fxpipe.preview{nearest(str(unknown), known)}"
-        )
-
-
-_GIVEN = ("model", "topo", "example_args", "example_kwargs")
-"""What is said otherwise, by the command line or by the batch."""
+    return model, batch, options or {}
 
 
 # --- checkpoint ---
@@ -301,48 +239,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             args = parser(_show, _compare, _topology, _preview, _checkpoint).parse_args(arguments)
-            _check_given(args)
             args.run(args)
-            return 0
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, and not when Python ends, where a closed pipe cannot be caught
     except BrokenPipeError:  # the reader has seen enough
         _forget_output()
-        return 0
     except KeyboardInterrupt:
         return 130
+    except FxpipeError as error:
+        print(f"fxpipe: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         _forget_output()
-        return _told(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
-    except FxpipeError as error:
-        return _told(str(error))
-
-
-def _check_given(args: argparse.Namespace) -> None:
-    """Ends with the usage where argparse has made a list of nothing out of a second ``--``."""
-    lost = [name for name in ("what", "axes", "path", "out") if getattr(args, name, None) == []]
-    if lost:
-        args.parser.error(f"the following arguments are required: {', '.join(lost)}")
-    for given in vars(args).values():
-        for text in given if isinstance(given, list) else [given]:
-            if isinstance(text, str) and "\0" in text:
-                args.parser.error(f"{text!r} holds a null character, which no name and no path does")
-
-
-def _told(message: str) -> int:
-    print(f"fxpipe: {message}", file=sys.stderr)
-    return 1
+        what = f"{error.filename}: {error.strerror}" if error.filename is not None else error
+        print(f"fxpipe: {what}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _forget_output() -> None:
     """What could not be written must not be tried again when Python ends."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except AttributeError:
-        pass  # no output at all
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
 from html import escape
+from typing import NamedTuple
 
-from fxpipe.formats import colours
 from fxpipe.formats.layout import FONT, HEAD, LANE, MARGIN, SWATCH, PictureLayout, text_width, ticks
 from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Timeline
 
 # Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
-PAPER, INK, DIM, TRACK, GRID = "#ffffff", colours.DARK_INK, "#59616b", "#e8eaee", "#d3d7dd"
+PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"
 REDUCTION = "#7c8794"
 DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .paper { fill: #15171b } .fxpipe .ink { fill: #e8eaed } .fxpipe .dim { fill: #a3abb5 }
@@ -70,7 +72,7 @@ def _text(x: float, y: float, text: str, kind: str, fill: str, more: str = "") -
 
 
 def _paint(stage: int | None, op: Op) -> str:
-    return colours.fill(stage, op) if colours.stripes(stage, op) is None else f"url(#{_pattern_id(stage, op)})"
+    return fill(stage, op) if TONES[op].stripes is None else f"url(#{_pattern_id(stage, op)})"
 
 
 def _pattern_id(stage: int | None, op: Op) -> str:
@@ -81,12 +83,11 @@ def _patterns(timeline: Timeline) -> Iterator[str]:
     """A pattern for each stage and op that is striped."""
     for op in ops(timeline):
         for stage in (None, *range(len(timeline.schedule.placement))):
-            stripes = colours.stripes(stage, op)
-            if stripes is not None:
+            if (colour := stripes(stage, op)) is not None:
                 yield (
                     f'<pattern id="{_pattern_id(stage, op)}" width="6" height="6" patternUnits="userSpaceOnUse"'
-                    f' patternTransform="rotate(45)"><rect width="6" height="6" fill="{colours.fill(stage, op)}"/>'
-                    f'<rect width="3" height="6" fill="{stripes}"/></pattern>'
+                    f' patternTransform="rotate(45)"><rect width="6" height="6" fill="{fill(stage, op)}"/>'
+                    f'<rect width="3" height="6" fill="{colour}"/></pattern>'
                 )
 
 
@@ -97,7 +98,7 @@ def _legend(timeline: Timeline) -> Iterator[str]:
     """The ops, in grey: their tones are the same for each stage, and the stages are named beside the rows."""
     x = float(MARGIN)
     swatches = [
-        *((f"{op.value}: {IN_WORDS[op]}", f'fill="{_paint(colours.NEUTRAL, op)}"') for op in ops(timeline)),
+        *((f"{op.value}: {IN_WORDS[op]}", f'fill="{_paint(None, op)}"') for op in ops(timeline)),
         ("bubble", f'class="track" fill="{TRACK}"'),
         ("critical path", f'class="critical" fill="none" stroke="{INK}" stroke-width="1.5"'),
     ]
@@ -145,7 +146,7 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
         for stage, x, y, text in ((label.stage, label.x, label.y, label.text) for label in layout.labels(rank)):
             # Left the tone of F, right that of B: the stage's hue, whatever it runs.
             for op, offset in ((Op.F, 0), (Op.B, 5)):
-                yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{colours.fill(stage, op)}"/>'
+                yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, op)}"/>'
             yield _text(x + SWATCH, y + 11, text, "ink", INK)
 
 
@@ -172,7 +173,7 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
                     texts.append(f'<text x="{x + width / 2:.1f}" y="{y + layout.height / 2 + 4:g}">{number}</text>')
             yield "</g>"
             if texts:
-                yield f'<g fill="{colours.ink(op)}" text-anchor="middle" pointer-events="none">'
+                yield f'<g fill="{ink(op)}" text-anchor="middle" pointer-events="none">'
                 yield from texts
                 yield "</g>"
 
@@ -222,3 +223,74 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
     for y, left, right in runs:
         across, down = max(right - left - 2 * inset, 0), layout.height - 2 * inset
         yield f"M{left + inset:.2f} {y + inset:g}h{across:.2f}v{down:g}h-{across:.2f}z"
+
+
+# --- colours: a hue for each stage, a tone of it for each op ---
+#
+# Made in OKLCH, where lightness is as the eye sees it: a tone is equally light in each hue, so that ops look alike
+# whatever the stage, and the number in a cell can always be read.
+
+
+class Tone(NamedTuple):
+    """Lightness and chroma of an op. ``stripes``: the lightness of stripes across it, if any."""
+
+    lightness: float
+    chroma: float
+    stripes: float | None = None
+
+
+TONES: Mapping[Op, Tone] = {
+    Op.F: Tone(0.85, 0.085),
+    Op.R: Tone(0.78, 0.085, stripes=0.86),
+    Op.B: Tone(0.52, 0.135),
+    Op.I: Tone(0.68, 0.125),
+    Op.W: Tone(0.90, 0.05, stripes=0.79),
+}
+
+
+def fill(stage: int | None, op: Op) -> str:
+    """The colour of a stage's action, as #rrggbb; below the stripes, where it has some. No stage: grey."""
+    return _colour(stage, TONES[op].lightness, TONES[op].chroma)
+
+
+def stripes(stage: int | None, op: Op) -> str | None:
+    """The colour of the stripes of a stage's action, where it has some."""
+    lightness = TONES[op].stripes
+    return None if lightness is None else _colour(stage, lightness, TONES[op].chroma)
+
+
+def ink(op: Op) -> str:
+    """What can be read on that op's cells."""
+    return INK if TONES[op].lightness > 0.6 else PAPER
+
+
+@cache
+def _colour(stage: int | None, lightness: float, chroma: float) -> str:
+    if stage is None:
+        return _hex(lightness, 0, 0)
+    # The golden angle keeps any number of hues apart, and neighbours far apart. Three neighbours also differ in
+    # lightness, for eyes that take red for green.
+    hue = math.radians(255 + stage * 180 * (3 - math.sqrt(5)))
+    lightness += (0.0, -0.03, 0.03)[stage % 3]
+    while not all(0 <= part <= 1 for part in _linear(lightness, chroma, hue)):
+        chroma *= 0.97  # as colourful as a screen can show it
+    return _hex(lightness, chroma, hue)
+
+
+def _hex(lightness: float, chroma: float, hue: float) -> str:
+    parts = (min(max(part, 0.0), 1.0) for part in _linear(lightness, chroma, hue))
+    encoded = (12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055 for part in parts)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in encoded)
+
+
+def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
+    """OKLCH → linear sRGB (Ottosson, "A perceptual color space for image processing", 2020)."""
+    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    return (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )

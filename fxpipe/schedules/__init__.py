@@ -16,17 +16,16 @@ from fxpipe.schedules.families.gathered import cached, group_interleaved, groups
 from fxpipe.schedules.families.gpipe import gpipe
 from fxpipe.schedules.families.greedy import greedy
 from fxpipe.schedules.families.interleaved import interleaved_1f1b
-from fxpipe.schedules.families.limited import Family, Limited, ScheduleName
+from fxpipe.schedules.families.limits import Chosen, Family, Limited, ScheduleName
 from fxpipe.schedules.families.one_f_one_b import one_f_one_b
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.recompute import solved
-from fxpipe.schedules.families.shortest import Chosen
 from fxpipe.schedules.families.zb_h1 import zb_h1
 from fxpipe.schedules.families.zb_v import zb_v
-from fxpipe.schedules.given import KINDS, check_given, nested
+from fxpipe.schedules.given import check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
-from fxpipe.schedules.schedule import Row, Schedule
-from fxpipe.validation import check, shown
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.validation import shown
 
 SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
     {
@@ -94,15 +93,21 @@ def build(
     36.0
     """
     limited = with_costs(family, costs, in_flight, memory)
-    edges, tied = nested(edges), nested(tied)
-    check(ScheduleError, KINDS, edges=edges, microbatches=microbatches, tied=tied)
-    check_given(placement=placement, stages=stages, backward=backward, names=names)
-    check_given(gather=gather, gather_cost=gather_cost, recompute=recompute)
-    edges = tuple((int(source), int(target)) for source, target in edges)
-    count = _count(edges, placement, stages)
+    edges = nested(edges)
+    check_given(edges=edges, microbatches=microbatches, tied=tied, placement=placement, stages=stages)
+    check_given(backward=backward, names=names, gather=gather, gather_cost=gather_cost, recompute=recompute)
+    pairs = tuple((int(source), int(target)) for source, target in edges)
+    if gather is None and gather_cost is not None:
+        raise ScheduleError("gather_cost= is of the stages of gather=, and there is none; write gather={stage: None}")
+    mentioned = 1 + max((stage for pair in pairs for stage in pair), default=0)
+    count = mentioned if placement is None else len(placement)
+    count = count if stages is None else stages
+    if count < mentioned:
+        raise ScheduleError(f"{count} stages, and the edges need {mentioned}; write stages={mentioned}")
+    check_length("placement=", placement if placement is not None else range(count), count)
     given = Problem(
-        edges=edges,
-        microbatches=microbatches,
+        edges=pairs,
+        microbatches=int(microbatches),
         placement=tuple(range(count)) if placement is None else as_placement(placement),
         backward=(True,) * count if backward is None else tuple(backward),
         costs=Costs.of(count),
@@ -111,64 +116,37 @@ def build(
     given.check()
     if gather is not None:
         given = dataclasses.replace(given, groups=groups_behind(gather, given))
-    if gather_cost is not None:
-        if gather is None:
-            raise ScheduleError(
-                "gather_cost= is of the stages of gather=, and there is none; write gather={stage: None}"
-            )
-        costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
-        limited = dataclasses.replace(limited, costs=costs)
+        if gather_cost is not None:
+            costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
+            limited = dataclasses.replace(limited, costs=costs)
     problem = limited.within(given)
-    rows = _rows(limited, problem)
+    rows = solved(limited.family, problem)
+    if len(rows) != problem.ranks:
+        raise ScheduleError(f"{limited.name} gives {len(rows)} rows for {problem.ranks} ranks; a row for each")
     schedule = Schedule(
-        rows=tuple(rows),
+        rows=tuple(map(tuple, rows)),
         edges=problem.edges,
         placement=problem.placement,
         backward=problem.backward,
-        microbatches=microbatches,
+        microbatches=problem.microbatches,
         name=f"{limited.name} ({rows.name})" if isinstance(rows, Chosen) else limited.name,
         stage_names=tuple(names) if names is not None else tuple(map(str, range(count))),
-        tied=tuple(map(tuple, tied)),
+        tied=nested(tied),
         costs=limited.costs,
     )
     schedule.verify()
-    _check_groups(schedule, problem)
+    wanted = tuple(map(problem.group, range(count)))
+    if schedule.groups != wanted:  # the family may be the user's own
+        raise ScheduleError(
+            f"{schedule.name} runs stages in groups of {schedule.groups} micro-batches, and {wanted} are asked for; "
+            f"write Action(stage, op, first, count) as problem.actions(stage, op) does"
+        )
     excess = limited.excess(schedule)
     if excess is not None:
-        raise ScheduleError(f"{schedule.name} {excess}; {_remedy(limited, problem)}")
+        raise ScheduleError(
+            f'{schedule.name} {excess}; "greedy" keeps within limits, or use smaller micro-batches, or smaller groups'
+        )
     return schedule
-
-
-def _remedy(limited: Limited, problem: Problem) -> str:
-    if not problem.is_grouped:
-        return '"greedy" keeps within limits'
-    choosing = limited.family in (one_f_one_b, greedy, interleaved_1f1b)
-    least = "that is the least; use smaller micro-batches, or smaller groups"
-    return least if choosing or limited.family is cached else '"1f1b" takes what keeps within limits'
-
-
-def _check_groups(schedule: Schedule, problem: Problem) -> None:
-    """ScheduleError where a family, which may be the user's own, runs a stage for other groups than it is to."""
-    for stage, size in enumerate(schedule.groups):
-        if size != problem.group(stage):
-            raise ScheduleError(
-                f"{schedule.name} runs stage {stage} for {size} micro-batches at once, and it is gathered in groups of "
-                f"{problem.group(stage)}; write Action(stage, op, first, count) as problem.actions(stage, op) does"
-            )
-
-
-def _rows(limited: Limited, problem: Problem) -> tuple[Row, ...]:
-    """A row for each rank, or a ScheduleError: a family may be the user's own."""
-    try:
-        found = solved(limited.family, problem)
-        rows = found if isinstance(found, Chosen) else tuple(map(tuple, found))
-    except ScheduleError:
-        raise
-    except Exception as error:
-        raise ScheduleError(f"the family {limited.name} failed: {type(error).__name__}: {error}") from error
-    if len(rows) != problem.ranks:
-        raise ScheduleError(f"{limited.name} gives {len(rows)} rows for {problem.ranks} ranks; a row for each")
-    return rows
 
 
 def with_costs(
@@ -200,18 +178,6 @@ def with_costs(
         kind = type(family).__name__
         raise ScheduleError(f"a {kind} is no family: {shown(family)}; write a name out of SCHEDULES, or a function")
     return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
-
-
-def _count(edges: Sequence[tuple[int, int]], placement: Sequence[object] | None, stages: int | None) -> int:
-    mentioned = 1 + max((stage for edge in edges for stage in edge), default=-1)
-    given = max(mentioned, 1) if placement is None else len(placement)
-    count = given if stages is None else stages
-    if count < max(mentioned, 1):
-        what = f"the edges mention stage {mentioned - 1}" if edges else "at least one is needed"
-        raise ScheduleError(f"{count} stages, but {what}; write stages={max(mentioned, 1)}")
-    if placement is not None and len(placement) != count:
-        raise ScheduleError(f"placement= has {len(placement)} entries for {count} stages")
-    return count
 
 
 __all__ = ["SCHEDULES", "Costs", "Family", "Limited", "Problem", "ScheduleName", "build", "with_costs"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from fxpipe.errors import ScheduleError
@@ -24,7 +22,6 @@ from fxpipe.validation import (
     shown,
 )
 
-_MOST_COVERED = 2_000_000  # micro-batches in groups: a file of somebody else's may have 0F0-999999999
 _NAMES = Expected(list_of(is_text), "a list with the name of each stage")
 KINDS: Mapping[str, Expected] = {
     "rows": Expected(list_of(lambda row: isinstance(row, tuple)), "a list with a row of Actions for each rank"),
@@ -36,10 +33,9 @@ KINDS: Mapping[str, Expected] = {
     "names": _NAMES,
     "stage_names": _NAMES,
     "name": Expected(is_text, "a text"),
-    "path": Expected(lambda value: isinstance(value, (str, os.PathLike)), "the path of a file"),
     "tied": Expected(list_of(list_of(is_whole)), "a list of groups of stage numbers, [(0, 3)]"),
     "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
-    "in_flight": Expected(one_or_each(is_number), "a whole number, or one for each stage"),
+    "in_flight": Expected(one_or_each(is_whole), "a whole number, or one for each stage"),
     "recompute": Expected(list_of(is_flag), "a list with True or False for each stage"),
     "gather": Expected(
         lambda value: isinstance(value, Mapping), "a dict, stage → micro-batches in a group, or None for all: {4: None}"
@@ -53,8 +49,9 @@ KINDS: Mapping[str, Expected] = {
 
 
 def check_given(**given: Any) -> None:
-    """ScheduleError for the first that is none of what ``KINDS`` has under its name; None is not given."""
-    check(ScheduleError, KINDS, **{name: value for name, value in given.items() if value is not None})
+    """ScheduleError for the first that is none of what ``KINDS`` has under its name; most may be left out, as None."""
+    required = ("rows", "edges", "microbatches", "tied")
+    check(ScheduleError, KINDS, **{name: one for name, one in given.items() if one is not None or name in required})
 
 
 def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int) -> None:
@@ -66,34 +63,22 @@ def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int
             raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{stages - 1}")
 
 
-def check_costs(costs: Costs, stages: int) -> None:
-    """ScheduleError where they are of another number of stages."""
-    if len(costs.forward) != stages:
-        raise ScheduleError(f"the costs are of {len(costs.forward)} stages, and there are {stages}")
+def check_length(name: str, given: Sequence[object], count: int, what: str = "stages") -> None:
+    """ScheduleError unless there is one for each stage, or rank."""
+    if len(given) != count:
+        raise ScheduleError(f"{name} has {len(given)} entries for {count} {what}")
 
 
-def check_cells(rows: Sequence[Sequence[Any]]) -> None:
-    """ScheduleError unless the cells are actions: of a stage and a micro-batch by number."""
-    cells = list(chain.from_iterable(rows))
-    fits = set(map(type, cells)) <= {Action} and set(map(type, chain.from_iterable(cells))) <= {int, Op}
-    if not fits or min(map(attrgetter("count"), cells), default=1) < 1:  # in loops of C, for a table has many
-        _check_strangers(cells)
-    covered = sum(map(attrgetter("count"), cells))
-    if covered > max(len(cells), _MOST_COVERED):
-        largest = max(cells, key=attrgetter("count"))
-        raise ScheduleError(f"{largest} and others cover {covered:,} micro-batches; at most {_MOST_COVERED:,} are read")
-
-
-def _check_strangers(cells: Sequence[Any]) -> None:
-    stranger = [cell for cell in cells if not _is_action(cell)]
-    if stranger:
-        raise ScheduleError(f"{shown(stranger[0])} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
-
-
-def _is_action(cell: Any) -> bool:
-    if not (isinstance(cell, Action) and isinstance(cell.op, Op)):
-        return False
-    return all(map(is_whole, (cell.stage, cell.microbatch, cell.count))) and cell.count >= 1
+def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -> None:
+    """ScheduleError unless each cell is an action of a stage and of micro-batches that there are."""
+    for cell in chain.from_iterable(rows):
+        if not isinstance(cell, Action) or tuple(map(type, cell)) != (int, Op, int, int):
+            raise ScheduleError(f"{shown(cell)} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
+        stage, _, microbatch, count = cell
+        if not 0 <= stage < stages:
+            raise ScheduleError(f"{cell} is of a stage outside of 0..{stages - 1}")
+        if not 0 <= microbatch < microbatch + count <= microbatches:
+            raise ScheduleError(f"{cell} is of a micro-batch outside of 0..{microbatches - 1}")
 
 
 def in_order(value: Any) -> Any:

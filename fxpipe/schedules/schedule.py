@@ -19,10 +19,9 @@ from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of, held_back
-from fxpipe.schedules.given import KINDS, check_cells, check_costs, check_given, check_graph, in_order, nested
+from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
 from fxpipe.schedules.lower import Instruction, lower
 from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
-from fxpipe.validation import check, is_whole, shown
 
 StrPath = str | os.PathLike[str]
 Row = tuple[Action, ...]
@@ -66,23 +65,19 @@ class Schedule:
             object.__setattr__(self, name, nested(getattr(self, name)))
         for name in ("placement", "backward", "stage_names"):
             object.__setattr__(self, name, in_order(getattr(self, name)))
-        check(ScheduleError, KINDS, **{name: value for name, value in vars(self).items() if name != "costs"})
-        check_given(costs=self.costs)
+        check_given(**vars(self))
         object.__setattr__(self, "placement", as_placement(self.placement))
         stages = len(self.placement)
-        for name, given in (("backward", self.backward), ("stage_names", self.stage_names or self.placement)):
-            if len(given) != stages:
-                raise ScheduleError(f"{name} has {len(given)} entries for {stages} stages")
+        check_length("backward", self.backward, stages)
+        check_length("stage_names", self.stage_names or self.placement, stages)
         check_graph(self.edges, stages, self.microbatches)
-        for stage in (stage for group in self.tied for stage in group):
-            if not 0 <= stage < stages:
-                raise ScheduleError(f"tied names stage {stage}, which is outside of 0..{stages - 1}")
+        check_cells(self.rows, stages, self.microbatches)
         if self.costs is not None:
-            check_costs(self.costs, stages)
-        check_cells(self.rows)
-        for stage, rank in ((s, rank) for s, place in enumerate(self.placement) for rank in ranks_of(place)):
-            if not 0 <= rank < len(self.rows):
-                raise ScheduleError(f"stage {stage} is placed on rank {rank}, but there are {len(self.rows)} rows")
+            check_length("costs.forward", self.costs.forward, stages)
+        if any(not 0 <= stage < stages for group in self.tied for stage in group):
+            raise ScheduleError(f"tied={self.tied} names a stage outside of 0..{stages - 1}")
+        if any(not 0 <= rank < len(self.rows) for place in self.placement for rank in ranks_of(place)):
+            raise ScheduleError(f"placement={self.placement} names a rank outside of 0..{len(self.rows) - 1}, the rows")
 
     @staticmethod
     def from_csv(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
@@ -106,7 +101,6 @@ class Schedule:
         """
         from fxpipe.formats import csv_file
 
-        check(ScheduleError, KINDS, path=path)
         return csv_file.read(path, edges)
 
     def to_csv(self, path: StrPath, communication: bool = False) -> None:
@@ -127,15 +121,12 @@ class Schedule:
         """
         from fxpipe.formats import csv_file
 
-        check(ScheduleError, KINDS, path=path)
         if communication:
             self.verify()
         csv_file.write(self, path, communication)
 
     def name_of(self, stage: int) -> str:
-        """A stage's name, or its number where it has none. ScheduleError where there is no such stage."""
-        if not is_whole(stage) or not 0 <= stage < len(self.placement):
-            raise ScheduleError(f"there is no stage {shown(stage)}; they are 0 to {len(self.placement) - 1}")
+        """A stage's name, or its number where it has none."""
         return self.stage_names[stage] if self.stage_names else str(stage)
 
     def label(self, stage: int) -> str:
@@ -184,14 +175,11 @@ class Schedule:
 
     def verify(self) -> None:
         """ScheduleError if an action is missing or repeated, a dependency is broken, or the ranks would hang."""
-        _ = self._verified
-
-    @cached_property
-    def _verified(self) -> None:
-        """A table cannot change, so that it need be verified only once."""
         from fxpipe.schedules.verify import verify
 
-        verify(self)
+        if "_verified" not in vars(self):  # a table cannot change: once is enough
+            verify(self)
+            object.__setattr__(self, "_verified", True)
 
     def simulate(
         self,
@@ -217,7 +205,7 @@ class Schedule:
 
         if not isinstance(forward, Costs):
             forward = Costs.of(len(self.placement), forward, backward, weight, comm, activation_bytes)
-        check_costs(forward, len(self.placement))
+        check_length("costs.forward", forward.forward, len(self.placement))
         return simulate(self, forward)
 
     def planned(self, costs: Costs | None = None) -> Timeline:
@@ -365,8 +353,6 @@ class Timeline:
 
         Where its rank was busy until then, that is the action in front of it.
         """
-        check_cells([[action]])
-        self.schedule.name_of(action.stage)
         rank = self.schedule.rank(action)
         ahead = self._ahead.get(action)
         cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
@@ -380,7 +366,6 @@ class Timeline:
 
     def waited(self, action: Action) -> float:
         """How long an action's rank stood ready for it; 0 where it did not run, or that is not known."""
-        check_cells([[action]])
         return self.spans[action].start - self.since[action] if action in self.spans and action in self.since else 0.0
 
     @cached_property
@@ -398,26 +383,22 @@ class Timeline:
         """Writes the picture: a row a rank, to scale, with its bubbles and the critical path."""
         from fxpipe.formats.svg_picture import svg
 
-        check(ScheduleError, KINDS, path=path)
         Path(path).write_text(svg(self), encoding="utf-8")
 
     def to_html(self, path: StrPath) -> None:
         """Writes the picture as a page that shows, of the action pointed at, when it ran and what it waited for."""
         from fxpipe.formats.html_page import html
 
-        check(ScheduleError, KINDS, path=path)
         Path(path).write_text(html(self), encoding="utf-8")
 
     def to_trace(self, path: StrPath) -> None:
         """Writes a trace that ui.perfetto.dev and chrome://tracing open; a planned unit of time is shown as 1 ms."""
         from fxpipe.formats.chrome_trace import chrome_trace
 
-        check(ScheduleError, KINDS, path=path)
         Path(path).write_text(chrome_trace(self), encoding="utf-8")
 
     def to_csv(self, path: StrPath) -> None:
         """Writes what each process did, a line for each spell: ``rank,category,what,start,end``, in seconds."""
-        check(ScheduleError, KINDS, path=path)
         Path(path).write_text(in_csv(self.spells), encoding="utf-8")
 
     @cached_property

@@ -42,9 +42,7 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
 
 
 def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
-    """At the table's costs, or F = 1 and B = 2; infinite where it deadlocks, or is of stages that there are none of."""
-    if any(action.stage >= len(schedule.placement) for row in schedule.rows for action in row):
-        return math.inf
+    """At the table's costs, or F = 1 and B = 2; infinite where it deadlocks."""
     try:
         return simulate(schedule, schedule.costs or Costs.of(len(schedule.placement)), dependencies).makespan
     except ScheduleError:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fxpipe.formats import colours
+from fxpipe.formats import svg_picture as colours
 from fxpipe.schedules.action import Op
 
 

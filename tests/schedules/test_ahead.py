@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies
@@ -126,9 +125,3 @@ def test_the_table_says_how_far_ahead() -> None:
     schedule = build("1f1b", chain(3), 8, backward=[False, False, True], names=["a", "b", "c"])
     assert "most ahead of those that read it: a 2, b 2" in str(schedule).splitlines()
     assert "ahead" not in str(build("1f1b", chain(3), 8))
-
-
-def test_a_table_with_a_stage_that_there_is_not_is_refused_in_words() -> None:
-    rows = ((Action(0, Op.F, 0), Action(7, Op.F, 0)), (Action(1, Op.F, 0), Action(1, Op.B, 0)))
-    with pytest.raises(ScheduleError, match=r"7F0 is of a stage outside of 0\.\.1"):
-        Schedule(rows, ((0, 1),), (0, 1), (False, True), 1).verify()

@@ -13,7 +13,7 @@ import pytest
 from fxpipe import ScheduleError, compare
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.families.limited import ScheduleName
+from fxpipe.schedules.families.limits import ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import Bare, random_bare, values_of
 from tests.schedules.network import network
@@ -149,7 +149,7 @@ def test_what_is_no_placement_is_refused(placement: list[object], said: str) -> 
 
 
 def test_zb_v_wants_one_rank_for_each_stage() -> None:
-    with pytest.raises(ScheduleError, match='"zb_v" is for stages on one rank each; write "zb_h1"'):
+    with pytest.raises(ScheduleError, match='"zb_v" is for two stages a rank'):
         build("zb_v", [(0, 1), (1, 2)], 4, placement=[(0, 1), 1, 0])
 
 

@@ -12,7 +12,6 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Schedule
 from tests.graphs import chain
 
 
@@ -44,13 +43,6 @@ def test_costs_that_cannot_be_are_refused_with_their_name_and_value(costs: dict[
         Costs.of(2, **costs)
     with pytest.raises(ScheduleError, match=re.escape(fact)):
         build("1f1b", chain(2), 2).simulate(**costs)
-
-
-def test_an_action_of_a_stage_that_the_costs_do_not_know_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"2F0 is of a stage outside of 0\.\.1"):
-        Costs.of(2).time(Action(2, Op.F, 0))
-    with pytest.raises(ScheduleError, match=r"7F0 is of a stage outside of 0\.\.0"):
-        Schedule(((Action(7, Op.F, 0),),), (), (0,), (True,), 1).simulate()
 
 
 def test_what_an_action_holds_beside_its_stage_is_that_of_backwards_and_of_each_micro_batch() -> None:

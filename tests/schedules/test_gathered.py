@@ -90,7 +90,7 @@ def test_1f1b_takes_the_fastest_that_keeps_within_memory_and_says_which() -> Non
         plan = worked("1f1b", 8, costs=costs, memory=memory)
         assert plan.schedule.name == f"1f1b ({name})"
         assert plan.peak_bytes == (held,) * 4 + (8,)
-    with pytest.raises(ScheduleError, match=r"cached\) holds 17 bytes on rank 0, memory=16; that is the least"):
+    with pytest.raises(ScheduleError, match=r"cached\) holds 17 bytes on rank 0, memory=16; .greedy. keeps"):
         worked("1f1b", 8, costs=costs, memory=16)
     assert worked("1f1b", 16, 4, costs=costs, memory=100).schedule.name == "1f1b (group_interleaved)"
     assert worked("greedy", 8, in_flight=[7, 8, 8, 8, 8]).schedule.name == "greedy (cached)"
@@ -102,7 +102,7 @@ def test_group_interleaved_takes_less_memory_where_it_must_and_then_more_time() 
     costs = Costs.of(5, activation_bytes=1)
     times = {memory: worked("group_interleaved", 16, 4, costs=costs, memory=memory).makespan for memory in (8, 7, 6)}
     assert 51 == times[8] < times[7] < times[6] < 72
-    with pytest.raises(ScheduleError, match=r'holds 6 bytes on rank 0, memory=5; "1f1b" takes what keeps within'):
+    with pytest.raises(ScheduleError, match=r'holds 6 bytes on rank 0, memory=5; "greedy" keeps within limits'):
         worked("group_interleaved", 16, 4, costs=costs, memory=5)
     assert worked("1f1b", 16, 4, costs=costs, memory=5).schedule.name == "1f1b (cached)"
 
@@ -235,15 +235,15 @@ def test_without_a_gathered_stage_the_families_for_it_are_refused(name: str) -> 
 @pytest.mark.parametrize(
     ("gather", "fact"),
     [
-        ({4: 3}, "stage 4 is gathered in groups of 3, which do not divide 8 micro-batches; write one of 1, 2, 4, 8"),
+        ({4: 3}, "stage 4 is gathered in groups of 3, which do not divide 8 micro-batches"),
         ({4: 0}, "stage 4 is gathered in groups of 0"),
         ({4: 16}, "stage 4 is gathered in groups of 16"),
         ({4: 2.0}, "stage 4 is gathered in groups of 2.0"),
         ({5: None}, "gather names stage 5; they are 0 to 4"),
         ({"4": None}, "gather names stage '4'"),
         ([4], "gather is [4]; it is a dict, stage → micro-batches in a group"),
-        ({1: 4, 3: 8}, "stage 4 is behind groups of two sizes, 4 micro-batches at stage 1 and 8 at stage 3"),
-        ({1: 4, 4: 8}, "stage 4 is behind groups of two sizes, 8 micro-batches at stage 4 and 4 at stage 1"),
+        ({1: 4, 3: 8}, "stage 4 is behind groups of two sizes, [4, 8] micro-batches"),
+        ({1: 4, 4: 8}, "stage 4 is behind groups of two sizes, [4, 8] micro-batches"),
     ],
     ids=str,
 )
@@ -263,31 +263,9 @@ def test_costs_of_a_group_need_a_gathered_stage() -> None:
         build("1f1b", WORKED, 8, gather_cost=(1, 2))
 
 
-def test_a_group_of_a_file_that_would_take_all_memory_is_refused() -> None:
-    rows = ((Action(0, Op.F, 0, 10**9), Action(0, Op.B, 0, 10**9)),)
-    with pytest.raises(ScheduleError, match="0F0-999999999 and others cover 2,000,000,000 micro-batches"):
-        Schedule(rows, (), (0,), (True,), 10**9)
-
-
 def test_a_family_that_runs_a_gathered_stage_micro_batch_by_micro_batch_is_refused() -> None:
     def blind(problem: Problem) -> tuple[Row, ...]:
         return build("gpipe", problem.edges, problem.microbatches).rows
 
-    with pytest.raises(ScheduleError, match=r"blind runs stage 4 for 1 micro-batches at once, and it is gathered in"):
+    with pytest.raises(ScheduleError, match=r"blind runs stages in groups of .* 1\) .*, and .* 2\) are asked for"):
         build(blind, WORKED, 4, gather={4: 2})
-
-
-def test_a_problem_whose_groups_do_not_fit_is_refused() -> None:
-    def check(groups: tuple[int, ...], m: int = 4) -> None:
-        Problem(((0, 1),), m, (0, 1), (True, True), Costs.of(2), groups=groups).check()
-
-    check((1, 4))
-    check((2, 2))
-    with pytest.raises(ScheduleError, match="groups of 3 at stage 1 do not divide 4 micro-batches"):
-        check((1, 3))
-    with pytest.raises(ScheduleError, match="in groups of 2 micro-batches and feeds stage 1, in groups of 4"):
-        check((2, 4))
-    with pytest.raises(ScheduleError, match="feeds stage 1, in groups of 1"):
-        check((4, 1))
-    with pytest.raises(ScheduleError, match="groups= has 1 entries for 2 stages"):
-        check((4,))

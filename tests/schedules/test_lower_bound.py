@@ -13,8 +13,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.caps import round_trip_caps
 from fxpipe.schedules.families.interleaved import in_laps
+from fxpipe.schedules.families.limits import round_trip_caps
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, random_bare
 from tests.thinned import ALL, every, seeds
@@ -165,8 +165,8 @@ def test_more_memory_never_makes_a_longer_table_where_a_latency_is_to_hide() -> 
         ),
         ({"memory": [1, 2, 3], "costs": Costs.of(3, activation_bytes=1)}, "memory= has 3 entries for 2 ranks"),
         ({"in_flight": [1, 2]}, "in_flight= has 2 entries for 3 stages"),
-        ({"in_flight": [1, 0, 2]}, "in_flight=0 of stage 1; at least 1 micro-batch must be in flight"),
-        ({"costs": Costs.of(2)}, "costs.forward= has 2 entries for 3 stages"),
+        ({"in_flight": [1, 0, 2]}, r"in_flight=\(1, 0, 2\); at least 1 micro-batch must be in flight"),
+        ({"costs": Costs.of(2)}, "costs.forward has 2 entries for 3 stages"),
     ],
     ids=["no bytes known", "too little", "none at all", "per rank", "per stage", "none in flight", "other costs"],
 )

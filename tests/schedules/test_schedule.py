@@ -77,8 +77,11 @@ def test_a_rank_without_actions_idles_all_the_time_and_an_empty_table_takes_none
         ({"backward": (True,)}, "backward has 1 entries for 2 stages"),
         ({"stage_names": ("a",)}, "stage_names has 1 entries for 2 stages"),
         ({"edges": ((0, 2),)}, "edge 0-2 names a stage outside of 0..1"),
-        ({"placement": (0, 2)}, "stage 1 is placed on rank 2, but there are 2 rows"),
-        ({"tied": ((0, 1), (1, 2))}, r"tied names stage 2, which is outside of 0\.\.1"),
+        ({"microbatches": 1}, r"0F1 is of a micro-batch outside of 0\.\.0"),
+        ({"rows": (("0F0",), ())}, "'0F0' is no Action; write Action"),
+        ({"rows": ((Action(2, Op.F, 0),), ())}, r"2F0 is of a stage outside of 0\.\.1"),
+        ({"placement": (0, 2)}, r"placement=\(0, 2\) names a rank outside of 0\.\.1"),
+        ({"tied": ((0, 1), (1, 2))}, r"tied=.* names a stage outside of 0\.\.1"),
     ],
     ids=str,
 )

@@ -14,20 +14,16 @@ import dataclasses
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import RankOf, ranks_of, replicated
+from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies
-from fxpipe.schedules.families.caps import exceeds, excess
-from fxpipe.schedules.families.limited import Family
+from fxpipe.schedules.families.limits import Chosen, Family, exceeds, excess
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.shortest import Chosen
-from fxpipe.schedules.families.zb_v import zb_v
 from fxpipe.schedules.in_flight import peak_in_flight
 from fxpipe.schedules.schedule import Row, Schedule
 
@@ -40,21 +36,14 @@ Unit = tuple[Action, ...]
 """Actions that run one behind the other: an R with its backward, or one alone."""
 
 
-def beside(family: Family) -> Family:
-    """The family, for problems with stages on several ranks, too."""
-
-    def placed(problem: Problem) -> Sequence[Sequence[Action]]:
-        if not replicated(problem.placement):
-            return family(problem)
-        if family is zb_v:
-            raise ScheduleError('"zb_v" is for stages on one rank each; write "zb_h1"')
-        alone, real = _alone(problem)
-        found = family(alone)
-        rows = found if isinstance(found, Chosen) else tuple(map(tuple, found))
-        best = _Floating(problem, alone, real, rows).best()
-        return Chosen.of(best, rows.name) if isinstance(rows, Chosen) else best
-
-    return placed
+def placed_beside(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
+    """The family's rows, for problems with stages on several ranks, too."""
+    if not replicated(problem.placement):
+        return family(problem)
+    alone, real = _alone(problem)
+    found = family(alone)
+    best = _Floating(problem, alone, real, tuple(map(tuple, found))).best()
+    return Chosen.like(found, best)
 
 
 def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:
@@ -93,32 +82,31 @@ class _Floating:
 
     def __init__(self, problem: Problem, alone: Problem, real: Sequence[int], rows: Sequence[Row]) -> None:
         self.problem, self.costs = problem, problem.costs
-        self.fixed: list[Row] = [()] * problem.ranks
-        for rank, row in zip(real, rows, strict=False):
-            self.fixed[rank] = tuple(row)
-        groups = problem.dependencies.groups
-        self.dependencies = Dependencies.of(problem.links, problem.backward, rows)
-        self.rank_of = RankOf.of(problem.placement, groups)
         table = Schedule(tuple(rows), problem.edges, alone.placement, problem.backward, problem.microbatches)
         table.verify()
         self.caps = peak_in_flight(table)  # which the family's own order holds: with them none waits for ever
-        self.lines: list[list[list[Unit]]] = [[] for _ in range(problem.ranks)]  # what floats, by rank, each in order
+        self.rank_of = RankOf.of(problem.placement, problem.dependencies.groups)
+        fixed: list[Row] = [()] * problem.ranks
+        for rank, row in zip(real, rows, strict=False):
+            fixed[rank] = row
+        # Rank → what is in order there: its fixed row, then lines of what floats.
+        self.lines: list[list[list[Unit]]] = [[[(action,) for action in row]] for row in fixed]
         for row in rows[len(real) :]:
             self._add_lines(row)
-        self.units: list[Unit] = [(action,) for row in self.fixed for action in row]
-        self.units += [unit for lines in self.lines for line in lines for unit in line]
-        self.unit_of = {action: unit for unit in self.units for action in unit}
-        self.home = {unit: self.rank_of(unit[0].stage, unit[0].microbatch) for unit in self.units}
-        self.time = {unit: sum(map(self.costs.time, unit)) for unit in self.units}
-        self.before = {unit: self._needs(unit) for unit in self.units}
-        self.after: dict[Unit, list[Unit]] = {unit: [] for unit in self.units}
-        for unit, others in self.before.items():
-            for other in others:
+        self.held_by_rest = [self._most_from(row) for row in fixed] if problem.memory is not None else []
+        units = [unit for lines in self.lines for line in lines for unit in line]
+        self.home = {unit: self.rank_of(unit[0].stage, unit[0].microbatch) for unit in units}
+        self.time = {unit: sum(map(self.costs.time, unit)) for unit in units}
+        unit_of = {action: unit for unit in units for action in unit}
+        dependencies = Dependencies.of(problem.links, problem.backward, rows)
+        self.missing: dict[Unit, int] = {}  # how many units each needs
+        self.after: dict[Unit, list[Unit]] = {unit: [] for unit in units}
+        for unit in units:
+            needed = {unit_of[other] for action in unit for other in dependencies.needs(action)} - {unit}
+            self.missing[unit] = len(needed)
+            for other in needed:
                 self.after[other].append(unit)
-        self.next: dict[Unit, Unit] = {(a,): (b,) for row in self.fixed for a, b in pairwise(row)}
-        self.next |= {a: b for lines in self.lines for line in lines for a, b in pairwise(line)}
-        self.previous = {b: a for a, b in self.next.items()}
-        self.most = [self._most(row) for row in self.fixed] if problem.memory is not None else []
+        self.latest = self._latest(units)
 
     def _add_lines(self, row: Row) -> None:
         """Forwards, backwards and weight gradients of a stage each keep their order on a rank."""
@@ -134,77 +122,42 @@ class _Floating:
         for (rank, *_), line in lines.items():
             self.lines[rank].append(line)
 
-    def _most(self, row: Row) -> list[float]:
+    def _most_from(self, row: Row) -> list[float]:
         """The most bytes that a fixed row holds from each of its places on."""
         changes = (self.costs.held(a) if self.problem.backward[a.stage] else 0.0 for a in row)
         return list(accumulate(reversed([0.0, *accumulate(changes)]), max))[::-1]
 
-    def _needs(self, unit: Unit) -> list[Unit]:
-        needed = (other for action in unit for other in self.dependencies.needs(action))
-        return [other for other in dict.fromkeys(map(self.unit_of.__getitem__, needed)) if other is not unit]
+    def _latest(self, units: Sequence[Unit]) -> dict[Unit, float]:
+        """The latest start of each for a makespan of 0: a negative number."""
+        behind = {unit: list(others) for unit, others in self.after.items()}
+        for line in chain.from_iterable(self.lines):
+            for unit, following in pairwise(line):
+                behind[unit].append(following)
+        latest: dict[Unit, float] = {}
+        for unit in reversed(list(topological_order({unit: place for place, unit in enumerate(units)}, behind))):
+            ends = (latest[other] - self.hop(unit, other) for other in behind[unit])
+            latest[unit] = min(ends, default=0.0) - self.time[unit]
+        return latest
 
     def hop(self, one: Unit, other: Unit) -> float:
         return self.costs.comm if self.home[one] != self.home[other] else 0.0
 
-    @cached_property
-    def order(self) -> list[Unit]:
-        """All units, each behind what it needs and what is ahead of it."""
-        missing = {unit: len(self.before[unit]) + (unit in self.previous) for unit in self.units}
-        able = [unit for unit in self.units if not missing[unit]]
-        for unit in able:
-            for other in (*self.after[unit], *([self.next[unit]] if unit in self.next else [])):
-                missing[other] -= 1
-                if not missing[other]:
-                    able.append(other)
-        return able
-
-    @cached_property
-    def earliest(self) -> dict[Unit, float]:
-        """When each could begin if a rank could run several at once, but its fixed order."""
-        found: dict[Unit, float] = {}
-        for unit in self.order:
-            ready = [found[other] + self.time[other] + self.hop(other, unit) for other in self.before[unit]]
-            ahead = self.previous.get(unit)
-            found[unit] = max([*ready, 0.0 if ahead is None else found[ahead] + self.time[ahead]])
-        return found
-
-    @cached_property
-    def latest(self) -> dict[Unit, float]:
-        """The latest start of each for a makespan of 0: a negative number."""
-        found: dict[Unit, float] = {}
-        for unit in reversed(self.order):
-            limits = [found[other] - self.hop(unit, other) for other in self.after[unit]]
-            found[unit] = min([*limits, found[self.next[unit]] if unit in self.next else 0.0]) - self.time[unit]
-        return found
-
     def best(self) -> tuple[Row, ...]:
         """The shortest that keeps within the limits; where none does, the shortest."""
-        shortest, over = None, (True, math.inf)
-        for forward, backward in self._targets():
-            attempt = _Attempt(self, forward, backward)
-            rows = attempt.run()
-            if attempt.makespan < over[1] or over[0]:
-                found = self._exceeds(rows), attempt.makespan
-                if found < over:
-                    shortest, over, self._best = rows, found, attempt.makespan
-        assert shortest is not None
-        return shortest
-
-    def _targets(self) -> Iterator[tuple[float, float]]:
-        """Makespans for forwards and for backwards: from the longest path, up to what aiming at that gives."""
-        work = [0.0] * self.problem.ranks
-        for unit in self.units:
-            work[self.home[unit]] += self.time[unit]
-        path, self._best = -min(self.latest.values()), math.inf
-        yield path, path
-        first, least = self._best, max(path, *work)
-        steps = min(_FINEST, math.isqrt(2 * _MANY // len(self.units)))
+        work = [sum(self.time[unit] for line in lines for unit in line) for lines in self.lines]
+        path = -min(self.latest.values())
+        rows, longest = _Attempt(self, path, path).run()
+        best, over = (self._exceeds(rows), longest), rows
+        steps = min(_FINEST, math.isqrt(2 * _MANY // len(self.latest)))
         for late in range(1, steps + 1):
             for early in range(late + 1):
-                if self._best <= least * (1 + 1e-9):
-                    return
-                forward, backward = (path + (first - path) * part / steps for part in (early, late))
-                yield forward, backward
+                if best[1] <= max(path, *work) * (1 + 1e-9):
+                    return over
+                forward, backward = (path + (longest - path) * part / steps for part in (early, late))
+                rows, makespan = _Attempt(self, forward, backward).run()
+                if best[0] or makespan < best[1]:
+                    best, over = min((best, over), ((self._exceeds(rows), makespan), rows), key=lambda one: one[0])
+        return over
 
     def _exceeds(self, rows: tuple[Row, ...]) -> bool:
         problem = self.problem
@@ -214,95 +167,80 @@ class _Floating:
         return excess(schedule, problem.costs, problem.in_flight, problem.memory) is not None
 
 
-@dataclass
-class _Lane:
-    """One rank: what it has still to run."""
-
-    fixed: deque[Unit]
-    lines: list[deque[Unit]]
-    row: list[Action]
-    free: float = 0.0
-    held: float = 0.0
-    """Bytes of what is not in its fixed order."""
-
-
 class _Attempt:
-    """One list schedule, and how far it has come."""
+    """One list schedule, and how far it has come. ``forward``, ``backward``: the makespans that they aim at."""
 
     def __init__(self, known: _Floating, forward: float, backward: float) -> None:
-        self.known, self.targets = known, (forward, backward)
-        pairs = zip(known.fixed, known.lines, strict=True)
-        self.lanes = [_Lane(deque((a,) for a in row), [deque(line) for line in lines], []) for row, lines in pairs]
-        self.missing = {unit: len(others) for unit, others in known.before.items()}
-        self.ready = dict.fromkeys(known.units, 0.0)  # when what it needs has arrived, as far as it has run
+        self.known, self.forward, self.backward = known, forward, backward
+        self.lines = [list(map(deque, lines)) for lines in known.lines]  # what each rank has still to run
+        self.rows: list[list[Action]] = [[] for _ in known.lines]
+        self.free = [0.0] * len(known.lines)
+        self.held = [0.0] * len(known.lines)  # bytes, of what is not in the fixed order
+        self.missing = dict(known.missing)
+        self.ready = dict.fromkeys(known.missing, 0.0)  # when what it needs has arrived, as far as it has run
         self.in_flight: dict[tuple[int, int], int] = {}
-        self.makespan = 0.0
+        self.moments = [(0.0, rank) for rank in range(len(known.lines))]  # a rank is free, or a message reaches it
 
-    def run(self) -> tuple[Row, ...]:
-        moments = [(0.0, rank) for rank in range(len(self.lanes))]  # a rank becomes free, or a message reaches it
-        left = len(self.known.units)
+    def run(self) -> tuple[tuple[Row, ...], float]:
+        """Rows, and their makespan."""
         now, forced = 0.0, False
-        while left:
-            if not moments:  # all wait for what was held back
-                moments, forced = [(now, rank) for rank in range(len(self.lanes))], True
-            now, rank = heapq.heappop(moments)
-            lane = self.lanes[rank]
-            unit = self._chosen(lane, now, forced) if lane.free <= now else None
-            if unit is not None:
-                left, forced = left - 1, False
-                self._run(lane, rank, unit, now, moments)
-        return tuple(tuple(lane.row) for lane in self.lanes)
+        for _ in self.missing:
+            unit = None
+            while unit is None:
+                if not self.moments:  # all wait for what was held back
+                    self.moments, forced = [(now, rank) for rank in range(len(self.rows))], True
+                now, rank = heapq.heappop(self.moments)
+                unit = self._chosen(rank, now, forced) if self.free[rank] <= now else None
+            self._run(rank, unit, now)
+            forced = False
+        return tuple(map(tuple, self.rows)), max(self.free)
 
-    def _run(self, lane: _Lane, rank: int, unit: Unit, now: float, moments: list[tuple[float, int]]) -> None:
+    def _run(self, rank: int, unit: Unit, now: float) -> None:
         known = self.known
-        line = next(line for line in (lane.fixed, *lane.lines) if line and line[0] is unit)
+        line = next(line for line in self.lines[rank] if line and line[0] is unit)
         line.popleft()
-        end = lane.free = now + known.time[unit]
-        self.makespan = max(self.makespan, end)
-        lane.row += unit
+        end = self.free[rank] = now + known.time[unit]
+        self.rows[rank] += unit
         last = unit[-1]
         if known.problem.backward[last.stage]:
-            if known.problem.memory is not None and line is not lane.fixed:
-                lane.held += sum(map(known.costs.held, unit))
+            if known.problem.memory is not None and line is not self.lines[rank][0]:
+                self.held[rank] += sum(map(known.costs.held, unit))
             change = last.count if last.op is Op.F else 0 if last.op is Op.I else -last.count
             self.in_flight[rank, last.stage] = self.in_flight.get((rank, last.stage), 0) + change
-        heapq.heappush(moments, (end, rank))
+        heapq.heappush(self.moments, (end, rank))
         for user in known.after[unit]:
             arrival = end + known.hop(unit, user)
             self.missing[user] -= 1
             self.ready[user] = max(self.ready[user], arrival)
-            heapq.heappush(moments, (arrival, known.home[user]))
+            heapq.heappush(self.moments, (arrival, known.home[user]))
 
-    def _chosen(self, lane: _Lane, now: float, forced: bool) -> Unit | None:
+    def _chosen(self, rank: int, now: float, forced: bool) -> Unit | None:
         """What a rank begins now; None: it waits. ``forced``: nothing is held back."""
-        known = self.known
-        following = lane.fixed[0] if lane.fixed else None
-        heads = [line[0] for line in (lane.fixed, *lane.lines) if line]
+        heads = [line[0] for line in self.lines[rank] if line]
         able = [unit for unit in heads if not self.missing[unit] and self.ready[unit] <= now]
-        for unit in sorted(able, key=known.latest.__getitem__):
+        for unit in sorted(able, key=self.known.latest.__getitem__):
+            following = next(iter(self.lines[rank][0]), None)
             if unit is following or forced:
                 return unit
-            if self._has_room(lane, unit) and (following is None or self._keeps_nobody_waiting(unit, following, now)):
+            if self._has_room(rank, unit) and (following is None or not self._delays(unit, following, now)):
                 return unit
-        return following if following in able else None
+        return None
 
-    def _keeps_nobody_waiting(self, unit: Unit, following: Unit, now: float) -> bool:
-        known, end = self.known, now + self.known.time[unit]
-        if known.latest[unit] <= known.latest[following]:
-            return True
-        arrives = max(self.ready[following], known.earliest[following] if self.missing[following] else 0.0)
-        target = self.targets[unit[-1].op is not Op.F]
-        return arrives >= end or known.latest[following] + target >= end
+    def _delays(self, unit: Unit, following: Unit, now: float) -> bool:
+        """Whether the next action of the fixed order would begin too late behind a unit."""
+        latest, end = self.known.latest, now + self.known.time[unit]
+        aim = self.forward if unit[-1].op is Op.F else self.backward
+        arrives = 0.0 if self.missing[following] else self.ready[following]
+        return latest[unit] > latest[following] and end > max(arrives, latest[following] + aim)
 
-    def _has_room(self, lane: _Lane, unit: Unit) -> bool:
+    def _has_room(self, rank: int, unit: Unit) -> bool:
         """Whether a forward keeps within its cap, and its rank within its memory."""
         known, action = self.known, unit[-1]
         if action.op is not Op.F or not known.problem.backward[action.stage]:
             return True
-        rank = known.home[unit]
         if self.in_flight.get((rank, action.stage), 0) + action.count > known.caps[action.stage]:
             return False
         if known.problem.memory is None:
             return True
-        most = known.most[rank][-1 - len(lane.fixed)]
-        return not exceeds(lane.held + known.costs.held(action) + most, known.problem.memory[rank])
+        rest = known.held_by_rest[rank][-1 - len(self.lines[rank][0])]
+        return not exceeds(self.held[rank] + known.costs.held(action) + rest, known.problem.memory[rank])

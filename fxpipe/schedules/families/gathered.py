@@ -14,12 +14,11 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from numbers import Integral
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.families.caps import Caps
 from fxpipe.schedules.families.gpipe import gpipe
+from fxpipe.schedules.families.limits import Caps, Chosen, Maker, shortest, shortest_within_limits
 from fxpipe.schedules.families.list_scheduling import (
     Priority,
     backward_first,
@@ -28,9 +27,8 @@ from fxpipe.schedules.families.list_scheduling import (
 )
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.recompute import with_recompute
-from fxpipe.schedules.families.shortest import Chosen, Maker, shortest, shortest_within_limits
 from fxpipe.schedules.schedule import Row
-from fxpipe.validation import shown
+from fxpipe.validation import is_whole, shown
 
 MANY = 3_000
 """Of a table of more actions the best number of micro-batches in flight is found out with fewer groups."""
@@ -157,27 +155,23 @@ def groups_behind(gather: Mapping[int, int | None], problem: Problem) -> tuple[i
     ``gather``: stage → K; None: all micro-batches. ScheduleError where there is no such stage, K does not divide the
     micro-batches, or groups of two sizes meet.
     """
-    m, given = problem.microbatches, dict[int, int]()
+    m, stages = problem.microbatches, range(len(problem.placement))
     for stage, wanted in gather.items():
-        if not (isinstance(stage, Integral) and 0 <= stage < len(problem.placement)):
-            raise ScheduleError(f"gather names stage {shown(stage)}; they are 0 to {len(problem.placement) - 1}")
-        size = m if wanted is None else wanted
-        if not (isinstance(size, Integral) and size >= 1) or m % size:
-            fitting = ", ".join(str(number) for number in range(1, m + 1) if m % number == 0)
+        if stage not in stages:
+            raise ScheduleError(f"gather names stage {shown(stage)}; they are 0 to {stages[-1]}")
+        if wanted is not None and not (is_whole(wanted) and wanted >= 1 and m % wanted == 0):
             raise ScheduleError(
                 f"stage {stage} is gathered in groups of {shown(wanted)}, which do not divide {m} micro-batches; "
-                f"write one of {fitting:.60}"
+                "write a divisor, or None for all of them"
             )
-        given[int(stage)] = int(size)
-    groups: dict[int, tuple[int, int]] = {}  # stage → the gathered stage whose group it runs in, and its size
+    groups = [1] * len(stages)
     for stage in problem.order:
-        own = [(stage, given[stage])] if stage in given else []
-        before = [groups[source] for source, target in problem.edges if target == stage and source in groups]
-        for origin, size in own + before:
-            first = groups.setdefault(stage, (origin, size))
-            if first[1] != size:
-                raise ScheduleError(
-                    f"stage {stage} is behind groups of two sizes, {first[1]} micro-batches at stage {first[0]} and "
-                    f"{size} at stage {origin}; gather both in the same way"
-                )
-    return tuple(groups[stage][1] if stage in groups else 1 for stage in range(len(problem.placement)))
+        sizes = {groups[source] for source, target in problem.edges if target == stage} - {1}
+        if stage in gather:
+            sizes.add(gather[stage] or m)
+        if len(sizes) > 1:
+            raise ScheduleError(
+                f"stage {stage} is behind groups of two sizes, {sorted(sizes)} micro-batches; gather in one way"
+            )
+        groups[stage] = next(iter(sizes), 1)
+    return tuple(groups)

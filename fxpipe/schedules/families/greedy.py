@@ -7,12 +7,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.caps import Caps, caps, round_trip_caps
 from fxpipe.schedules.families.gathered import fastest
+from fxpipe.schedules.families.limits import (
+    Caps,
+    Choice,
+    Maker,
+    caps,
+    round_trip_caps,
+    shortest,
+    shortest_within_limits,
+)
 from fxpipe.schedules.families.list_scheduling import PRIORITIES, list_schedule
 from fxpipe.schedules.families.one_f_one_b import with_caps
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.shortest import Choice, Maker, shortest, shortest_within_limits
 from fxpipe.schedules.schedule import Row
 
 MANY = 10_000
@@ -46,9 +53,7 @@ def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice 
     """The shortest with backwards in halves; None where all hold too much, as a W may that needs more than its I."""
     costs, room = problem.costs, problem.memory
     makers = [
-        partial(list_schedule, costs=costs, caps=held, priority=one, room=room)
-        for held in tried
-        for one in PRIORITIES.values()
+        partial(list_schedule, costs=costs, caps=held, priority=one, room=room) for held in tried for one in PRIORITIES
     ]
     if few is problem:
         return shortest_within_limits(problem, makers)
@@ -59,7 +64,7 @@ def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice 
 def _makers(costs: Costs, held: Caps) -> Iterator[Maker]:
     """Tables that hold no more than this: 1F1B first, which is often good enough, then one for each priority."""
     yield partial(with_caps, caps=held)
-    for priority in PRIORITIES.values():
+    for priority in PRIORITIES:
         yield partial(list_schedule, costs=costs, caps=held, priority=priority)
 
 

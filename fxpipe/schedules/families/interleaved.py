@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.limits import shortest
 from fxpipe.schedules.families.one_f_one_b import one_f_one_b
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.shortest import shortest
 from fxpipe.schedules.schedule import Row
 
 
@@ -43,72 +42,53 @@ def in_laps(problem: Problem) -> tuple[Row, ...]:
     most = max(len(stages) for stages in problem.stages_of)
     going_round = [stage for stages in problem.stages_of if len(stages) == most for stage in stages]
     lap = math.ceil(max(problem.depth[stage] for stage in going_round) / most)
-    rows = [_Rank.of(problem, stages, lap) for stages in problem.stages_of]
+    ranks = [_Rank(problem, stages, lap) for stages in problem.stages_of]
     done: set[Action] = set()
-    while any(rank.next for rank in rows):
-        progress = sum(rank.run(problem, done) for rank in rows)
-        if not progress:
-            _go_on(problem, rows, done)
-    return tuple(tuple(rank.row) for rank in rows)
+    while any(rank.next for rank in ranks):
+        if not sum([rank.run(done) for rank in ranks]):
+            # All wait. Of those that could run a forward instead of a backward the first one does. There is one: take
+            # the first action that has not run, by group, stage in topological order, and micro-batch, with backwards
+            # behind all forwards and the other way round. All that it needs stands before it, and has run.
+            able = (one for one in ranks if one.next is not one.forward and one.is_ready(one.forward, done))
+            next(able).warm_up += 1
+    return tuple(tuple(rank.row) for rank in ranks)
 
 
-def _go_on(problem: Problem, rows: list[_Rank], done: set[Action]) -> None:
-    """All ranks wait. Of those that could run a forward instead of a backward the first one does.
-
-    There is one: take the first action that has not run, by group, stage in topological order, and micro-batch, with
-    backwards behind all forwards and the other way round. All that it needs stands before it, and has run.
-    """
-    for rank in rows:
-        if rank.next and rank.next.op is Op.B and rank.forwards and _is_ready(problem, rank.forwards[-1], done):
-            rank.warm_up += 1
-            rank.advance(problem)
-            return
-    raise AssertionError("unreachable: see above")
-
-
-def _is_ready(problem: Problem, action: Action, done: set[Action]) -> bool:
-    return all(other in done for other in problem.dependencies.before(action))
-
-
-@dataclass
 class _Rank:
     """One rank: what it still has to run, the next at the end, and how many forwards it runs ahead of backwards."""
 
-    forwards: list[Action]
-    backwards: list[Action]
-    warm_up: int
-    row: list[Action]
-    next: Action | None = None
-    in_flight: int = 0
-
-    @staticmethod
-    def of(problem: Problem, stages: tuple[int, ...], lap: int) -> _Rank:
+    def __init__(self, problem: Problem, stages: tuple[int, ...], lap: int) -> None:
+        self.problem = problem
         trained = [stage for stage in stages if problem.backward[stage]]
-        forwards = list(_in_groups(problem, Op.F, stages, lap))
-        backwards = list(_in_groups(problem, Op.B, trained[::-1], lap))
-        warm_up = 2 * (problem.depth[stages[-1]] - 1) + (len(stages) - 1) * lap
-        rank = _Rank(forwards[::-1], backwards[::-1], warm_up, [])
-        rank.advance(problem)
-        return rank
+        self.forwards = list(_in_groups(problem, Op.F, stages, lap))[::-1]
+        self.backwards = list(_in_groups(problem, Op.B, trained[::-1], lap))[::-1]
+        self.warm_up = 2 * (problem.depth[stages[-1]] - 1) + (len(stages) - 1) * lap
+        self.row: list[Action] = []
+        self.in_flight = 0
 
-    def advance(self, problem: Problem) -> None:
-        """Decides what comes next: warm-up, then forwards and backwards in turns; a frozen stage's forward at once."""
-        ahead = self.forwards and (self.in_flight <= self.warm_up or not problem.backward[self.forwards[-1].stage])
-        if ahead or not self.backwards:
-            self.next = self.forwards[-1] if self.forwards else None
-        else:
-            self.next = self.backwards[-1]
+    @property
+    def forward(self) -> Action | None:
+        return self.forwards[-1] if self.forwards else None
 
-    def run(self, problem: Problem, done: set[Action]) -> int:
+    @property
+    def next(self) -> Action | None:
+        """What comes next: warm-up, then forwards and backwards in turns; a frozen stage's forward at once."""
+        forward = self.forward
+        ahead = forward and (self.in_flight <= self.warm_up or not self.problem.backward[forward.stage])
+        return self.backwards[-1] if self.backwards and not ahead else forward
+
+    def is_ready(self, action: Action | None, done: set[Action]) -> bool:
+        return action is not None and done.issuperset(self.problem.dependencies.before(action))
+
+    def run(self, done: set[Action]) -> int:
         """Runs as far as dependencies allow, and returns how many actions."""
         before = len(self.row)
-        while self.next and _is_ready(problem, self.next, done):
-            action = (self.forwards if self.next.op is Op.F else self.backwards).pop()
-            if problem.backward[action.stage]:
+        while (action := self.next) and self.is_ready(action, done):
+            (self.forwards if action.op is Op.F else self.backwards).pop()
+            if self.problem.backward[action.stage]:
                 self.in_flight += 1 if action.op is Op.F else -1
             self.row.append(action)
             done.add(action)
-            self.advance(problem)
         return len(self.row) - before
 
 

@@ -4,62 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, held_back
-from fxpipe.schedules.families.caps import Caps, exceeds
+from fxpipe.schedules.families.limits import Caps, exceeds
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
-Priority = Callable[[Problem], Callable[[Action], tuple[float, ...]]]
-"""Problem → action → its key. Of the actions that are ready the one with the least key runs; W's come last."""
+Key = Callable[[Action], tuple[float, ...]]
+"""Of the actions that are ready the one with the least key runs; W's come last."""
+
+Priority = Callable[[Problem], Key]
 
 
-def backward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+def backward_first(problem: Problem) -> Key:
     """A backward first, then the forward of the stage nearest to a sink."""
     depth = problem.depth
     return lambda action: (action.op is Op.F, depth[action.stage], action.microbatch)
 
 
-def longest_way_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+def longest_way_first(problem: Problem) -> Key:
     """A backward first; among backwards and among forwards, the one with the longest way still to go."""
     way = _way_to_go(problem)
-    return lambda action: (action.op is Op.F, -way[action.op is Op.F][action.stage], action.microbatch)
+    return lambda action: (action.op is Op.F, way(action), action.microbatch)
 
 
-def oldest_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+def oldest_first(problem: Problem) -> Key:
     """The micro-batch that began first, whatever there is to do for it."""
     depth = problem.depth
     return lambda action: (action.microbatch, action.op is Op.F, depth[action.stage])
 
 
-def forward_first(problem: Problem) -> Callable[[Action], tuple[float, ...]]:
+def forward_first(problem: Problem) -> Key:
     """A forward first, as far as the cap allows; otherwise as ``longest_way_first``."""
     way = _way_to_go(problem)
-    return lambda action: (action.op is not Op.F, -way[action.op is Op.F][action.stage], action.microbatch)
+    return lambda action: (action.op is not Op.F, way(action), action.microbatch)
 
 
-PRIORITIES: Mapping[str, Priority] = MappingProxyType(
-    {
-        "backward first": backward_first,
-        "longest way first": longest_way_first,
-        "oldest first": oldest_first,
-        "forward first": forward_first,
-    }
-)
+PRIORITIES: Sequence[Priority] = (backward_first, longest_way_first, oldest_first, forward_first)
 
 
-def _way_to_go(problem: Problem) -> Mapping[bool, Sequence[int]]:
-    """How many stages a micro-batch still has in front of it, per stage: True in forward, False in backward."""
+def _way_to_go(problem: Problem) -> Callable[[Action], int]:
+    """Minus how many stages a micro-batch still has in front of it, in forward or in backward."""
     height = [1] * len(problem.placement)
     for stage in problem.order:
         for target in problem.targets[stage]:
             height[target] = max(height[target], 1 + height[stage])
-    return {True: problem.depth, False: height}
+    return lambda action: -(problem.depth if action.op is Op.F else height)[action.stage]
 
 
 def list_schedule(
@@ -81,28 +74,24 @@ def list_schedule(
     W's hold keeps nothing waiting for long: they are ready. A stage without backward waits for its readers' earlier
     micro-batches, or groups, which have run by then.
     """
+    stages, key = range(len(problem.placement)), priority(problem)
     split = held is not None or room is not None
-    every = ((stage, j) for stage in range(len(problem.placement)) for j in range(problem.microbatches))
-    free = dataclasses.replace(problem.dependencies, halves=frozenset(every if split else ()))
-
-    turns = [1] * len(problem.placement)
+    every = frozenset((stage, j) for stage in stages for j in range(problem.microbatches)) if split else ()
+    free = dataclasses.replace(problem.dependencies, halves=every)
 
     def listing(dependencies: Dependencies) -> _Listing:
-        return _Listing(problem, costs, caps, priority(problem), held, room, dependencies)
+        return _Listing(problem, costs, caps, key, held, room, dependencies)
 
-    return listing(
-        held_back(free, problem.backward, problem.microbatches, lambda one: listing(one).makespan(), turns)
-    ).run()
+    def makespan(dependencies: Dependencies) -> float:
+        tried = listing(dependencies)
+        tried.run()
+        return max(tried.ends.values())
+
+    return listing(held_back(free, problem.backward, problem.microbatches, makespan, [1] * len(stages))).run()
 
 
-class _Ranked(NamedTuple):
-    """An action, in the order in which those that are ready are taken: W's last, then by key, then by stage."""
-
-    is_weights: bool
-    key: tuple[float, ...]
-    turn: int
-    is_gradient: bool
-    action: Action
+Ranked = tuple[bool, tuple[float, ...], int, bool, Action]
+"""An action behind what orders those that are ready: W's last, then by key, by stage, and forwards first."""
 
 
 class _Listing:
@@ -113,34 +102,30 @@ class _Listing:
         problem: Problem,
         costs: Costs,
         caps: Caps,
-        key: Callable[[Action], tuple[float, ...]],
+        key: Key,
         held: Caps | None,
         room: Sequence[float] | None,
         dependencies: Dependencies,
     ) -> None:
         self.problem, self.costs, self.caps, self.key = problem, costs, caps, key
-        self.held, self.room = held, room
-        self.bytes = [0.0] * problem.ranks
+        self.held, self.room, self.dependencies = held, room, dependencies
         self.split = held is not None or room is not None
         self.gradient = Op.I if self.split else Op.B
-        self.sizes = [problem.group(stage) for stage in range(len(problem.placement))]
-        stages = range(len(problem.placement))
-        self.dependencies, ahead = dependencies, dependencies.ahead
-        sources = [dependencies.sources.get(stage, ()) for stage in stages]
-        forward = [(*problem.targets[stage], *(one for one in sources[stage] if one in ahead)) for stage in stages]
-        waiting = ((Op.F, forward), (self.gradient, sources))
-        self.users = {  # (stage, op) → the other ranks that wait for it
-            (stage, op): {problem.homes[other] for other in others} - {problem.homes[stage]}
-            for op, users in waiting
-            for stage, others in enumerate(users)
-        }
+        # (stage, op) → the other ranks that wait for it
+        self.users: dict[tuple[int, Op], set[int]] = {}
+        for stage, home in enumerate(problem.homes):
+            sources = dependencies.sources.get(stage, ())
+            held_sources = (one for one in sources if one in dependencies.ahead)
+            for op, users in ((Op.F, (*problem.targets[stage], *held_sources)), (self.gradient, sources)):
+                self.users[stage, op] = {problem.homes[user] for user in users} - {home}
         self.ends: dict[Action, float] = {}
+        self.bytes = [0.0] * problem.ranks
         self.begun: dict[Op, list[int]] = {op: [0] * len(problem.placement) for op in Op}
         self.turn = {stage: turn for stages in problem.stages_of for turn, stage in enumerate(stages)}
         self.offered: set[Action] = set()
         self.waiting: dict[Action, list[Action]] = {}  # what has not begun → the actions that wait for it
-        self.coming: list[list[tuple[float, _Ranked]]] = [[] for _ in range(problem.ranks)]  # with when they are ready
-        self.ready: list[list[_Ranked]] = [[] for _ in range(problem.ranks)]
+        self.coming: list[list[tuple[float, Ranked]]] = [[] for _ in range(problem.ranks)]  # with when they are ready
+        self.ready: list[list[Ranked]] = [[] for _ in range(problem.ranks)]
 
     def run(self) -> tuple[Row, ...]:
         ranks = self.problem.ranks
@@ -167,27 +152,21 @@ class _Listing:
                 self._await(waiting)
         return tuple(map(tuple, rows))
 
-    def makespan(self) -> float:
-        """Of the rows that it comes to."""
-        self.run()
-        return max(self.ends.values())
-
     def _best(self, rank: int, now: float) -> Action | None:
         """The action with the least key of those that are ready and have room."""
         coming, ready = self.coming[rank], self.ready[rank]
         while coming and coming[0][0] <= now:
             heapq.heappush(ready, heapq.heappop(coming)[1])
-        without_room = []
-        while ready:
-            best = heapq.heappop(ready)
-            if self.room is None or self._fits(best.action, self.room):
-                break
-            without_room.append(best)
-        else:
-            best = None
+        best, without_room = None, []
+        while ready and best is None:
+            ranked = heapq.heappop(ready)
+            if self._fits(ranked[-1]):
+                best = ranked[-1]
+            else:
+                without_room.append(ranked)
         for ranked in without_room:
             heapq.heappush(ready, ranked)
-        return None if best is None else best.action
+        return best
 
     def _offer(self, stage: int) -> None:
         """What is next at a stage now, once: that can change by actions of this stage alone."""
@@ -205,32 +184,31 @@ class _Listing:
                 self.waiting.setdefault(other, []).append(action)
                 return
             ready = max(ready, self.ends[other] + (0 if homes[other.stage] == rank else self.costs.comm))
-        ranked = _Ranked(action.op is Op.W, self.key(action), self.turn[action.stage], action.op is not Op.F, action)
+        ranked = (action.op is Op.W, self.key(action), self.turn[action.stage], action.op is not Op.F, action)
         heapq.heappush(self.coming[rank], (ready, ranked))
 
     def _next(self, stage: int) -> list[Action]:
         """The next actions of a stage: its forward, within its caps, its backward, and its weight gradients."""
-        forwards, gradients = self.begun[Op.F][stage], self.begun[self.gradient][stage]
-        size = self.sizes[stage]
-        if not self.problem.backward[stage]:
-            return [Action(stage, Op.F, forwards, size)] if forwards < self.problem.microbatches else []
+        forwards, gradients, weights = (self.begun[op][stage] for op in (Op.F, self.gradient, Op.W))
+        size, trained = self.problem.group(stage), self.problem.backward[stage]
         actions = []
-        below = forwards - gradients + size <= self.caps[stage]
-        if self.split:
-            weights = self.begun[Op.W][stage]
-            below = below and (self.held is None or forwards - weights + size <= self.held[stage])
-            if weights < gradients:
-                actions.append(Action(stage, Op.W, weights, size))
-        if below and forwards < self.problem.microbatches:
+        may_begin = forwards < self.problem.microbatches
+        if trained:
+            may_begin &= forwards - gradients + size <= self.caps[stage]
+            may_begin &= self.held is None or forwards - weights + size <= self.held[stage]
+        if self.split and weights < gradients:
+            actions.append(Action(stage, Op.W, weights, size))
+        if may_begin:
             actions.append(Action(stage, Op.F, forwards, size))
-        if gradients < forwards:
+        if trained and gradients < forwards:
             actions.append(Action(stage, self.gradient, gradients, size))
         return actions
 
-    def _fits(self, action: Action, room: Sequence[float]) -> bool:
+    def _fits(self, action: Action) -> bool:
         """Whether its rank has room for it, or would have none sooner: with no W put off."""
+        if self.room is None or not self.problem.backward[action.stage]:
+            return True
         rank, change = self.problem.homes[action.stage], self.costs.held(action)
-        holds = change > 0 and self.problem.backward[action.stage]
-        if not holds or not exceeds(self.bytes[rank] + change, room[rank]):
+        if change <= 0 or not exceeds(self.bytes[rank] + change, self.room[rank]):
             return True
         return all(self.begun[Op.W][stage] == self.begun[Op.I][stage] for stage in self.problem.stages_of[rank])

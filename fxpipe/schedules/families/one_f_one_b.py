@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.caps import Caps
 from fxpipe.schedules.families.gathered import fastest
+from fxpipe.schedules.families.limits import Caps
 from fxpipe.schedules.families.list_scheduling import backward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row

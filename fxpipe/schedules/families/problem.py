@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from numbers import Integral
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of, replicated
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link
-from fxpipe.schedules.given import check_graph
+from fxpipe.schedules.given import check_graph, check_length
 
 
 @dataclass(frozen=True)
@@ -42,24 +40,22 @@ class Problem:
     def check(self) -> None:
         """ScheduleError with the values where this makes no sense."""
         count = len(self.placement)
-        _check_length("backward", self.backward, count, "stages")
-        _check_length("costs.forward", self.costs.forward, count, "stages")
+        check_length("backward=", self.backward, count)
+        check_length("costs.forward", self.costs.forward, count)
         check_graph(self.edges, count, self.microbatches)
-        ranks = sorted({rank for place in self.placement for rank in ranks_of(place)})
-        if ranks != list(range(len(ranks))):
+        ranks = {rank for place in self.placement for rank in ranks_of(place)}
+        if ranks != set(range(len(ranks))):
             raise ScheduleError(f"placement {list(self.placement)} leaves a rank without stages; ranks count from 0")
         if self.in_flight is not None:
-            _check_length("in_flight", self.in_flight, count, "stages")
-            for stage, cap in enumerate(self.in_flight):
-                if not (isinstance(cap, Integral) and cap >= 1):
-                    raise ScheduleError(
-                        f"in_flight={cap} of stage {stage}; at least 1 micro-batch must be in flight, in whole numbers"
-                    )
+            check_length("in_flight=", self.in_flight, count)
+            if min(self.in_flight) < 1:
+                raise ScheduleError(f"in_flight={self.in_flight}; at least 1 micro-batch must be in flight")
         if self.recompute is not None:
-            _check_length("recompute", self.recompute, count, "stages")
-        if self.groups is not None:
-            _check_length("groups", self.groups, count, "stages")
-            self._check_groups(self.groups)
+            check_length("recompute=", self.recompute, count)
+        if self.memory is not None:
+            check_length("memory=", self.memory, self.ranks, "ranks")
+            if self.costs.activation_bytes is None:
+                raise ScheduleError("memory= needs the costs' activation_bytes: what a stage holds of a micro-batch")
         for stage in replicated(self.placement):
             turns, groups = len(ranks_of(self.placement[stage])), self.microbatches // self.group(stage)
             if self.group(stage) > 1 and turns > groups:
@@ -67,29 +63,11 @@ class Problem:
                     f"stage {stage} is gathered, and on {turns} ranks, with {groups} group{'s' * (groups > 1)} of "
                     f"{self.group(stage)} micro-batches; place it on as many ranks at most as it has groups"
                 )
-        if self.memory is not None:
-            _check_length("memory", self.memory, self.ranks, "ranks")
-            for rank, room in enumerate(self.memory):
-                if not room >= 0:
-                    raise ScheduleError(f"memory={room} of rank {rank}; write a number of bytes, 0 or more")
-            if self.costs.activation_bytes is None:
-                raise ScheduleError("memory= needs the costs' activation_bytes: what a stage holds of a micro-batch")
         try:
             _ = self.order
         except CycleError as error:
             cycle = " → ".join(map(str, error.args[1]))
             raise ScheduleError(f"the edges form a cycle, {cycle}; a stage graph must be acyclic") from None
-
-    def _check_groups(self, groups: tuple[int, ...]) -> None:
-        for stage, size in enumerate(groups):
-            if not (isinstance(size, Integral) and size >= 1) or self.microbatches % size:
-                raise ScheduleError(
-                    f"groups of {size} at stage {stage} do not divide {self.microbatches} micro-batches"
-                )
-        for source, target in self.edges:
-            if groups[source] not in (1, groups[target]):
-                fact = f"stage {source} runs in groups of {groups[source]} micro-batches and feeds stage {target}"
-                raise ScheduleError(f"{fact}, in groups of {groups[target]}; what is behind a group is the group's")
 
     @property
     def ranks(self) -> int:
@@ -172,8 +150,3 @@ class Problem:
     @property
     def one_stage_a_rank(self) -> bool:
         return self.ranks == len(self.placement)
-
-
-def _check_length(name: str, given: Sequence[object], count: int, what: str) -> None:
-    if len(given) != count:
-        raise ScheduleError(f"{name}= has {len(given)} entries for {count} {what}")

@@ -7,42 +7,31 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.families.beside import beside
-from fxpipe.schedules.families.caps import exceeds
-from fxpipe.schedules.families.limited import Family
+from fxpipe.schedules.families.beside import placed_beside
+from fxpipe.schedules.families.limits import Chosen, Family, exceeds
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.shortest import Chosen
 from fxpipe.schedules.schedule import Row, Schedule
 
 
 def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
     """A family's rows, with an R for each backward of the stages that ``problem.recompute`` marks."""
-    family = beside(family)
     if not problem.recomputed:
-        return family(problem)
-    asked = reckoned(problem)
-    try:
-        rows = family(asked)
-    except ScheduleError as error:
-        if problem.memory is None:
-            raise
-        raise ScheduleError(f"{error} (room for a micro-batch that is run again is set aside)") from None
-    again = with_recompute(rows, problem.recomputed)
-    return Chosen.of(again, rows.name) if isinstance(rows, Chosen) else again
+        return placed_beside(family, problem)
+    rows = placed_beside(family, reckoned(problem))
+    return Chosen.like(rows, with_recompute(rows, problem.recomputed))
 
 
 def reckoned(problem: Problem) -> Problem:
     """What a family is asked in its place, whose table has no R: B takes F + B; from F to B the inputs are held; and
     memory is less by the most that a micro-batch or group holds beside them while it is run again, one at a time."""
     costs, memory = problem.costs.with_recompute(problem.recomputed), problem.memory
-    whole, kept = costs.activation_bytes, costs.input_bytes
+    whole = costs.activation_bytes
     if whole is not None:
-        none = (0.0,) * len(whole)
-        held = [(kept or none)[s] if s in problem.recomputed else size for s, size in enumerate(whole)]
-        costs = dataclasses.replace(costs, activation_bytes=tuple(held))
-        pairs = enumerate(zip(whole, held, strict=True))
-        beside = [max(size - less, 0) * problem.group(stage) for stage, (size, less) in pairs]
+        kept = costs.input_bytes or (0.0,) * len(whole)
+        held = tuple(kept[s] if s in problem.recomputed else size for s, size in enumerate(whole))
+        costs = dataclasses.replace(costs, activation_bytes=held)
         if memory is not None:
+            beside = [max(size - held[s], 0) * problem.group(s) for s, size in enumerate(whole)]
             most = [max(beside[stage] for stage in stages) for stages in problem.stages_of]
             for rank, (room, one) in enumerate(zip(memory, most, strict=True)):
                 if exceeds(one, room):
@@ -60,15 +49,15 @@ def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) ->
     It waits for nothing, so that it runs while the gradient is under way; and only one micro-batch of a rank's is held
     whole at a time. Earlier it would hold more, and gain only where a rank idles in front of something else.
     """
-    present = {action.stage for row in rows for action in row if action.op is Op.R}
-    return tuple(tuple(_again(row, frozenset(stages) - present)) for row in rows)
+    left = frozenset(stages) - {action.stage for row in rows for action in row if action.op is Op.R}
 
+    def again(row: Sequence[Action]) -> Iterator[Action]:
+        for action in row:
+            if action.stage in left and action.op in (Op.B, Op.I):
+                yield action._replace(op=Op.R)
+            yield action
 
-def _again(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
-    for action in row:
-        if action.stage in stages and action.op in (Op.B, Op.I):
-            yield action._replace(op=Op.R)
-        yield action
+    return tuple(tuple(again(row)) for row in rows)
 
 
 def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
@@ -78,6 +67,5 @@ def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
     for row in schedule.rows:
         for action, following in zip(row, [*row[1:], None], strict=True):
             if action.op is Op.F and schedule.backward[action.stage]:
-                follows = following is not None and following._replace(op=Op.F) == action
-                found[action.stage] |= not follows
+                found[action.stage] |= following is None or following._replace(op=Op.F) != action
     return tuple(found)

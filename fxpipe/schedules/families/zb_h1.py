@@ -16,9 +16,9 @@ from functools import partial
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
+from fxpipe.schedules.families.limits import Maker, shortest
 from fxpipe.schedules.families.list_scheduling import PRIORITIES, backward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.shortest import Maker, shortest
 from fxpipe.schedules.schedule import Row
 
 
@@ -36,7 +36,7 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
         return in_halves(problem)
     limits = (_deepest(problem),) * len(problem.placement)  # what ZB-H1 holds at any stage
     at_costs = partial(list_schedule, costs=problem.costs, caps=limits, held=limits)
-    makers: list[Maker] = [in_halves, *(partial(at_costs, priority=one) for one in PRIORITIES.values())]
+    makers: list[Maker] = [in_halves, *(partial(at_costs, priority=one) for one in PRIORITIES)]
     return shortest(problem, makers, problem.costs).rows
 
 

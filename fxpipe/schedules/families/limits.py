@@ -1,0 +1,211 @@
+"""Limits: how many micro-batches a stage may hold and how many bytes a rank, and the shortest table within them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
+from fxpipe.schedules.schedule import Row, Schedule
+
+T = TypeVar("T", int, float)
+
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy", "store_all", "group_interleaved", "cached", "zb_v"
+]
+"""A name out of ``SCHEDULES``, for editors and type checkers."""
+
+Family = Callable[[Problem], Sequence[Sequence[Action]]]
+"""Problem → a row of actions for each rank."""
+
+Caps = tuple[int, ...]
+"""The most micro-batches in flight, per stage: those whose forward has run and whose backward has not."""
+
+
+@dataclass(frozen=True)
+class Limited:
+    """Asks ``family`` the problem at these costs and within these limits; what is None stays as it comes."""
+
+    family: Family
+    name: str
+    costs: Costs | None = None
+    in_flight: int | Sequence[int] | None = None
+    memory: float | Sequence[float] | None = None
+
+    def __call__(self, problem: Problem) -> Sequence[Sequence[Action]]:
+        return self.family(self.within(problem))
+
+    def or_else(self, other: Limited) -> Limited:
+        """The same family; where this one leaves a limit, or bytes, open, as ``other`` has it."""
+        costs = self.costs if self.costs is not None else other.costs
+        if costs is not None and other.costs is not None:
+            costs = costs.or_else(other.costs)
+        in_flight = other.in_flight if self.in_flight is None else self.in_flight
+        return Limited(self.family, self.name, costs, in_flight, other.memory if self.memory is None else self.memory)
+
+    def excess(self, schedule: Schedule) -> str | None:
+        """Which limit a table breaks, in words; None where it keeps within all."""
+        stages = len(schedule.placement)
+        in_flight, memory = _each(self.in_flight, stages), _each(self.memory, len(schedule.rows))
+        return excess(schedule, self.costs or Costs.of(stages), in_flight, memory)
+
+    def within(self, problem: Problem) -> Problem:
+        """The problem at these costs and within these limits; ScheduleError where they do not fit it."""
+        in_flight, memory = _each(self.in_flight, len(problem.placement)), _each(self.memory, problem.ranks)
+        problem = dataclasses.replace(
+            problem,
+            costs=problem.costs if self.costs is None else self.costs,
+            in_flight=problem.in_flight if in_flight is None else tuple(map(int, in_flight)),
+            memory=problem.memory if memory is None else memory,
+        )
+        problem.check()
+        return problem
+
+
+def _each(limit: T | Sequence[T] | None, count: int) -> tuple[T, ...] | None:
+    """One number for all, or one for each."""
+    return None if limit is None else tuple(limit) if isinstance(limit, Sized) else (limit,) * count
+
+
+def excess(
+    schedule: Schedule, costs: Costs, in_flight: Sequence[int] | None, memory: Sequence[float] | None
+) -> str | None:
+    """Which limit a table breaks, in words; None where it keeps within all. ``in_flight``: per stage, ``memory``: per
+    rank, which costs without ``activation_bytes`` do not give."""
+    if in_flight is not None:
+        for stage, (peak, cap) in enumerate(zip(peak_in_flight(schedule), in_flight, strict=True)):
+            if peak > cap:
+                return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
+    if memory is not None and costs.activation_bytes is not None:
+        held = peak_bytes(schedule, dataclasses.replace(costs, again_bytes=None))  # the limit is of what is in flight
+        for rank, (most, room) in enumerate(zip(held, memory, strict=True)):
+            if exceeds(most, room):
+                return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
+    return None
+
+
+def exceeds(held: float, room: float) -> bool:
+    """Whether it is more than fits, and not for rounding alone."""
+    return held > room * (1 + 1e-9)
+
+
+# --- how many micro-batches a stage may hold ---
+
+
+def caps(problem: Problem) -> Caps:
+    """What the user allows, per stage or in bytes per rank; or else as many as 1F1B holds, d(s), and as a round trip
+    takes.
+
+    A stage never gets more than the stages that feed it: their backward comes after its own, so it could not use it.
+    """
+    wanted = list(problem.in_flight or map(max, problem.depth, round_trip_caps(problem)))
+    wanted = [min(cap, problem.microbatches) for cap in wanted]
+    if problem.memory is not None:
+        _fit(wanted, problem)
+    for stage in problem.order:
+        if problem.backward[stage]:
+            for target in problem.targets[stage]:
+                wanted[target] = min(wanted[target], wanted[stage])
+    return tuple(wanted)
+
+
+def round_trip_caps(problem: Problem) -> Caps:
+    """⌈round trip(s) / bottleneck period⌉: Little's law, as many as it takes to keep the busiest rank busy.
+
+    The round trip leads from the start of a stage's forward to the end of its backward, over the longest path to a
+    sink and back, with a hop's latency both ways; the period is what the busiest rank does for a micro-batch. With
+    equal costs and no latency this is d(s), the cap of 1F1B. Never more than all micro-batches.
+    """
+    costs, backward = problem.costs, problem.backward
+    own = [costs.per_microbatch(stage, backward[stage]) for stage in range(len(problem.placement))]
+    round_trip = list(own)
+    for stage in reversed(problem.order):
+        for target in problem.targets[stage]:
+            hop = 2 * costs.comm * (problem.placement[stage] != problem.placement[target])
+            round_trip[stage] = max(round_trip[stage], own[stage] + hop + round_trip[target])
+    period = max(sum(own[stage] for stage in stages) for stages in problem.stages_of)
+    if not period:
+        return problem.depth
+    most = problem.microbatches
+    return tuple(max(1, math.ceil(min(trip / period, most) - 1e-9)) for trip in round_trip)  # 3.0000000001 is 3
+
+
+def _fit(wanted: list[int], problem: Problem) -> None:
+    """Lowers the caps of each rank, the highest first, until what its stages may hold fits its memory."""
+    sizes, memory = problem.costs.activation_bytes or (), problem.memory or ()
+    for rank, stages in enumerate(problem.stages_of):
+        mine = [stage for stage in stages if problem.backward[stage]]
+        while exceeds(sum(wanted[stage] * sizes[stage] for stage in mine), memory[rank]):
+            highest = max(mine, key=lambda stage: (wanted[stage], sizes[stage]))
+            if wanted[highest] == 1:
+                least = sum(sizes[stage] for stage in mine)
+                raise ScheduleError(
+                    f"rank {rank} may hold {memory[rank]:g} bytes, but one micro-batch at each of its stages {mine} "
+                    f"takes {least:g}; use smaller micro-batches, or move a stage"
+                )
+            wanted[highest] -= 1
+
+
+# --- the shortest of several tables ---
+
+Maker = Callable[[Problem], tuple[Row, ...]]
+
+
+class Choice(NamedTuple):
+    """A table, what made it, and how long it takes."""
+
+    maker: Maker
+    rows: tuple[Row, ...]
+    makespan: float
+
+
+class Chosen(tuple[Row, ...]):
+    """Rows that were chosen among those of several families, and the name of the one."""
+
+    name: str
+
+    @staticmethod
+    def of(rows: tuple[Row, ...], name: str) -> Chosen:
+        """These rows under that name."""
+        chosen = Chosen(rows)
+        chosen.name = name
+        return chosen
+
+    @staticmethod
+    def like(other: Sequence[Sequence[Action]], rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Rows that were made of others, under their name where they have one."""
+        return Chosen.of(rows, other.name) if isinstance(other, Chosen) else rows
+
+
+def shortest(problem: Problem, makers: Iterable[Maker], costs: Costs) -> Choice:
+    """The table of the least makespan at these costs, the first of equal ones; looks no further at the lower bound."""
+    best = _shortest(problem, makers, costs, limited=False)
+    assert best is not None
+    return best
+
+
+def shortest_within_limits(problem: Problem, makers: Iterable[Maker]) -> Choice | None:
+    """The same at ``problem.costs``, of those that keep within its limits; None where none does."""
+    return _shortest(problem, makers, problem.costs, limited=True)
+
+
+def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: bool) -> Choice | None:
+    best: Choice | None = None
+    for maker in makers:
+        rows = maker(problem)
+        schedule = Schedule(rows, problem.edges, problem.placement, problem.backward, problem.microbatches)
+        if limited and excess(schedule, costs, problem.in_flight, problem.memory) is not None:
+            continue
+        plan = schedule.simulate(costs)
+        if best is None or plan.makespan < best.makespan:
+            best = Choice(maker, rows, plan.makespan)
+        if best.makespan <= plan.lower_bound:
+            break
+    return best
