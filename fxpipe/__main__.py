@@ -32,8 +32,6 @@ def _planned(args: argparse.Namespace, family: str) -> Timeline:
     or of as many as ``--placement`` has."""
     if args.edges is None and args.stages is None and args.placement is None:
         args.parser.error("which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4")
-    if args.gather_cost is not None and (args.gather is None or len(args.gather_cost) != 2):
-        args.parser.error("--gather-cost is F and B of a group at the stages of --gather: --gather 4 --gather-cost 1,2")
     mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
     stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
     for stage in args.recompute or ():
@@ -162,15 +160,11 @@ def _preview(args: argparse.Namespace) -> None:
     hardware = args.hardware
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
     names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
+    names_alike = "microbatches", "schedule", "tracer", "zero", "zero_scope", "optimizer"
     written = {
+        **{name: getattr(args, name) for name in names_alike},
         "boundaries": names,
-        "microbatches": args.microbatches,
-        "schedule": args.schedule,
-        "tracer": args.tracer,
-        "zero": args.zero,
-        "zero_scope": args.zero_scope,
         "precision": fxpipe.Precision() if args.bf16 else None,
-        "optimizer": args.optimizer,
         "recompute": {"all": True}.get(args.recompute, args.recompute),
         "memory_per_rank": args.memory,
         "hardware": fxpipe.Hardware.read(hardware) if (hardware or "").lower().endswith(".json") else hardware,

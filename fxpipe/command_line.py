@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
 
 from fxpipe.schedules import SCHEDULES
 
-T = TypeVar("T")
-Edges = tuple[tuple[int, int], ...]
 Run = Callable[[argparse.Namespace], None]
 
 MICROBATCHES = 8
@@ -60,78 +55,46 @@ examples:
 """
 
 
-# --- words ---
+# --- words: argparse names these functions where one raises a ValueError, "invalid edges value" ---
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
-    return number
-
-
-def _list(text: str, one: Callable[[str], T]) -> tuple[T, ...]:
+def whole_numbers(text: str) -> tuple[int, ...]:
     """``1,2,1``"""
-    return tuple(one(part) for part in text.split(","))
+    return tuple(map(int, text.split(",")))
 
 
-def _one_or_list(text: str, one: Callable[[str], T]) -> T | tuple[T, ...]:
+def limits(text: str) -> int | tuple[int, ...]:
     """``1``: the same for all; ``1,2,1``: one for each."""
-    return _list(text, one) if "," in text else one(text)
+    return whole_numbers(text) if "," in text else int(text)
 
 
-def _place(text: str) -> int | tuple[int, ...]:
-    """``0``, or ``0+1+2`` for a stage on three ranks."""
-    ranks = tuple(map(_whole, text.split("+")))
-    return ranks if len(ranks) > 1 else ranks[0]
+def costs(text: str) -> float | tuple[float, ...]:
+    """``1``: the same for all; ``1,2,1``: one for each."""
+    return tuple(map(float, text.split(","))) if "," in text else float(text)
 
 
-def _edges(text: str) -> Edges:
+def placement(text: str) -> tuple[int | tuple[int, ...], ...]:
+    """``0,1,0+1``: the third stage is on two ranks."""
+    places = [tuple(map(int, part.split("+"))) for part in text.split(",")]
+    return tuple(ranks if len(ranks) > 1 else ranks[0] for ranks in places)
+
+
+def edges(text: str) -> tuple[tuple[int, int], ...]:
     """``0-1,1-2``; nothing at all for stages that nothing connects."""
-    edges = []
-    for part in text.split(",") if text else ():
-        source, dash, target = part.strip().partition("-")
-        if not (dash and source.isdecimal() and target.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{part!r} is no edge; write pairs of stage numbers, as in 0-1,1-2")
-        edges.append((_whole(source), _whole(target)))
-    return tuple(edges)
+    pairs = [part.split("-") for part in text.split(",")] if text else []
+    return tuple((int(source), int(target)) for source, target in pairs)
 
 
-def _gather(text: str) -> dict[int, int | None]:
+def groups(text: str) -> dict[int, int | None]:
     """``4``: stage 4 once for all micro-batches; ``4:8``: for 8 of them at a time."""
-    groups: dict[int, int | None] = {}
-    for part in text.split(","):
-        stage, colon, size = part.strip().partition(":")
-        groups[_whole(stage)] = _whole(size) if colon else None
-    return groups
+    parts = (part.partition(":") for part in text.split(","))
+    return {int(stage): int(size) if colon else None for stage, colon, size in parts}
 
 
-def _axes(text: str) -> tuple[tuple[str, int], ...]:
+def axes(text: str) -> tuple[tuple[str, int], ...]:
     """``pipe=2,data=4``, outermost first."""
-    axes = []
-    for part in text.split(","):
-        name, equals, size = part.strip().partition("=")
-        if not (name and equals):
-            raise argparse.ArgumentTypeError(f"{part!r} is no axis; write names and sizes, as in pipe=2,data=4")
-        axes.append((name, _whole(size)))
-    return tuple(axes)
-
-
-_INT_LIST = partial(_list, one=_whole)
-_INT_EACH = partial(_one_or_list, one=_whole)
-_PLACES = partial(_list, one=_place)
-_PAIR = partial(_list, one=_number)
-_COST = partial(_one_or_list, one=_number)
+    parts = [part.split("=") for part in text.split(",")]
+    return tuple((name.strip(), int(size)) for name, size in parts)
 
 
 # --- the parser ---
@@ -199,28 +162,28 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_topology(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("axes", type=_axes, metavar="AXES", help="names and sizes, outermost first: pipe=2,data=4")
+    parser.add_argument("axes", type=axes, metavar="AXES", help="names and sizes, outermost first: pipe=2,data=4")
     parser.add_argument(
-        "--ranks-per-node", type=_whole, metavar="N", help="how many consecutive ranks reach each other fast; all"
+        "--ranks-per-node", type=int, metavar="N", help="how many consecutive ranks reach each other fast; all"
     )
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and one batch, of all rows")
     grid = parser.add_argument_group("ranks, the pipeline outermost")
-    grid.add_argument("--pipe", type=_whole, required=True, metavar="N", help="ranks of a pipeline")
-    grid.add_argument("--data", type=_whole, default=1, metavar="N", help="replicas; 1")
-    grid.add_argument("--ranks-per-node", type=_whole, metavar="N", help="how many reach each other fast; all")
+    grid.add_argument("--pipe", type=int, required=True, metavar="N", help="ranks of a pipeline")
+    grid.add_argument("--data", type=int, default=1, metavar="N", help="replicas; 1")
+    grid.add_argument("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
     options = parser.add_argument_group("options of fxpipe.compile")
     options.add_argument("--boundaries", metavar="NAME,…", help='submodules that are cut before, or "auto"')
-    options.add_argument("-m", "--microbatches", type=_whole, metavar="N", help="4 for each rank of a pipeline")
+    options.add_argument("-m", "--microbatches", type=int, metavar="N", help="4 for each rank of a pipeline")
     options.add_argument("--schedule", metavar="FAMILY", help=f"{', '.join(SCHEDULES)}; 1f1b")
     options.add_argument("--tracer", metavar="NAME", help="auto, symbolic, export or record; auto")
-    options.add_argument("--zero", type=_whole, metavar="N", help="0 to 3; 0")
+    options.add_argument("--zero", type=int, metavar="N", help="0 to 3; 0")
     options.add_argument("--zero-scope", metavar="WHERE", help="node or data; node")
     options.add_argument("--bf16", action="store_true", help="precision=fxpipe.Precision()")
     options.add_argument("--recompute", choices=("all", "auto"), help="what is recomputed")
-    options.add_argument("--memory", type=_number, metavar="BYTES", help="memory_per_rank=, as in 80e9")
+    options.add_argument("--memory", type=float, metavar="BYTES", help="memory_per_rank=, as in 80e9")
     options.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
     options.add_argument("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
     parser.add_argument("--json", metavar="PATH", help="write the figures")
@@ -236,34 +199,34 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _add_graph(parser: argparse.ArgumentParser) -> None:
     graph = parser.add_argument_group("stages")
-    graph.add_argument("--edges", type=_edges, metavar="A-B,…", help="the stage graph, as in 0-1,1-4,2-3,3-4")
-    graph.add_argument("--stages", type=_whole, metavar="N", help="how many; without --edges they are a chain")
-    graph.add_argument("-m", "--microbatches", type=_whole, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
+    graph.add_argument("--edges", type=edges, metavar="A-B,…", help="the stage graph, as in 0-1,1-4,2-3,3-4")
+    graph.add_argument("--stages", type=int, metavar="N", help="how many; without --edges they are a chain")
+    graph.add_argument("-m", "--microbatches", type=int, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
     graph.add_argument(
         "--placement",
-        type=_PLACES,
+        type=placement,
         metavar="R,…",
         help="the rank of each stage, as in 0,1,0,1, or its ranks, 0+1,0,1",
     )
     graph.add_argument(
-        "--gather", type=_gather, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them"
+        "--gather", type=groups, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them"
     )
     graph.add_argument(
-        "--recompute", type=_INT_LIST, metavar="S,…", help="stages that run their forward again for their backward"
+        "--recompute", type=whole_numbers, metavar="S,…", help="stages that run their forward again for their backward"
     )
-    graph.add_argument("--in-flight", type=_INT_EACH, metavar="N[,…]", help="the most micro-batches a stage may hold")
-    graph.add_argument("--memory", type=_COST, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
+    graph.add_argument("--in-flight", type=limits, metavar="N[,…]", help="the most micro-batches a stage may hold")
+    graph.add_argument("--memory", type=costs, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
-    costs = parser.add_argument_group("costs of a micro-batch, one number or one per stage (1,2,1)")
-    costs.add_argument("--forward", type=_COST, default=1, metavar="T[,…]", help="1")
-    costs.add_argument("--backward", type=_COST, default=2, metavar="T[,…]", help="the whole of it; 2")
-    costs.add_argument("--weight", type=_COST, metavar="T[,…]", help="the part of backward that W does; half")
-    costs.add_argument("--comm", type=_number, default=0, metavar="T", help="the latency of a hop between ranks; 0")
-    costs.add_argument("--gather-cost", type=_PAIR, metavar="F,B", help="of a group, at the stages of --gather")
-    costs.add_argument("--bytes", type=_COST, metavar="N[,…]", help="what a stage holds of it from forward to backward")
-    costs.add_argument(
-        "--deferred-bytes", type=_COST, metavar="N[,…]", help="what it holds of it between I and W; --bytes"
+    group = parser.add_argument_group("costs of a micro-batch, one number or one per stage (1,2,1)")
+    group.add_argument("--forward", type=costs, default=1, metavar="T[,…]", help="1")
+    group.add_argument("--backward", type=costs, default=2, metavar="T[,…]", help="the whole of it; 2")
+    group.add_argument("--weight", type=costs, metavar="T[,…]", help="the part of backward that W does; half")
+    group.add_argument("--comm", type=float, default=0, metavar="T", help="the latency of a hop between ranks; 0")
+    group.add_argument("--gather-cost", type=costs, metavar="F,B", help="of a group, at the stages of --gather")
+    group.add_argument("--bytes", type=costs, metavar="N[,…]", help="what a stage holds of it from forward to backward")
+    group.add_argument(
+        "--deferred-bytes", type=costs, metavar="N[,…]", help="what it holds of it between I and W; --bytes"
     )
-    costs.add_argument("--input-bytes", type=_COST, metavar="N[,…]", help="what it keeps of it where it is recomputed")
+    group.add_argument("--input-bytes", type=costs, metavar="N[,…]", help="what it keeps of it where it is recomputed")

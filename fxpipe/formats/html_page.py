@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import uuid
+from collections.abc import Callable
 
+from fxpipe.errors import ScheduleError
 from fxpipe.formats.svg_picture import clean, svg
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
 from fxpipe.graph.ranks import named
 from fxpipe.notebook import preformatted
-from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.step_breakdown import tabulated
 
 STYLE = """
@@ -190,3 +193,28 @@ def _data(timeline: Timeline) -> str:
         "actions": actions,
     }
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# --- behind a cell of a notebook ---
+
+MOST_CELLS = 20_000
+"""Of a picture that every opening of the notebook loads again: some 2 MB. What is larger is for a file of its own."""
+
+
+def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> str:
+    """``shown`` as HTML: its timeline's picture, and its own table. A table that deadlocks has no picture."""
+    table = preformatted(str(shown))
+    schedule = shown if isinstance(shown, Schedule) else shown.schedule
+    cells = sum(map(len, schedule.rows))
+    if cells > MOST_CELLS:
+        return table + preformatted(f"{cells:,} cells are too many for a notebook: to_html(path) draws them")
+    try:
+        return f'<div style="overflow-x: auto">{_apart(svg(timeline()))}</div>{table}'
+    except ScheduleError as error:
+        return table + preformatted(str(error))
+
+
+def _apart(picture: str) -> str:
+    """With ids of its own: of several on a page each would take its stripes from the first, which may be hidden."""
+    own = f"fxpipe-{uuid.uuid4().hex}-"
+    return picture.replace('id="fxpipe-', f'id="{own}').replace("url(#fxpipe-", f"url(#{own}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from fxpipe.schedules.schedule import Reduction, Timeline
 
@@ -26,8 +25,7 @@ CELL = 19
 """The least that a short cell would like to have."""
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """A stage beside its rank's row: where its swatch stands, and its text."""
 
     stage: int
@@ -36,97 +34,39 @@ class Label:
     text: str
 
 
-@dataclass(frozen=True)
 class PictureLayout:
     """Times and ranks → pixels."""
 
-    timeline: Timeline
-
-    @property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Rank → its stages."""
-        return self.timeline.schedule.stages_of
-
-    @cached_property
-    def most(self) -> int:
-        return max((len(stages) for stages in self.stages), default=0)
-
-    @property
-    def columns(self) -> int:
-        """How many stages stand side by side in a row's label."""
-        return 1 if self.most <= 3 else 2 if self.most <= 8 else 4
-
-    @property
-    def lines(self) -> int:
-        return -(-self.most // self.columns)
-
-    @property
-    def height(self) -> int:
-        """Of a row."""
-        return max(26 if len(self.stages) <= 16 else 18, self.lines * LINE + 2)
-
-    @property
-    def pitch(self) -> int:
-        """From a row to the next."""
-        return self.height + (6 if len(self.stages) <= 16 else 3) + LANE * max(map(len, self.lanes), default=0)
-
-    @cached_property
-    def lanes(self) -> tuple[Lanes, ...]:
-        """Rank → its reductions."""
-        return tuple(lanes(self.timeline, rank) for rank in range(len(self.stages)))
-
-    @cached_property
-    def end(self) -> float:
-        """Of what is drawn: a reduction may end after the last action."""
-        return max(self.timeline.makespan, *(reduction.end for reduction in self.timeline.reductions), 0.0)
-
-    @cached_property
-    def column(self) -> float:
-        """The width of a column of labels."""
-        names = (self.timeline.schedule.label(stage) for stages in self.stages for stage in stages)
+    def __init__(self, timeline: Timeline) -> None:
+        schedule = timeline.schedule
+        self.timeline = timeline
+        self.stages = schedule.stages_of
+        ranks, most = len(self.stages), max(map(len, self.stages), default=0)
+        self.lanes = tuple(lanes(timeline, rank) for rank in range(ranks))
+        # Beside a row stand its stages, in one column or several.
+        self.columns = 1 if most <= 3 else 2 if most <= 8 else 4
+        self.lines = -(-most // self.columns)
+        names = (schedule.label(stage) for stages in self.stages for stage in stages)
         widest = SWATCH + max(map(text_width, names), default=0.0) + 10
-        return min(widest, LABEL / self.columns)
-
-    @property
-    def rank_width(self) -> float:
-        return text_width(f"rank {max(len(self.stages) - 1, 0)}") + 12
-
-    @cached_property
-    def left(self) -> float:
-        """Where time 0 is."""
-        return float(math.ceil(MARGIN + self.rank_width + self.columns * self.column))
-
-    @property
-    def number_width(self) -> float:
-        """What a cell needs to show its micro-batch: the same for all, so that no row is numbered half."""
-        return len(str(max(self.timeline.schedule.microbatches - 1, 0))) * DIGIT + 2
-
-    @cached_property
-    def plot(self) -> float:
-        """The width of all that is drawn: enough for numbers in most cells, if that is not too wide."""
-        lengths = sorted(span.duration for span in self.timeline.spans.values() if span.duration > 0)
-        if not lengths:
-            return PLOT[0]
-        short = lengths[len(lengths) // 5]
-        return float(round(min(max(self.end / short * max(CELL, self.number_width), PLOT[0]), PLOT[1])))
-
-    @property
-    def track(self) -> float:
-        """The width of the makespan, which is that of a row."""
-        return round(self.plot * self.timeline.makespan / self.end, 2) if self.end else self.plot
-
-    @property
-    def width(self) -> float:
-        return self.left + self.plot + 80
-
-    @property
-    def bottom(self) -> float:
-        return HEAD + len(self.stages) * self.pitch
-
-    @cached_property
-    def scale(self) -> float:
-        """Pixels per unit of time."""
-        return self.plot / self.end if self.end else 0.0
+        self.column = min(widest, LABEL / self.columns)
+        self.labels_left = MARGIN + text_width(f"rank {max(ranks - 1, 0)}") + 12
+        # A row, and from a row to the next.
+        self.height = max(26 if ranks <= 16 else 18, self.lines * LINE + 2)
+        self.pitch = self.height + (6 if ranks <= 16 else 3) + LANE * max(map(len, self.lanes), default=0)
+        self.bottom = HEAD + ranks * self.pitch
+        # Time 0 stands at the left; the end is that of what is drawn: a reduction may end after the last action.
+        self.left = float(math.ceil(self.labels_left + self.columns * self.column))
+        self.end = max(timeline.makespan, *(reduction.end for reduction in timeline.reductions), 0.0)
+        # What a cell needs to show its micro-batch: the same for all, so that no row is numbered half.
+        self.number_width = len(str(max(schedule.microbatches - 1, 0))) * DIGIT + 2
+        lengths = sorted(span.duration for span in timeline.spans.values() if span.duration > 0)
+        # Enough for numbers in most cells, if that is not too wide.
+        wanted = self.end / lengths[len(lengths) // 5] * max(CELL, self.number_width) if lengths else 0.0
+        self.plot = float(round(min(max(wanted, PLOT[0]), PLOT[1])))
+        self.scale = self.plot / self.end if self.end else 0.0
+        # The width of the makespan, which is that of a row.
+        self.track = round(self.plot * timeline.makespan / self.end, 2) if self.end else self.plot
+        self.width = self.left + self.plot + 80
 
     def x(self, time: float) -> float:
         """In hundredths of a pixel, so that what follows without a gap is drawn so."""
@@ -139,18 +79,13 @@ class PictureLayout:
         """The stages of a rank, column by column, in the middle of its row."""
         stages = self.stages[rank]
         lines = min(self.lines, len(stages))
-        left = MARGIN + self.rank_width
         top = self.y(rank) + (self.height - lines * LINE) / 2
         room = self.column - SWATCH - 8
-        return [
-            Label(
-                stage,
-                left + place // lines * self.column,
-                top + place % lines * LINE,
-                truncated(self.timeline.schedule.label(stage), room),
-            )
-            for place, stage in enumerate(stages)
-        ]
+        found = []
+        for place, stage in enumerate(stages):
+            x, y = self.labels_left + place // lines * self.column, top + place % lines * LINE
+            found.append(Label(stage, x, y, truncated(self.timeline.schedule.label(stage), room)))
+        return found
 
 
 Lanes = tuple[tuple[Reduction, ...], ...]

@@ -143,7 +143,7 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
     for rank in range(len(layout.stages)):
         middle = layout.y(rank) + layout.height / 2
         yield _text(MARGIN, middle + 4, f"rank {rank}", "ink", INK, 'font-weight="600"')
-        for stage, x, y, text in ((label.stage, label.x, label.y, label.text) for label in layout.labels(rank)):
+        for stage, x, y, text in layout.labels(rank):
             # Left the tone of F, right that of B: the stage's hue, whatever it runs.
             for op, offset in ((Op.F, 0), (Op.B, 5)):
                 yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, op)}"/>'

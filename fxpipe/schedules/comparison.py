@@ -13,7 +13,7 @@ from tabulate import tabulate
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.schedule import Span, Timeline
 from fxpipe.validation import shown
 
 _SHOWN_WAITS = 5
@@ -132,22 +132,19 @@ class Comparison:
                     yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
             if action is not None:
                 what = f"{action.op.value} of stage {self.real.schedule.label(action.stage)}"
-                yield what, _duration(self.planned, action), _duration(self.real, action)
+                planned, real = (one.spans.get(action, Span(0.0, 0.0)) for one in (self.planned, self.real))
+                yield what, planned.duration, real.duration
 
     def _share(self, rank: int) -> Share:
-        compute, rest = self.real.busy[rank], _rest(self.real, rank)
-        row = self.real.schedule.rows[rank]
-        waiting = sum(map(self.real.waited, row))
-        return Share(
-            rank,
-            self.planned.busy[rank],
-            compute,
-            sum(map(self.planned.waited, row)),
-            waiting,
-            _rest(self.planned, rank),
-            rest,
-            self.real.makespan - compute - waiting - rest,
-        )
+        def parts(timeline: Timeline) -> tuple[float, float, float]:
+            row = timeline.schedule.rows[rank]
+            ends = (timeline.spans[action].end for action in row if action in timeline.spans)
+            rest = timeline.makespan - max(ends, default=0.0)
+            return timeline.busy[rank], sum(map(timeline.waited, row)), rest
+
+        planned, real = parts(self.planned), parts(self.real)
+        between = self.real.makespan - real[0] - real[1] - real[2]
+        return Share(rank, planned[0], real[0], planned[1], real[1], planned[2], real[2], between)
 
     def __str__(self) -> str:
         planned, real, ms = self.planned, self.real, _milliseconds
@@ -174,27 +171,10 @@ class Comparison:
 
 
 def _table(headers: str, rows: Sequence[Sequence[str]]) -> str:
-    return tabulate(rows, headers=headers.split("|"), disable_numparse=True, colalign=_columns(rows))
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Words to the left, numbers to the right."""
-    return ["right" if all(map(_is_number, column)) else "left" for column in zip(*rows, strict=True)]
-
-
-def _is_number(cell: str) -> bool:
-    return not cell.strip("+-.0123456789")
-
-
-def _duration(timeline: Timeline, action: Action) -> float:
-    """0 where it did not run."""
-    return timeline.spans[action].duration if action in timeline.spans else 0.0
-
-
-def _rest(timeline: Timeline, rank: int) -> float:
-    """How long a rank is done before the step ends."""
-    ends = (timeline.spans[action].end for action in timeline.schedule.rows[rank] if action in timeline.spans)
-    return timeline.makespan - max(ends, default=0.0)
+    is_number = [not "".join(column).strip("+-.0123456789") for column in zip(*rows, strict=True)]
+    sides = ["right" if number else "left" for number in is_number]
+    return tabulate(rows, headers=headers.split("|"), disable_numparse=True, colalign=sides)
 
 
 def _milliseconds(seconds: float, sign: str = "") -> str:

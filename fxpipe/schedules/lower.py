@@ -257,19 +257,15 @@ def _posts(
     for messages in _by(arriving, "sender").values():
         latest, placed = end, []
         for message in reversed(messages):
-            ahead = 1 + _behind(message, edges, groups) if groups else 1
+            ahead, edge = 1, edges[message.edge]
+            if groups and message.op is Op.F:  # and as many as come behind it in the group that it is used in
+                used = groups.get(edge.target, 1)
+                ahead += used - groups.get(edge.source, 1) - message.microbatch % used
             latest = min(latest, max(used_at[message] - ahead, 0))
             placed.append((latest, message))
         for place, message in reversed(placed):
             posts.setdefault(place, []).append(message)
     return posts
-
-
-def _behind(message: Message, edges: Sequence[EdgeLike], groups: Groups) -> int:
-    """How many micro-batches come behind it in the group that it is used in."""
-    edge = edges[message.edge]
-    used, made = groups.get(edge.target, 1), groups.get(edge.source, 1)
-    return used - made - message.microbatch % used if message.op is Op.F else 0
 
 
 def _releases(

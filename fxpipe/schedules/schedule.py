@@ -235,7 +235,7 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """Behind a cell of a notebook: the picture of the plan, and the table."""
-        from fxpipe.formats.notebook import pictured
+        from fxpipe.formats.html_page import pictured
 
         return pictured(self, self.planned)
 
@@ -424,6 +424,6 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """Behind a cell of a notebook: the picture, and the table."""
-        from fxpipe.formats.notebook import pictured
+        from fxpipe.formats.html_page import pictured
 
         return pictured(self, lambda: self)

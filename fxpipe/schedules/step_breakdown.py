@@ -9,7 +9,7 @@ The spells of a process follow one another without a gap, so they sum to its ste
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import NamedTuple
@@ -63,20 +63,19 @@ class Spent:
 
 def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
     """Each process's sums."""
-    processes = sorted({spell.ranks for spell in spells})
-    return tuple(_spent(ranks, [one for one in spells if one.ranks == ranks]) for ranks in processes)
-
-
-def _spent(ranks: tuple[int, ...], spells: Sequence[Spell]) -> Spent:
-    seconds = dict.fromkeys(CATEGORIES, 0.0)
-    waits: dict[str, float] = {}
-    outside: dict[str, float] = {}
-    for spell in spells:
-        seconds[spell.category] += spell.duration
-        totals = waits if spell.category == WAITING else outside if spell.category in (BEFORE, AFTER) else {}
-        totals[spell.what] = totals.get(spell.what, 0.0) + spell.duration
-    longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
-    return Spent(ranks, seconds, longest, outside, spells[-1].end - spells[0].start)
+    found = []
+    for ranks in sorted({spell.ranks for spell in spells}):
+        mine = [spell for spell in spells if spell.ranks == ranks]
+        seconds = dict.fromkeys(CATEGORIES, 0.0)
+        waits: dict[str, float] = {}
+        outside: dict[str, float] = {}
+        for spell in mine:
+            seconds[spell.category] += spell.duration
+            totals = waits if spell.category == WAITING else outside if spell.category in (BEFORE, AFTER) else {}
+            totals[spell.what] = totals.get(spell.what, 0.0) + spell.duration
+        longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
+        found.append(Spent(ranks, seconds, longest, outside, mine[-1].end - mine[0].start))
+    return tuple(found)
 
 
 def tabulated(spells: Sequence[Spell]) -> str:
@@ -103,14 +102,10 @@ def in_csv(spells: Sequence[Spell]) -> str:
     file = StringIO()
     lines = csv.writer(file, lineterminator="\n")
     lines.writerow(["rank", "category", "what", "start", "end"])
-    lines.writerows(_cells(spells))
-    return file.getvalue()
-
-
-def _cells(spells: Sequence[Spell]) -> Iterator[tuple[str, ...]]:
     for spell in spells:
-        ranks = " ".join(map(str, spell.ranks))
-        yield ranks, spell.category, spell.what, f"{spell.start:.9f}", f"{spell.end:.9f}"
+        times = f"{spell.start:.9f}", f"{spell.end:.9f}"
+        lines.writerow([" ".join(map(str, spell.ranks)), spell.category, spell.what, *times])
+    return file.getvalue()
 
 
 def _ms(seconds: float) -> str:

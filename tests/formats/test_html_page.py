@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fxpipe.formats import html, svg
+from fxpipe.formats.html_page import html
+from fxpipe.formats.svg_picture import svg
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs

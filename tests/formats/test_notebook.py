@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fxpipe.formats.notebook import MOST_CELLS
+from fxpipe.formats.html_page import MOST_CELLS
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Schedule

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.formats import html
 from fxpipe.formats.chrome_trace import chrome_trace
+from fxpipe.formats.html_page import html
 from fxpipe.run.timeline_recorder import timeline_of
 from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Timeline

@@ -254,7 +254,7 @@ build("1f1b", None, 4)
 build("1f1b", [(0, 1)], 4, placement="01")
     ScheduleError: placement is '01'; it is a list with the rank, or ranks, of each stage, [0, (1, 2)]
 build("1f1b", [(0, 1)], 4, tied=[0, 1])
-    ScheduleError: tied is (0, 1); it is a list of groups of stage numbers
+    ScheduleError: tied is [0, 1]; it is a list of groups of stage numbers
 build("1f1b", [(0, 1)], 4, costs=3)
     ScheduleError: costs is 3; it is fxpipe.Costs.of(stages, forward=1, backward=2)
 Costs.of(2, forward=None)

@@ -11,14 +11,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.families.gpipe import gpipe
-from fxpipe.schedules.families.limits import Caps, Chosen, Maker, shortest, shortest_within_limits
+from fxpipe.schedules.families.limits import (
+    Caps,
+    Chosen,
+    Maker,
+    shortest,
+    shortest_within_limits,
+    with_fewer_microbatches,
+)
 from fxpipe.schedules.families.list_scheduling import (
     Priority,
     backward_first,
@@ -78,7 +84,7 @@ def fastest(problem: Problem) -> Chosen:
 
 def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]:
     """The shortest list schedule, of more and more micro-batches in flight. ``split``: with backwards in two halves."""
-    few = _with_fewer_groups(problem)
+    few = with_fewer_microbatches(problem, MANY, 4)
     best = shortest_within_limits(few, _makers(few, split))
     maker = best.maker if best else next(_makers(problem, split))
     return best.rows if best and few is problem else maker(problem)
@@ -129,13 +135,6 @@ def _cached(problem: Problem, feeding: list[int], maker: Maker) -> tuple[Row, ..
     costs = problem.costs.with_recompute(trained)
     free = dataclasses.replace(problem, costs=costs, in_flight=None, memory=None)
     return with_recompute(maker(free), trained)
-
-
-def _with_fewer_groups(problem: Problem) -> Problem:
-    """The same with as many groups as make ``MANY`` actions, but with room to come to steady work and out."""
-    size = math.lcm(*problem.groups or (1,))
-    fewer = size * max(MANY // (2 * len(problem.placement) * size), 4)
-    return dataclasses.replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem
 
 
 def _check(problem: Problem, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -16,6 +15,7 @@ from fxpipe.schedules.families.limits import (
     round_trip_caps,
     shortest,
     shortest_within_limits,
+    with_fewer_microbatches,
 )
 from fxpipe.schedules.families.list_scheduling import PRIORITIES, list_schedule
 from fxpipe.schedules.families.one_f_one_b import with_caps
@@ -41,7 +41,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     lean, usual = (tuple(map(min, wanted, limits)) for wanted in (round_trip_caps(problem), problem.depth))
     tried = tuple(dict.fromkeys([lean, usual, limits]))
     makers = [maker for held in tried for maker in _makers(problem.costs, held)]
-    few = _with_fewer_microbatches(problem)
+    few = with_fewer_microbatches(problem, MANY, 2 * max(problem.depth))
     if few is not problem:
         makers = [partial(with_caps, caps=usual), shortest(few, makers, problem.costs).maker]
     whole = shortest(problem, makers, problem.costs)
@@ -66,9 +66,3 @@ def _makers(costs: Costs, held: Caps) -> Iterator[Maker]:
     yield partial(with_caps, caps=held)
     for priority in PRIORITIES:
         yield partial(list_schedule, costs=costs, caps=held, priority=priority)
-
-
-def _with_fewer_microbatches(problem: Problem) -> Problem:
-    """The same with as many micro-batches as make ``MANY`` actions, but with room to come to steady work and out."""
-    fewer = max(MANY // (2 * len(problem.placement)), 2 * max(problem.depth))
-    return dataclasses.replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem

@@ -158,6 +158,14 @@ def _fit(wanted: list[int], problem: Problem) -> None:
 Maker = Callable[[Problem], tuple[Row, ...]]
 
 
+def with_fewer_microbatches(problem: Problem, actions: int, least: int) -> Problem:
+    """The same with as many micro-batches as make so many actions, but with room to come to steady work and out:
+    ``least`` groups, or micro-batches where nothing is gathered."""
+    size = math.lcm(*problem.groups or (1,))
+    fewer = size * max(actions // (2 * len(problem.placement) * size), least)
+    return dataclasses.replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem
+
+
 class Choice(NamedTuple):
     """A table, what made it, and how long it takes."""
 
