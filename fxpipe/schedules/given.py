@@ -72,8 +72,8 @@ def check_length(name: str, given: Sequence[object], count: int, what: str = "st
 def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -> None:
     """ScheduleError unless each cell is an action of a stage and of micro-batches that there are."""
     for cell in chain.from_iterable(rows):
-        numbers = [cell.stage, cell.microbatch, cell.count] if isinstance(cell, Action) else [None]
-        if not (all(map(is_whole, numbers)) and isinstance(cell.op, Op)):
+        usual = type(cell) is Action and tuple(map(type, cell)) == (int, Op, int, int)
+        if not usual and not (isinstance(cell, Action) and isinstance(cell.op, Op) and all(map(is_whole, cell[::2]))):
             raise ScheduleError(f"{shown(cell)} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
         stage, _, microbatch, count = cell
         if not 0 <= stage < stages:
