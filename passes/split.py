@@ -16,9 +16,16 @@ from fxpipe.graph.boundary import Gather, Mode
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
 from fxpipe.graph.opaque_call import OpaqueCall, has_opaque_calls, opaque_calls
 from fxpipe.graph.operators import handoff, private
-from fxpipe.graph.program import Program, gather_of, is_boundary, is_boundary_value, is_compute, made_by
-from fxpipe.graph.root import graph_module
-from fxpipe.graph.size_of import SizeOf
+from fxpipe.graph.program import (
+    Program,
+    SizeOf,
+    gather_of,
+    graph_module,
+    is_boundary,
+    is_boundary_value,
+    is_compute,
+    made_by,
+)
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written

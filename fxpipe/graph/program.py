@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import keyword
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,3 +188,81 @@ def where(node: fx.Node) -> str:
             code = lines[place + 1].strip() if place + 1 < len(lines) else ""
             return f" ({head}: {code})"
     return ""
+
+
+# --- the module of a graph, whose submodules and tensors bear the model's names, but where these are taken ---
+
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+"""What ``fx.GraphModule`` has itself: ``graph``, ``code``, ``meta``, ``recompile``."""
+
+
+def graph_module(root: Mapping[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
+    """A module that runs a graph on what its nodes name in ``root``.
+
+    >>> model = nn.ModuleDict({"graph": nn.Linear(2, 2), "class": nn.Linear(2, 2)})
+    >>> graph = fx.Graph()
+    >>> _ = graph.call_module("class", (graph.call_module("graph", (graph.placeholder("x"),)),))
+    >>> [name for name, _ in graph_module(dict(model), graph, "stage").named_children()]
+    ['graph_', 'class_']
+    """
+    own = _names(root)
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            node.target = own[str(node.target)]
+    return fx.GraphModule({own[name]: value for name, value in root.items()}, graph, class_name=class_name)
+
+
+def _names(targets: Iterable[str]) -> dict[str, str]:
+    """For each target one that a graph's module can have, and its generated code can write."""
+    known = {tuple(target.split(".")[:end]) for target in targets for end in range(1, target.count(".") + 2)}
+    found: dict[str, str] = {}
+    for target in targets:
+        parts = target.split(".")
+        for place, part in enumerate(parts):
+            is_taken = keyword.iskeyword(part) or (place == 0 and part in _TAKEN)
+            while is_taken and (part in _TAKEN or (*target.split(".")[:place], part) in known):
+                part += "_"
+            parts[place] = part
+        found[target] = ".".join(parts)
+    return found
+
+
+# --- sizes of inputs, which every rank knows, whatever it was given ---
+
+Step = tuple[Callable[[Any, Any], Any], Any]
+"""``getitem`` or ``getattr``, and its second argument: a step into a container."""
+
+
+class SizeOf(str):
+    """The name of such a number, as ``images[0].shape[2]``: which input, the steps to its tensor, the dimension."""
+
+    input: str
+    steps: tuple[Step, ...]
+    dim: int
+
+    @staticmethod
+    def make(name: str, steps: Sequence[Step], dim: int) -> SizeOf:
+        """Of the input ``name``."""
+        words = "".join(f"[{key!r}]" if step is operator.getitem else f".{key}" for step, key in steps)
+        made = SizeOf(f"{name}{words}.shape[{dim}]")
+        made.input, made.steps, made.dim = name, tuple(steps), dim
+        return made
+
+    @staticmethod
+    def asked(node: fx.Node) -> SizeOf | None:
+        """What a node that asks for a size asks for; None where that is no input's."""
+        source, dim = node.args
+        steps: list[Step] = []
+        while isinstance(source, fx.Node) and source.target in (operator.getitem, getattr):
+            steps.insert(0, (source.target, source.args[1]))
+            source = source.args[0]
+        if not isinstance(source, fx.Node) or source.op != "placeholder" or not isinstance(dim, int):
+            return None
+        return SizeOf.make(str(source.target), steps, dim)
+
+    def of(self, inputs: Mapping[str, Any]) -> int:
+        """The number. ``inputs``: by name, with tensors or what is like them."""
+        value = inputs[self.input]
+        for step, key in self.steps:
+            value = step(value, key)
+        return int(value.shape[self.dim])

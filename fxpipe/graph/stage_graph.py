@@ -18,8 +18,8 @@ from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.opaque_call import unwritten
 from fxpipe.graph.plain_data import admitted
+from fxpipe.graph.program import SizeOf
 from fxpipe.graph.ranks import Placement, ranks_of
-from fxpipe.graph.size_of import SizeOf
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.notebook import Tabular, listed

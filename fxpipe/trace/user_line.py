@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 
 import torch
 
@@ -63,16 +63,6 @@ def definition(function: Callable[..., object]) -> str:
     return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n    {source}'
 
 
-def mentions(function: Callable[..., object], wanted: Callable[..., object]) -> bool:
-    """Whether a function's own code names ``wanted``: directly, not through other functions that it calls."""
-    plain = _plain(function)
-    if plain is None:
-        return False
-    names = _names(plain.__code__)
-    known = [plain.__globals__.get(name) for name in names] + [cell.cell_contents for cell in plain.__closure__ or ()]
-    return wanted.__name__ in names or any(value is wanted for value in known)
-
-
 def _plain(function: Callable[..., object]) -> FunctionType | None:
     """The Python function in a method, a partial, or an object that can be called."""
     while isinstance(function, functools.partial):
@@ -82,12 +72,6 @@ def _plain(function: Callable[..., object]) -> FunctionType | None:
     if not isinstance(function, FunctionType):
         function = type(function).__call__
     return function if isinstance(function, FunctionType) else None
-
-
-def _names(code: CodeType) -> set[str]:
-    """The globals and attributes that code names, and the functions inside it."""
-    inner = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def _format(frame: FrameType, number: int) -> str:

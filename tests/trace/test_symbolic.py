@@ -429,64 +429,6 @@ def test_an_unknown_tracer_is_refused_with_the_nearest_name() -> None:
 # ---- boundaries are found, or the capture is refused ----
 
 
-def boundary_in_a_hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return stage_boundary(output)
-
-
-def cut(x: Tensor) -> Tensor:
-    return stage_boundary(torch.relu(x))
-
-
-class BoundaryHook:
-    def __call__(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return stage_boundary(output)
-
-
-def hooked() -> nn.Module:
-    model = Outer()
-    model.block.linear.register_forward_hook(boundary_in_a_hook)
-    return model
-
-
-def hooked_by_an_object() -> nn.Module:
-    model = Outer()
-    model.block.linear.register_forward_hook(BoundaryHook())
-    return model
-
-
-def hooked_by_a_part_of_a_function() -> nn.Module:
-    model = Outer()
-    mark = stage_boundary
-
-    def hook(name: str, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return mark(output, name=name)
-
-    model.block.linear.register_forward_hook(functools.partial(hook, "cut"))
-    return model
-
-
-def replaced_forward() -> nn.Module:
-    model = Outer()
-    linear = model.block.linear
-    linear.forward = lambda x: stage_boundary(F.linear(x, linear.weight))
-    return model
-
-
-def activation() -> nn.Module:
-    model = Outer()
-    model.block.linear = nn.TransformerEncoderLayer(4, 1, 4, activation=cut)
-    return model
-
-
-@pytest.mark.parametrize(
-    "make", [hooked, hooked_by_an_object, hooked_by_a_part_of_a_function, replaced_forward, activation]
-)
-def test_a_boundary_inside_a_leaf_module_is_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(TraceError, match="a leaf of the graph, so it would cut nothing") as caught:
-        captured(make())
-    assert __file__ in str(caught.value)
-
-
 def test_a_hook_without_a_boundary_stays_with_a_leaf_module() -> None:
     model = Outer()
     seen: list[Tensor] = []
@@ -513,7 +455,7 @@ def test_a_boundary_that_the_graph_has_lost_is_noticed(monkeypatch: pytest.Monke
         def forward(self, x: Tensor) -> Tensor:
             return stage_boundary(x + 1)
 
-    monkeypatch.setattr(sys.modules["fxpipe.trace.cuts.crossing"], "is_boundary", lambda node: False)
+    monkeypatch.setattr(sys.modules["fxpipe.trace.cuts.cutting"], "is_boundary", lambda node: False)
     with pytest.raises(TraceError, match="1 boundaries were executed while tracing, 0 are in the graph"):
         captured(Model())
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, stage_boundary
+from fxpipe.graph.program import is_boundary
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.patching import patched, refuse
 from fxpipe.trace.request import Cut, GatheredCut
@@ -207,3 +208,27 @@ def _parts(container: Any) -> list[Any]:
 def _entries(container: Any) -> list[Any]:
     """What a list or dict holds; of a dict the keys, too."""
     return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+# --- what every tracer does with a boundary that it meets ---
+
+
+def crossing(value: Any, is_traced: Callable[[Any], bool], carry: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    """``value`` with each traced tensor in it replaced by what ``carry`` gives for it, behind the boundary."""
+    leaves, spec = pytree.tree_flatten(value)
+    places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
+    if not places:
+        raise refuse(
+            f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor",
+            "give it the tensors that cross the cut",
+        )
+    for place, behind in zip(places, carry([leaves[place] for place in places]), strict=True):
+        leaves[place] = behind
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def check_boundaries(graph: fx.Graph, executed: int) -> None:
+    """After every capture: boundaries found in the graph are boundaries executed."""
+    found = sum(is_boundary(node) for node in graph.nodes)
+    if found != executed:
+        raise TraceError(f"{executed} boundaries were executed while tracing, {found} are in the graph")

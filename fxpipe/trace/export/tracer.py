@@ -31,8 +31,7 @@ from fxpipe.torch_compat import (
     pytree,
     sizes_like_any,
 )
-from fxpipe.trace.cuts.crossing import check_boundaries, crossing
-from fxpipe.trace.cuts.cutting import cutting
+from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn

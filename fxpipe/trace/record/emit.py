@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.modes import enter_modes, leave_modes
-from fxpipe.graph.program import Effects
-from fxpipe.graph.root import graph_module
+from fxpipe.graph.program import Effects, graph_module
 from fxpipe.graph.stage_calls import check_shapes, shapes_of
 from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.opaque import Checkpointed

@@ -23,7 +23,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import CHECKS, DynamicOutputShapeException, TorchDispatchMode, no_function_modes, pytree
-from fxpipe.trace.cuts.crossing import crossing
+from fxpipe.trace.cuts.cutting import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
 from fxpipe.trace.record.certain import Constants, NotConstant, outcome, passing

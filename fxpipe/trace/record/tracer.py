@@ -20,8 +20,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import import_dynamo, pytree
-from fxpipe.trace.cuts.crossing import check_boundaries
-from fxpipe.trace.cuts.cutting import cutting
+from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes

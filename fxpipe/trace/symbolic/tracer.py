@@ -16,13 +16,12 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
 from fxpipe.errors import FxpipeError, TraceError
-from fxpipe.graph.boundary import Gather, boundary, recording, stage_boundary, words
+from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.modes import Modes, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
-from fxpipe.trace.cuts.crossing import check_boundaries, crossing
-from fxpipe.trace.cuts.cutting import cutting
+from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import (
     BACKWARD,
@@ -37,7 +36,7 @@ from fxpipe.trace.patching import (
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import current_line, definition, line_of, mentions
+from fxpipe.trace.user_line import current_line, definition, line_of
 
 
 def symbolic(request: Request) -> Program:
@@ -119,19 +118,7 @@ class _Proxy(_Writes):
 
 
 class _Attribute(_Writes, fx.proxy.Attribute):
-    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called.
-
-    Its node is made where it is first used, and is in the grad mode in which it was asked for.
-    """
-
-    def __init__(self, root: fx.Proxy, attr: str) -> None:
-        super().__init__(root, attr)
-        vars(self)["asked"] = torch.is_grad_enabled()
-
-    @property
-    def node(self) -> fx.Node:  # type: ignore[override]
-        with torch.set_grad_enabled(vars(self)["asked"]):
-            return super().node
+    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called."""
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Writes, Any], Any]:
@@ -191,7 +178,6 @@ class _Tracer(fx.Tracer):
         known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
         if known and self.is_leaf_module(m, ""):
             self._refuse_swapped(m)
-            _refuse_hidden_boundary(m)
             self._refuse_hidden_cut(m)
         else:
             _refuse_backward_hooks(m)
@@ -273,18 +259,6 @@ class _Tracer(fx.Tracer):
 def _tensors_in(module: nn.Module) -> list[int]:
     """The parameters and buffers that a module holds itself, by identity."""
     return [id(tensor) for table in (module._parameters, module._buffers) for tensor in table.values()]
-
-
-def _refuse_hidden_boundary(module: nn.Module) -> None:
-    """A torch.nn module is a leaf, so a boundary in a hook on it, or in a function given to it, would be lost."""
-    for part in module.modules():
-        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-        for function in [*hooks, *vars(part).values()]:
-            if callable(function) and mentions(function, stage_boundary):
-                raise TraceError(
-                    f"stage_boundary is used inside {type(module).__name__}, a leaf of the graph, so it would cut "
-                    f"nothing; put it into the forward of your own module\n{definition(function)}"
-                )
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
