@@ -212,15 +212,15 @@ def test_and_so_they_are_over_gloo(
     pool: Pool, oracle: Oracle, pipe: int, data: int, order: str, tied: bool, microbatches: int
 ) -> None:
     topology = topology_of(pipe, data, order)
-    for states in pool.run(several_on_gloo, topology, list(WAYS.values()), tied, microbatches):
-        for state, way in zip(states, WAYS.values(), strict=True):
+    ways = [WAYS["zero_0"], WAYS["zero_2_node"]]
+    for states in pool.run(several_on_gloo, topology, ways, tied, microbatches):
+        for state, way in zip(states, ways, strict=True):
             assert_near(state, oracle(data, ORACLE_OF[way["zero"]], tied, microbatches))
 
 
 @pytest.mark.parametrize(
     ("pipe", "data", "order", "tied", "microbatches"),
-    [(*shape, tied, number) for shape, tied, number in every(5, pairwise(SHAPES, [False, True], [1, 6]))]
-    + [(*LARGE[1], True, 6)],  # 8 processes on few cores: the hardest case stands for all
+    [(*shape, tied, number) for shape, tied, number in every(5, pairwise(SHAPES, [False, True], [1, 6]))],
 )
 def test_zero_3_is_fsdp2(
     pool: Pool, oracle: Oracle, pipe: int, data: int, order: str, tied: bool, microbatches: int

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fxpipe.sharding.optimizer_state import Box, Slice, boxes, memory_order
+from fxpipe.sharding.optimizer_state import Slice, memory_order
 from tests.thinned import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
@@ -47,14 +47,6 @@ def test_boxes_cover_the_run_once_and_hold_its_values_in_any_order_of_memory(see
         assert torch.equal(whole[place], part.__get_tensor_shard__(MetadataIndex("any", chunk.offsets)))
         seen[place] += 1
     assert torch.equal(seen, ((whole >= start) & (whole < stop)).float())
-
-
-@pytest.mark.parametrize("shape", [(6,), (3, 4), (2, 3, 4), (2, 2, 2, 3)])
-def test_a_run_is_at_most_two_boxes_more_for_each_further_dimension(shape: tuple[int, ...]) -> None:
-    count = math.prod(shape)
-    most = max(len(boxes(shape, start, stop)) for start in range(count) for stop in range(start, count + 1))
-    assert most <= 2 * len(shape) - 1
-    assert boxes(shape, 0, count) == [Box((0,) * len(shape), shape)]
 
 
 def save_and_load(state: dict[str, Tensor], into: dict[str, Tensor], folder: Path, asynchronous: bool = False) -> None:
