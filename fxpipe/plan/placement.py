@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -74,20 +73,23 @@ def writes(name: str) -> str:
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut."""
+    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut.
+
+    With the cut further back the last group takes less and those in front of it more, so the best cut is where their
+    costs meet, and moves back with the end.
+    """
     total = [0, *accumulate(costs)]
-    best: list[dict[int, tuple[float, int]]] = [{0: (0, 0)}]  # best[r][n]: (greatest cost, last cut) of n stages on r
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # best[r][n]: (greatest cost, last cut) of n stages on r
     for used in range(1, ranks + 1):
-        row, before = dict[int, tuple[float, int]](), best[-1]
+        row, before, cut = dict[int, tuple[int, int]](), best[-1], used - 1
         for end in range(used, len(costs) - (ranks - used) + 1):
-            found: tuple[float, int] = (math.inf, 0)
-            for cut in range(end - 1, used - 2, -1):
-                last = total[end] - total[cut]
-                if last > found[0]:  # further back it is greater still
+            greatest = max(before[cut][0], total[end] - total[cut])
+            while cut + 1 < end and cut + 1 in before:
+                behind = max(before[cut + 1][0], total[end] - total[cut + 1])
+                if behind >= greatest:
                     break
-                if cut in before:
-                    found = min(found, (max(before[cut][0], last), cut))
-            row[end] = found
+                cut, greatest = cut + 1, behind
+            row[end] = greatest, cut
         best.append(row)
     starts = [len(costs)]
     for row in best[:0:-1]:

@@ -61,9 +61,6 @@ class Plan:
     def __str__(self) -> str:
         return f"{self.graph}\n{self.schedule}"
 
-    def __repr__(self) -> str:
-        return f"<Plan of {self.graph!r} by {self.schedule!r}>"
-
     @cached_property
     def halved(self) -> tuple[frozenset[int], ...]:
         """For each micro-batch the stages whose backward of it the table has as I and W."""

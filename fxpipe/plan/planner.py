@@ -27,7 +27,7 @@ from fxpipe.plan.capture.groups import for_groups, places_of_rows
 from fxpipe.plan.capture.same_stages import called_alike, joint, like
 from fxpipe.plan.capture.sizes import outline
 from fxpipe.plan.inputs.label_count import Items
-from fxpipe.plan.inputs.pattern import Flags, Pattern, flags_of
+from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.placement import check_replicated, place
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
@@ -101,7 +101,10 @@ class Planner:
     @property
     def flags(self) -> Flags:
         """What a capture depends on of the model as it is now; RunError where that changes with every step."""
-        return flags_of(self.module, 0 if self.captures is None else self.captures.reads.state())
+        modules = modules_of(self.module)
+        training = bytes([module.training for module in modules])
+        trainable = bytes([parameter.requires_grad for parameter in parameters_in(modules)])
+        return Flags(training, trainable, 0 if self.captures is None else self.captures.reads.state())
 
     @property
     def microbatches(self) -> int:
@@ -117,9 +120,8 @@ class Planner:
     def leaves_unused(self) -> bool:
         """Whether no stage of the first plan uses some parameter, or some buffer that is saved: others are tables, of
         which many models hold more than they read."""
-        parts = self.module.modules()
-        saved = {id(one) for m in parts for n, one in m._buffers.items() if n not in m._non_persistent_buffers_set}
-        return not _held(self.first.graph).issuperset(saved.union(map(id, self.module.parameters())) - {id(None)})
+        saved = self.module.state_dict(keep_vars=True).values()
+        return not _held(self.first.graph).issuperset(id(one) for one in saved if isinstance(one, Tensor))
 
     @property
     def shown(self) -> Pattern:

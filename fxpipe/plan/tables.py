@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import PartitionError, ScheduleError, nearest
@@ -134,7 +135,8 @@ class Tables:
 
     def stage_work(self, pattern: Pattern, placement: Placement) -> StageWork | None:
         """What the stages take, derived from shapes; None where these, or the costs, are not known."""
-        return None if self.captures is None else self.captures.stage_work(pattern, placement)
+        captures = self.captures
+        return None if captures is None else captures.balancing.stage_work(captures.first, pattern, placement)
 
     def saving(self, plan: Plan, pattern: Pattern, work: StageWork | None) -> str:
         """What recomputation saves and costs, in words, where it was asked for: against the table without it."""
@@ -217,21 +219,20 @@ def _fewest(graph: StageGraph, make: Make, work: StageWork, memory: float) -> Ma
         before, peaks, over_before = figures(flags)
         fullest = [max(peaks[rank] for rank in graph.ranks(stage.index)) for stage in graph]
         full = [s.index for s in graph if s.has_backward and not flags[s.index] and fullest[s.index] > memory]
-        more = [_with(flags, stage, True) for stage in full]
-        more = [one for one in more if figures(one)[2] < over_before]
-        if not more:
+        ranked: list[tuple[tuple[bool, float, float], Marked]] = []
+        for one in (_with(flags, stage, True) for stage in full):
+            seconds, _, over = figures(one)
+            if over < over_before:
+                cost = max(seconds - before, 0.0) / (over_before - over) if over else seconds
+                ranked.append(((over > 0, cost, over), one))
+        if not ranked:
             rank = max(range(len(peaks)), key=peaks.__getitem__)
             raise ScheduleError(
                 f"rank {rank} takes {peaks[rank]:,.0f} bytes even where all its stages that this helps are recomputed, "
                 f"memory_per_rank={memory:,.0f}; use more pipe ranks, smaller micro-batches, or a schedule that "
                 "holds fewer of them"
             )
-
-        def demerit(one: Marked, before: float = before, over_before: float = over_before) -> tuple[bool, float, float]:
-            seconds, _, over = figures(one)
-            return over > 0, max(seconds - before, 0.0) / (over_before - over) if over else seconds, over
-
-        flags = min(more, key=demerit)
+        _, flags = min(ranked, key=itemgetter(0))
     for stage in reversed(range(len(graph))):
         fewer = _with(flags, stage, False)
         if flags[stage] and not figures(fewer)[2]:

@@ -51,19 +51,6 @@ def test_the_greatest_rank_is_as_small_as_in_any_contiguous_cut() -> None:
         assert greatest(sizes, placement, ranks) == min(greatest(sizes, other, ranks) for other in every)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "placement"),
-    [
-        ([9, 1, 1, 1], 2, (0, 1, 1, 1)),
-        ([1, 1, 1, 9], 2, (0, 0, 0, 1)),
-        ([0, 0, 0, 0], 2, (0, 0, 1, 1)),
-        ([4, 4, 4, 4, 4, 4], 3, (0, 0, 1, 1, 2, 2)),
-    ],
-)
-def test_small_cases_are_what_anyone_would_choose(sizes: list[int], ranks: int, placement: tuple[int, ...]) -> None:
-    assert place(graph_of(sizes), ranks, None) == placement
-
-
 def test_what_is_wanted_is_done_whatever_the_balance() -> None:
     graph = graph_of([1, 1, 1, 100], NAMES)
     wanted = {"loss": 0, "fuse": 0, "text": 1, "image": 0}
@@ -73,11 +60,6 @@ def test_what_is_wanted_is_done_whatever_the_balance() -> None:
 def test_more_ranks_than_stages_is_told_with_both_numbers_and_a_remedy() -> None:
     with pytest.raises(PartitionError, match=r"6 pipe ranks, but the model has 4 stages \(image, .*mark 2 more with"):
         place(graph_of([1] * 4, NAMES), 6, None)
-
-
-def test_one_stage_means_that_no_boundary_was_reached() -> None:
-    with pytest.raises(PartitionError, match=r"2 pipe ranks, but the model has 1 stage \(stage0\); no stage_boundary"):
-        place(graph_of([1]), 2, None)
 
 
 @pytest.mark.parametrize(

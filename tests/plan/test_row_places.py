@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import RunError, Topology, stage_boundary
+from fxpipe import Topology, stage_boundary
 from fxpipe.plan.capture import groups
 from tests.harness import gradients_of, replica_of, strict
 from tests.whole.gathered import Contrastive, batch, model
@@ -99,40 +99,6 @@ def test_rows_are_found_in_the_capture_that_the_plan_was_made_of() -> None:
     for length in (7, 9, 5):
         loss = forward_backward(images[length], text)
         torch.testing.assert_close(loss, plain(images[length], text).detach(), msg=f"length {length}")
-
-
-class Centre(Contrastive):
-    """Gathers one row for each micro-batch, as long as that has rows."""
-
-    def forward(self, image: Tensor, text: Tensor) -> Any:
-        v, t = self.towers(image, text)
-        centre, v, t = stage_boundary((v.mean(0), v, t), name="loss", gather=self.gather)
-        return self.loss(v, t) + centre.square().mean()
-
-
-class Between(Contrastive):
-    """Gathers a number for each pair of rows of a micro-batch."""
-
-    def forward(self, image: Tensor, text: Tensor) -> Any:
-        v, t = self.towers(image, text)
-        pairs = stage_boundary(v @ t.T, name="loss", gather=self.gather)
-        return pairs.square().mean()
-
-
-@pytest.mark.parametrize(
-    ("kind", "fact"),
-    [
-        (Centre, r"mean of stage 'upper' is gathered, and has shapes \[4\], \[4\], .*: none of its dimensions is that"),
-        (
-            Between,
-            r"dimensions 0 and 1 could both be that of its rows: .* between rows of one micro-batch, gather what",
-        ),
-    ],
-)
-def test_what_has_no_rows_of_its_own_is_refused_whatever_its_size(kind: type[Contrastive], fact: str) -> None:
-    forward_backward = fxpipe.compile(model(kind), Topology([("pipe", 2)]), microbatches=4)
-    with pytest.raises(RunError, match=fact):
-        forward_backward(*batch(4 * WIDTH))
 
 
 class Plain(Contrastive):

@@ -397,10 +397,8 @@ class Agreement:
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts: list[Sequence[Description]] = list(distinct)
         if proposals[0].split_evenly:
-            cut = partial(
-                split_description, batch_dim=self._options.batch_dim, sizes=reported.sizes, counts=reported.counts[0]
-            )
-            parts = [cut(given[0]) for given in distinct]
+            batch_dim, sizes, counts = self._options.batch_dim, reported.sizes, reported.counts[0]
+            parts = [split_description(given[0], batch_dim, sizes, counts) for given in distinct]
         fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=(), answers=())
         captures = plan.captures or (None,) * len(reported.sizes)
         keys = [
@@ -426,8 +424,7 @@ class Agreement:
             for key in list(self._settled)[: len(self._settled) // 8 + 1]:  # or each new kind would tidy everything
                 self.dropped.append(self._settled.pop(key).kind)
             self._planner.keep(self.plans)
-        used = self.wire_layouts
-        self._layouts = {key: number for key, number in self._layouts.items() if number in used}
+        self._layouts.clear()
         self._reported = {key: self._reported[key] for key, _ in self._settled}
         known = set(itertools.chain(*self._reported))
         self._numbers = {proposal: number for proposal, number in self._numbers.items() if number in known}
@@ -446,16 +443,6 @@ class Agreement:
     def plans(self) -> list[Plan]:
         """Of all kinds that are known."""
         return [agreed.plan for agreed in self._settled.values()]
-
-    @property
-    def wire_layouts(self) -> set[int]:
-        """The numbers of the micro-batches of all kinds that are known."""
-        return {number for agreed in self._settled.values() for number in agreed.wire_layouts}
-
-    @property
-    def kinds(self) -> set[int]:
-        """The kinds that are known."""
-        return {agreed.kind for agreed in self._settled.values()}
 
     def replan(self, planner: Planner) -> None:
         """Takes up another planner's plans; their micro-batches have new numbers."""

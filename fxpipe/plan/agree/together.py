@@ -30,7 +30,8 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
             with_first_plan(planner, options, answers, keeps_part)
         except Exception as error:  # which is raised on all ranks
             failure = error
-        asked, answers = [_asks(failure)], answers_of_example(planner, options)
+        asked = [failure.question.key if isinstance(failure, Unanswered) else ""]  # what is not answered yet
+        answers = answers_of_example(planner, options)
         for scope in _EVERYONE if planner.captures is not None else ():
             everyone = transport.gather(scope, (asked, answers))
             asked, answers = [key for keys, _ in everyone for key in keys], everyone[0][1]
@@ -51,11 +52,6 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
     else:  # an example that only some can evaluate
         planner.keep(())
     return planner
-
-
-def _asks(failure: Exception | None) -> str:
-    """The key of the question that making a plan has met; "" where there is none."""
-    return failure.question.key if isinstance(failure, Unanswered) else ""
 
 
 def planner_together(transport: Transport, make: Callable[[], Planner]) -> Planner:

@@ -30,7 +30,6 @@ from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance.choose import Balanced, Balancing
 from fxpipe.plan.balance.node_costs import CostUnknown
-from fxpipe.plan.balance.simulated_layouts import StageWork
 from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
 from fxpipe.plan.capture.capture_check import Sample, check
 from fxpipe.plan.capture.questions import Questions
@@ -415,10 +414,6 @@ class Captures:
             for pattern, captured in self.kept.items()
         }
         return dataclasses.replace(self, kept=kept)
-
-    def stage_work(self, pattern: Pattern, placement: Placement) -> StageWork | None:
-        """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
-        return self.balancing.stage_work(self.first, pattern, placement)
 
     def _cut(
         self, program: Program, pattern: Pattern, shape: Description | None, whole: Collection[Region]

@@ -169,7 +169,8 @@ def merge(descriptions: Sequence[Description]) -> Description:
             elif given.kind != "none" and _kind(given) != _kind(known[1]):
                 raise RunError(
                     f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
-                    f"{_show(known[1])}, rank {rank} has {_show(given)}; all of them pass the same batch"
+                    f"{known[1].shapes or known[1].detail}, rank {rank} has {given.shapes or given.detail}; all of "
+                    "them pass the same batch"
                 )
     return tuple((name, given) for name, (_, given) in merged.items())
 
@@ -180,9 +181,3 @@ def _kind(given: InputDescription) -> Any:
         return given
     container, leaves = given.detail
     return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
-
-
-def _show(given: InputDescription) -> str:
-    if given.kind != "input":
-        return repr(given.detail)
-    return ", ".join(str(list(shape)) for shape in given.shapes) or "no tensor"

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.inputs.batch import Description, InputDescription
+from fxpipe.plan.inputs.batch import Description, described
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list
 
 IGNORED = -100
 """The label that no loss counts."""
-_LIKE = TensorLike((), torch.float32, (), "cpu", False)
-_GIVEN = InputDescription("input", ("", (_LIKE,)), _LIKE)
+_GIVEN = described(TensorLike((), torch.float32, (), "cpu", False), exact=False)
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ class Items:
             return ""
         if ITEMS in read and not self.uncounted:
             return f"labels are counted: the loss reads {ITEMS} of the whole batch"
-        given = f"{ITEMS} is what the call gives" if ITEMS in read else ""
-        why = given or self.uncounted or f"the loss does not read {ITEMS}"
-        return f"labels are not counted: {why}"
+        if ITEMS in read:
+            return f"labels are not counted: {ITEMS} is what the call gives"
+        return f"labels are not counted: {self.uncounted or f'the loss does not read {ITEMS}'}"
 
     def described(self, batch: Description) -> Description:
         """The batch, with the number of its items, where it has labels and the user has not given the number."""

@@ -37,16 +37,6 @@ class Flags:
         return "what forward reads of the model's Python, an attribute or a hook"
 
 
-def flags_of(model: nn.Module, state: int = 0) -> Flags:
-    """The flags of a model as it is now."""
-    modules = modules_of(model)
-    return Flags(
-        training=bytes([module.training for module in modules]),
-        trainable=bytes([parameter.requires_grad for parameter in parameters_in(modules)]),
-        state=state,
-    )
-
-
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """``model.modules()``, in its order, without the names that torch makes for each: every step asks."""
     found = {id(model): model}

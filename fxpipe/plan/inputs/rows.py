@@ -121,15 +121,15 @@ def _rows(path: str, rule: Rule, size: int | None) -> int | None:
 
 def _check_lists(entries: Mapping[str, InputRows], rows: Mapping[str, int], batch_dim: BatchDim) -> None:
     """RunError for a list that may have an entry for each row, where nobody has said whether it has."""
-    unnamed = {path: entry for path, entry in entries.items() if path in rows and not _is_named(path, batch_dim)}
-    lists = {path: dict(_lists(path, entry.like)) for path, entry in unnamed.items()}
-    is_alone = all(lists.get(path) for path in rows)
-    for path, found in lists.items():
-        for place, listed in found.items():
+    unnamed = [path for path in rows if path in entries and not _is_named(path, batch_dim)]
+    lists = {path: list(_lists(path, entries[path].like)) for path in unnamed}
+    is_alone = all(map(lists.get, rows))
+    for path in unnamed:
+        for place, listed in lists[path]:
             if _may_be_rows(listed, rows[path], is_alone):
                 raise RunError(
-                    f"input {place!r} is a list of {len(listed)}, and it is not clear where it has the batch's "
-                    f"rows: write {written(place, 'fxpipe.Packed(1)')} where it has an entry for each row, or "
+                    f"input {place!r} is a list of {len(listed)}, and it is not clear where it has the batch's rows: "
+                    f"write {written(place, 'fxpipe.Packed(1)')} where it has an entry for each row, or "
                     f"{written(place, '0')} where each of its tensors has all rows in dimension 0"
                 )
 
