@@ -130,8 +130,8 @@ def conclude(
 class DetachedLoss(Tensor):
     """A plain detached tensor, but for ``.backward()``, which says that it has been run.
 
-    Whatever is made from it, copied or pickled is a plain tensor, and it says that its class is, for loggers that go by
-    that. What it is multiplied or divided by a number has no graph, as torch says where backward is called on it.
+    So does what it is multiplied or divided by, as ``(loss / k).backward()`` and loss scalers have it. Whatever else is
+    made from it, copied or pickled is a plain tensor, and it says that its class is, for loggers that go by that.
     """
 
     # as torch's notes on extending it have it
@@ -144,6 +144,15 @@ class DetachedLoss(Tensor):
             "more microbatches=, or scale .grad before the optimizer steps. In place of a GradScaler, whose scale they "
             "were never multiplied by, write compile(..., precision=fxpipe.Precision())"
         )
+
+    def __mul__(self, other: Any) -> Any:
+        return detached(super().__mul__(other))
+
+    def __rmul__(self, other: Any) -> Any:
+        return detached(super().__rmul__(other))
+
+    def __truediv__(self, other: Any) -> Any:
+        return detached(super().__truediv__(other))
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Tensor]:  # type: ignore[override]
