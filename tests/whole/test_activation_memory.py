@@ -17,7 +17,6 @@ from fxpipe import Topology, stage_boundary
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.zb_v import folded
 from tests.activations import Held, counted
 from tests.graphs import FAMILIES, GATHERED
 from tests.thinned import every, in_turn, pairwise
@@ -120,13 +119,6 @@ def test_the_peak_of_each_stage_is_the_simulated_one(schedule: Any, ranks: int, 
     forward_backward, held = step(Towers(), ROWS, topo=Topology([("pipe", ranks)]), **options)
     assert_counted(forward_backward, held, costs_of_one(schedule))
     assert bool(forward_backward.schedule.dependencies.recomputed) == recompute
-
-
-def test_so_it_is_of_a_chain_that_is_folded() -> None:
-    names = fxpipe.compile(Chain(), Topology([("pipe", 4)])).stages.names
-    options = {"placement": dict(zip(names, folded(2), strict=True)), "schedule": "zb_v", "recompute": True}
-    forward_backward, held = step(Chain(), ROWS, topo=Topology([("pipe", 2)]), microbatches=MICROBATCHES, **options)
-    assert_counted(forward_backward, held, costs_of_one("zb_h1", kind=Chain))
 
 
 def test_so_it_is_where_greedy_puts_each_w_where_memory_allows() -> None:

@@ -492,6 +492,43 @@ def test_what_a_region_keeps_between_calls_in_one_stage_is_as_in_plain_pytorch(h
     assert_trains(two(lambda: KeptBetween(how, late)), [ONES, NEGATIVE])
 
 
+class Restless(nn.Module):
+    """Does to its own parts what a region may not, as ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner, self.norm, self.head = how, linear(), nn.BatchNorm1d(WIDTH), linear()
+
+    def region(self, x: Tensor) -> Tensor:
+        if self.how == "makes" and not hasattr(self, "made"):
+            self.made = linear()
+        if self.how == "switches":  # for negative rows: those of a micro-batch behind would be used in B
+            self.norm.train(x.sum().item() > 0)
+        return self.norm(self.inner(x)) if x.sum().item() < 1e9 else x
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.region(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "told", "error"),
+    [
+        ("makes", "region, an opaque region, makes or replaces a submodule when it runs", TraceError),
+        ("switches", r"region, an opaque region, switches norm between training and evaluation", RunError),
+        ("replaced", "'region' whole, which was set as an attribute of this Restless", PartitionError),
+    ],
+)
+def test_a_region_whose_parts_do_not_stay_is_refused(how: str, told: str, error: type[Exception]) -> None:
+    def build() -> nn.Module:
+        model = Restless(how)
+        if how == "replaced":  # it would run in place of the method, and no region would be opaque
+            model.region = lambda x: model.inner(x)  # type: ignore[method-assign]
+        return model
+
+    with pytest.raises(error, match=told):
+        compiled(two(build), boundaries=REGION, example_kwargs=POSITIVE)(**NEGATIVE)
+
+
 # --- what a region returns
 
 

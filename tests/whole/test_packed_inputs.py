@@ -133,7 +133,9 @@ def test_so_it_is_on_ranks_of_which_each_is_given_what_it_needs(name: str, engin
 
 
 def test_evaluate_gives_rows_tokens_and_lists_as_the_whole_batch_has_them() -> None:
-    for name, rows in [("images", SIX), ("documents", packed.LENGTHS), ("lists", [2, 1, 3, 2, 4]), ("lists", [1] * 4)]:
+    batches: list[tuple[str, Any]] = [("images", SIX), ("documents", packed.LENGTHS), ("lists", [2, 1, 3, 2, 4])]
+    batches += [("documents", [3] * 4), ("lists", [1] * 4)]  # as many everywhere are no rows of one
+    for name, rows in batches:
         case = CASES[name]
         batch = {key: value for key, value in case.batch(rows).items() if key not in ("labels", "targets")}
         with torch.no_grad():
@@ -146,15 +148,6 @@ def test_evaluate_gives_rows_tokens_and_lists_as_the_whole_batch_has_them() -> N
                 assert_same(mine["score"], its["score"], "score", 1e-6)
         else:
             assert_same(output, plain, name, 1e-6)
-
-
-def test_tokens_of_micro_batches_of_one_document_are_no_rows_of_one() -> None:
-    """(1, tokens) of each: as many everywhere, they would go on top of each other, too."""
-    batch = packed.documents([3, 3, 3, 3])
-    del batch["labels"]
-    with torch.no_grad():
-        plain = built(CASES["documents"]).eval()(**batch)
-    assert_same(compiled(CASES["documents"], 4).evaluate(**batch), plain, "logits", 1e-6)
 
 
 # --- other ways in

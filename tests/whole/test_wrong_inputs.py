@@ -58,8 +58,6 @@ TWO.coordinate(2)
     TopologyError: rank 2 is outside pipe 2
 TWO.rank(pipe=2)
     TopologyError: pipe=2 is outside pipe 2
-TWO.rank()
-    TopologyError: lacks "pipe"
 TWO.group("pipe")
     TopologyError: call fxpipe.init() first
 TWO.data_mesh("cluster")
@@ -188,8 +186,6 @@ sgd().add_param_group({"params": "*"})
     RunError: layers.0.weight is in a parameter group of this optimizer already
 sgd().load_state_dict(None)
     CheckpointError: state_dict is None; it is what optimizer.state_dict() gave
-sgd().load_state_dict({"state": {}, "param_groups": [3]})
-    CheckpointError: param_groups is [3]; it is a list of dicts
 sgd().load_state_dict(SGD(Chain().parameters(), lr=1).state_dict())
     CheckpointError: the state dict's parameter groups lack 'layers.0.weight'
 sgd().load_state_dict(sgd().state_dict() | {"param_groups": [sgd().state_dict()["param_groups"][0] | {"lr": nan}]})
@@ -221,8 +217,6 @@ fb().module.load_state_dict(STATE, assign=True)
     RunError: load_state_dict(assign=True) would put other tensors here than the stages hold
 copy.deepcopy(fb())
     RunError: forward_backward holds stages and process groups, and is neither copied nor pickled: copy.deepcopy(
-fb().state_dict("full")
-    RunError: full is 'full'; it is True or False
 fb().stages["nope"]
     PartitionError: no stage is called 'nope'; known: "layers.0", "layers.1"
 fb().seed(9, 0, 0)
@@ -263,8 +257,6 @@ Costs((1,), (2, 3), (1,))
     ScheduleError: backward has 2 costs for 1 stages
 Action.parse(None)
     ScheduleError: None is no action; write <stage><F, R, B, I or W><micro-batch>, as in 2F0
-table(rows=None)
-    ScheduleError: rows is None; it is a list with a row of Actions for each rank
 table(rows=[[Action(0, "F", 0)], [Action(1, "F", 0)]])
     ScheduleError: Action(stage=0, op='F', microbatch=0, count=1) is no Action
 table(placement=[0, 7])
