@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe import TRACERS, PartitionError, TraceError, passes, stage_boundary
+from fxpipe import PartitionError, TraceError, passes, stage_boundary
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Cut, Request, capture
 from fxpipe.trace.cuts.cutting import cutting
 from tests.capturing import run_stages
-from tests.thinned import pairwise
+from tests.thinned import in_turn, pairwise
 
-TRACERS_BY_NAME = sorted(TRACERS)
+TRACERS = ["symbolic", "export", "record"]
 
 
 # ---- what is cut: a named submodule is as good as a marked one ----
@@ -119,9 +119,7 @@ MARKS: dict[str, dict[int, Cut]] = {
 
 @pytest.mark.parametrize(
     ("tracer", "layer", "marks"),
-    pairwise(
-        [name for name in TRACERS_BY_NAME if name != "auto"], [Layer, Wrapped, Further], ["before", "after", "mixed"]
-    ),
+    pairwise(TRACERS, [Layer, Wrapped, Further], ["before", "after", "mixed"]),
 )
 def test_a_named_submodule_is_cut_as_if_its_call_were_marked(tracer: str, layer: type[Layer], marks: str) -> None:
     inputs = batch((6, 4), (6, 1))
@@ -132,7 +130,7 @@ def test_a_named_submodule_is_cut_as_if_its_call_were_marked(tracer: str, layer:
     assert_computes(program, named, *inputs)
 
 
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize("tracer", TRACERS)
 def test_the_stage_that_a_name_opens_is_called_after_it(tracer: str) -> None:
     program = cut(
         tracer, Marked({}), {"layers.1": "before", "layers.2": "after", "head": "before"}, *batch((6, 4), (6, 1))
@@ -140,7 +138,7 @@ def test_the_stage_that_a_name_opens_is_called_after_it(tracer: str) -> None:
     assert program.stage_names == ("layers.0", "layers.1", "layers.3", "head")
 
 
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize("tracer", TRACERS)
 def test_a_boundary_is_where_the_submodule_is_called(tracer: str) -> None:
     program = cut(tracer, Marked({}), {"layers.1": "both"}, *batch((6, 4), (6, 1)))
     lines = [where(node) for node in program.graph.nodes if is_boundary(node)]
@@ -264,8 +262,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize(("tracer", "name"), in_turn(TRACERS, list(BODIES)))
 def test_what_crosses_a_boundary_from_outside(tracer: str, name: str) -> None:
     body, (x,) = BODIES[name], batch((6, 4))
     model = Model(body.call)
@@ -275,7 +272,7 @@ def test_what_crosses_a_boundary_from_outside(tracer: str, name: str) -> None:
     assert_computes(program, model, x)
 
 
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize("tracer", TRACERS)
 def test_hooks_run_inside_of_the_boundaries(tracer: str) -> None:
     (x,) = batch((6, 4))
 
@@ -292,7 +289,7 @@ def test_hooks_run_inside_of_the_boundaries(tracer: str) -> None:
     assert_computes(program, model, x)
 
 
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize("tracer", TRACERS)
 def test_modules_of_torch_nn_are_cut_around(tracer: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 1))
     (x,) = batch((6, 4))
@@ -301,7 +298,7 @@ def test_modules_of_torch_nn_are_cut_around(tracer: str) -> None:
     assert_computes(program, model, x)
 
 
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize("tracer", TRACERS)
 def test_a_shared_submodule_is_one_by_any_of_its_names(tracer: str) -> None:
     model = Model(lambda m, x: m.again(m.first(x)))
     model.again = model.part
@@ -328,7 +325,7 @@ def test_what_is_cut_inside_a_module_that_symbolic_keeps_whole_is_refused_there(
     assert "return self.encoder(x)" in str(caught.value)
 
 
-@pytest.mark.parametrize("tracer", sorted(set(TRACERS_BY_NAME) - {"symbolic"}))
+@pytest.mark.parametrize("tracer", ["export", "record"])
 def test_other_tracers_cut_inside_of_it(tracer: str) -> None:
     model, (x,) = Encoded(), batch((2, 3, 4))
     program = cut(tracer, model, {"encoder.layers.1": "before", "encoder.layers.2": "before"}, x)
@@ -383,8 +380,7 @@ def classes_unchanged() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("classes_unchanged")
-@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize(("tracer", "body"), in_turn(TRACERS, list(REFUSED)))
 def test_what_cannot_be_cut_is_refused_with_its_line(tracer: str, body: Callable[..., Any]) -> None:
     side, function, told = REFUSED[body]
     model = Model(body)
@@ -395,7 +391,7 @@ def test_what_cannot_be_cut_is_refused_with_its_line(tracer: str, body: Callable
 
 
 @pytest.mark.usefixtures("classes_unchanged")
-@pytest.mark.parametrize("tracer", TRACERS_BY_NAME)
+@pytest.mark.parametrize("tracer", TRACERS)
 def test_a_capture_leaves_the_classes_as_they_were(tracer: str) -> None:
     inputs = batch((6, 4), (6, 1))
     for layer in (Layer, Wrapped, Further):
