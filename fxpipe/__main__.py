@@ -63,11 +63,7 @@ def _costs(args: argparse.Namespace, stages: int) -> Costs:
 def _show(args: argparse.Namespace) -> None:
     if args.communication and args.csv is None:
         args.parser.error("--communication says how to write a file; add --csv PATH")
-    if _is_file(args.what):
-        timeline = _read(args, args.what)
-    else:
-        _check_family(args.what)
-        timeline = _planned(args, args.what)
+    timeline = _read(args, args.what) if _is_file(args.what) else _planned(args, args.what)
     if args.csv is not None:
         timeline.schedule.to_csv(args.csv, communication=args.communication)
     for path, write in ((args.svg, timeline.to_svg), (args.html, timeline.to_html), (args.trace, timeline.to_trace)):
@@ -90,20 +86,12 @@ def _read(args: argparse.Namespace, path: str) -> Timeline:
     return schedule.simulate(_costs(args, len(schedule.placement)))
 
 
-def _check_family(name: str) -> None:
-    if name not in SCHEDULES:
-        raise ScheduleError(f"unknown schedule {name!r}{nearest(name, SCHEDULES)}; the name of a file ends in .csv")
-
-
 # --- compare ---
 
 
 def _compare(args: argparse.Namespace) -> None:
     families = tuple(dict.fromkeys(args.families)) or tuple(filter(partial(_is_for, args), SCHEDULES))
     files = [path for path in families if _is_file(path)]
-    for family in families:
-        if family not in files:
-            _check_family(family)
     if 0 < len(files) < len(families):
         args.parser.error(f"{files[0]} is a table of its own stages; compare files with files, or families")
     rows: list[list[str]] = []

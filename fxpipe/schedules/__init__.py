@@ -120,7 +120,12 @@ def build(
             costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
             limited = dataclasses.replace(limited, costs=costs)
     problem = limited.within(given)
-    rows = solved(limited.family, problem)
+    try:
+        rows = solved(limited.family, problem)
+    except ScheduleError:
+        raise
+    except Exception as error:  # the family may be the user's own
+        raise ScheduleError(f"the family {limited.name} failed: {type(error).__name__}: {error}") from error
     if len(rows) != problem.ranks:
         raise ScheduleError(f"{limited.name} gives {len(rows)} rows for {problem.ranks} ranks; a row for each")
     schedule = Schedule(
@@ -136,7 +141,7 @@ def build(
     )
     schedule.verify()
     wanted = tuple(map(problem.group, range(count)))
-    if schedule.groups != wanted:  # the family may be the user's own
+    if schedule.groups != wanted:
         raise ScheduleError(
             f"{schedule.name} runs stages in groups of {schedule.groups} micro-batches, and {wanted} are asked for; "
             f"write Action(stage, op, first, count) as problem.actions(stage, op) does"

@@ -118,16 +118,6 @@ def test_backwards_run_in_micro_batch_order_so_that_gradients_add_up_in_it(name:
 
 
 @every_table
-def test_the_table_is_verified_again_after_it_was_built(name: str, graph: Bare, m: int) -> None:
-    schedule = graph.build(name, m)
-    schedule.verify()
-    first = next(action for row in schedule.rows for action in row)
-    shorter = tuple(tuple(action for action in row if action != first) for row in schedule.rows)
-    with pytest.raises(ScheduleError, match=rf"stage {first.stage} .*needs {first}\b"):
-        Schedule(shorter, schedule.edges, schedule.placement, schedule.backward, m).verify()
-
-
-@every_table
 def test_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str, graph: Bare, m: int) -> None:
     schedule = graph.build(name, m)
     result, last = schedule.simulate(), backward_ops(name)[-1]
@@ -143,13 +133,6 @@ def test_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str, g
 
 
 @every_schedule
-def test_no_random_graph_with_several_stages_on_a_rank_comes_to_a_halt(name: str) -> None:
-    for seed in seeds(200):
-        graph = random_bare(1000 + seed, frozen=seed % 3 == 0)
-        graph.build(name, 1 + seed % 7).simulate()
-
-
-@every_schedule
 def test_one_stage_has_no_bubble(name: str) -> None:
     assert build(name, [], 4).simulate().bubble == 0
 
@@ -162,11 +145,6 @@ def test_the_bubble_of_a_balanced_chain_is_the_textbooks(name: str, p: int, forw
         result = build(name, chain(p), m, stages=p).simulate(forward, backward)
         assert result.bubble == pytest.approx((p - 1) / (m + p - 1))
         assert result.makespan == (m + p - 1) * (forward + backward)
-
-
-@every_schedule
-def test_the_name_that_was_asked_for_stands_in_the_schedule(name: str) -> None:
-    assert build(name, chain(2), 2).name == name
 
 
 def made_and_judged(name: str, stages: int, microbatches: int) -> None:
@@ -334,12 +312,6 @@ def test_1f1b_keeps_within_its_cap_with_several_stages_on_a_rank() -> None:
             assert peak <= min(m, graph.depth(stage))
 
 
-def test_1f1b_wastes_no_time_where_one_rank_has_all_stages() -> None:
-    result = bare(WORKED, 5, (0, 0, 0, 0, 0)).build("1f1b", 6).simulate()
-    assert result.makespan == 6 * 5 * 3
-    assert result.bubble == 0
-
-
 def test_1f1b_hides_the_second_of_two_stages_on_a_rank() -> None:
     """In blocks of two, a chain of 4 is a chain of 2 with stages twice as long: no worse than (m + 1) · 2(F + B)."""
     for m in (2, 4, 8):
@@ -399,10 +371,6 @@ def test_what_does_not_fit_is_refused_with_the_values(arguments: dict[str, objec
 def test_stages_that_no_edge_mentions_count() -> None:
     assert len(build("1f1b", [(0, 1)], 2, stages=4).rows) == 4
     assert len(build("1f1b", [(0, 1)], 2, placement=[0, 1, 1]).placement) == 3
-
-
-def test_edges_may_come_from_an_iterator() -> None:
-    assert build("1f1b", pairwise(range(3)), 2).edges == chain(3)
 
 
 def test_rows_given_as_lists_are_kept_as_they_were() -> None:

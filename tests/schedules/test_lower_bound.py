@@ -20,7 +20,7 @@ from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, r
 from tests.thinned import ALL, every, seeds
 
 every_schedule = pytest.mark.parametrize("name", FAMILIES)
-SEEDS = 400 if ALL else 150  # random graphs for a property
+SEEDS = 400 if ALL else 60  # random graphs for a property
 
 
 def random_costs(stages: int, draw: random.Random) -> Costs:

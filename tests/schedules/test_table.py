@@ -266,11 +266,11 @@ LONG: dict[str, tuple[Bare, int]] = {
     "6 stages on 3 ranks in turns": (bare(chain(6), 6, (0, 1, 2) * 2), 48),
     "one rank": (bare(chain(3), 3, (0, 0, 0)), 40),
     "frozen tower": (bare(WORKED, 5, frozen=frozenset([2, 3])), 40),
-    **{f"random {seed}": (random_bare(seed, frozen=seed % 2 == 1), 12 + 3 * seed) for seed in range(20)},
+    **{f"random {seed}": (random_bare(seed, frozen=seed % 2 == 1), 12 + 3 * seed) for seed in range(6)},
 }
 
 
-@pytest.mark.parametrize(("kind", "name", "width"), every(17, list(product(LONG, FAMILIES, [44, 80, 120, 300]))))
+@pytest.mark.parametrize(("kind", "name", "width"), every(11, list(product(LONG, FAMILIES, [44, 80, 120, 300]))))
 def test_what_is_shown_and_what_is_left_out_are_the_whole_table(
     kind: str, name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,16 +479,11 @@ def test_a_long_grid_in_which_nothing_is_marked_is_folded() -> None:
 # --- growth ---
 
 
-@pytest.mark.parametrize("name", every(2, FAMILIES))
-def test_printing_takes_four_times_the_work_for_four_times_as_many_micro_batches(name: str) -> None:
-    few, many = build(name, chain(8), 64), build(name, chain(8), 256)
-    assert steps(str, many) <= 4.5 * steps(str, few)
-
-
-@pytest.mark.parametrize("name", every(2, FAMILIES))
-def test_printing_takes_about_four_times_the_work_for_four_times_as_many_stages(name: str) -> None:
-    few, many = build(name, chain(4), 128), build(name, chain(16), 128)
-    assert steps(str, many) <= 6 * steps(str, few)  # a longer warm-up adds columns; 16 times where it is quadratic
+def test_printing_takes_as_many_times_the_work_as_there_are_more_micro_batches_or_stages() -> None:
+    few, more_microbatches = build("1f1b", chain(8), 32), build("1f1b", chain(8), 128)
+    assert steps(str, more_microbatches) <= 4.5 * steps(str, few)
+    few, more_stages = build("1f1b", chain(4), 64), build("1f1b", chain(16), 64)
+    assert steps(str, more_stages) <= 6 * steps(str, few)  # a longer warm-up adds columns
 
 
 def test_a_group_is_one_cell() -> None:
