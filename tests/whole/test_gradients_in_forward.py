@@ -80,6 +80,19 @@ def test_what_is_read_in_backward_alone_is_no_argument_unread(how: Callable[[Ten
     assert_as_plain(Hooked(how), {"x": torch.randn(4, 4)}, tracer="record")
 
 
+class PackedBetween(Hooked):
+    def forward(self, x: Tensor) -> Tensor:
+        h = stage_boundary(torch.tanh(self.a(x)))
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved * 2):
+            h = h.square()
+        return self.c(h).square().mean()
+
+
+def test_hooks_that_change_saved_tensors_between_submodules_are_seen_by_the_check() -> None:
+    with pytest.raises(TraceError, match="do not compute what the model does: the gradient of"):
+        fxpipe.compile(PackedBetween(by_function), TWO, tracer="record", example_args=(torch.ones(8, 4),))
+
+
 class Field(nn.Module):
     """A force field: what is behind the energy's gradient ``by`` one of its inputs; a boundary at ``cut``."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -13,9 +14,8 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.modes import enter_modes, leave_modes
 from fxpipe.graph.program import Effects, graph_module
 from fxpipe.graph.stage_calls import check_shapes, shapes_of
-from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.opaque import Checkpointed
-from fxpipe.trace.record.tape import Checkpoint, NamedSource, Operation, TapeValue, Touched, mapped, tensors
+from fxpipe.trace.record.tape import Checkpoint, ModesNow, NamedSource, Operation, TapeValue, Touched, mapped, tensors
 from fxpipe.trace.state.snapshot import storage_of
 
 Key = tuple[int, tuple[Any, ...]]
@@ -64,7 +64,7 @@ def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages)
     What an operation writes is used where it is the model's own, or an operation behind it uses the same memory.
     """
     read = [leaf for leaf in result if isinstance(leaf, TapeValue)]
-    wanted, memory = set(map(_maker, read)), set(storages) | {storage_of(held(value)) for value in read}
+    wanted, memory = {id(value.maker) for value in read}, {*storages, *(storage_of(held(value)) for value in read)}
     found: list[Operation] = []
     for operation in reversed(tape):
         if operation.kept or id(operation) in wanted or operation.writes & memory:
@@ -72,10 +72,6 @@ def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages)
             wanted |= {id(value.maker) for value in operation.values}
             memory |= {storage_of(held(value)) for value in operation.values}
     return found[::-1]
-
-
-def _maker(value: TapeValue) -> int:
-    return id(value.maker)
 
 
 @dataclass
@@ -110,8 +106,7 @@ class _Writer:
 
     def write(self) -> None:
         """All operations, in order."""
-        for group in _by_modes(self.tape, self.around):
-            modes = group[0].place.modes.beside(self.around)
+        for modes, group in itertools.groupby(self.tape, lambda one: one.place.modes.beside(self.around)):
             entered = None
             if modes is not None and not self.keeps_notes:
                 regions: Any = tuple(tuple(region) for region in modes.autocast)  # as generated code can write it
@@ -135,20 +130,16 @@ class _Writer:
             node.meta["modes"] = modes
         if operation.effects is not None:
             self.effects[node.name] = operation.effects
-            self._check_shapes(operation, node)
+            # what a call returns will have the shapes that it has here
+            shapes, is_rehearsed = shapes_of(operation.result), operation.effects.is_rehearsed
+            if self.keeps_notes:
+                node.meta["shapes"] = shapes
+            elif is_rehearsed:
+                self.graph.call_function(check_shapes, (node, shapes, str(node.target), is_rehearsed))
         self._nodes[id(operation), ()] = node
         self._add_parts(operation, node)
         for key, place in operation.stands_for.items():
             self._nodes[key] = self._part(operation, (place,), node)
-
-    def _check_shapes(self, operation: Operation, node: fx.Node) -> None:
-        """What a call returns will have the shapes that it has here; noted at the node where nodes keep notes."""
-        assert operation.effects is not None
-        shapes, is_rehearsed = shapes_of(operation.result), operation.effects.is_rehearsed
-        if self.keeps_notes:
-            node.meta["shapes"] = shapes
-        elif is_rehearsed:
-            self.graph.call_function(check_shapes, (node, shapes, str(node.target), is_rehearsed))
 
     def _add_parts(self, maker: Operation | NamedSource, node: fx.Node) -> None:
         for value in self._parts.get(id(maker), {}).values():
@@ -175,18 +166,6 @@ class _Writer:
         return self._nodes[leaf.key]
 
 
-def _by_modes(tape: Sequence[Operation], around: ModesNow) -> list[list[Operation]]:
-    """Runs of operations with the same modes."""
-    groups: list[list[Operation]] = []
-    for operation in tape:
-        modes = operation.place.modes.beside(around)
-        if groups and groups[-1][0].place.modes.beside(around) == modes:
-            groups[-1].append(operation)
-        else:
-            groups.append([operation])
-    return groups
-
-
 @dataclass
 class _Outliner:
     """Makes one call of an opaque module of each checkpointed part of a tape."""
@@ -197,17 +176,22 @@ class _Outliner:
     bare: Callable[[Any], Any]
 
     def outlined(self, tape: Sequence[Operation], result: Sequence[Any], depth: int) -> list[Operation]:
-        """The tape with each part that is checkpointed at this depth in one operation."""
+        """The tape with each part that is checkpointed at this depth, from the outermost on, in one operation."""
+        uses: list[tuple[int | None, TapeValue]] = [(id(user), value) for user in tape for value in user.values]
+        uses += [(None, leaf) for leaf in result if isinstance(leaf, TapeValue)]
+        used: dict[int, list[tuple[int, int | None, TapeValue]]] = {}  # by the maker
+        for number, (user, value) in enumerate(uses):
+            used.setdefault(id(value.maker), []).append((number, user, value))
         found: list[Operation] = []
-        used = _used(tape, result)
-        for inside, group in _by_checkpoint(tape, depth):
+        for inside, run in itertools.groupby(tape, lambda one: next(iter(one.place.checkpoints[depth:]), None)):
+            group = list(run)
             if inside is None:
                 found.extend(group)
-            else:
-                made = {id(operation) for operation in group}
-                uses = (use for operation in group for use in used.get(id(operation), ()) if use.user not in made)
-                outputs = {use.value.key: use.value for use in sorted(uses, key=lambda use: use.number)}
-                found.append(self._outline(inside, group, list(outputs.values()), depth))
+                continue
+            made = {id(operation) for operation in group}
+            outside = (use for operation in group for use in used.get(id(operation), ()) if use[1] not in made)
+            outputs = {value.key: value for _, _, value in sorted(outside, key=lambda use: use[0])}
+            found.append(self._outline(inside, group, list(outputs.values()), depth))
         return found
 
     def _outline(self, part: Checkpoint, group: list[Operation], outputs: list[TapeValue], depth: int) -> Operation:
@@ -220,9 +204,14 @@ class _Outliner:
         touched = Touched()
         for operation in group:
             touched.add(operation.touched)
-        results = tuple(held(value) for value in outputs)
-        _check_writes(part, touched, [held(value) for value in inputs if not _is_model_tensor(value)])
-        effects = effects_of(touched, [held(value) for value in inputs], results, self.storages)
+        given, results = [held(value) for value in inputs], tuple(held(value) for value in outputs)
+        own = (isinstance(value.maker, NamedSource) and value.maker.kind == "get_attr" for value in inputs)
+        if touched.writes & {storage_of(value) for value, is_own in zip(given, own, strict=True) if not is_own}:
+            raise TraceError(
+                "a function given to torch.utils.checkpoint writes a tensor from outside of it, and would write it "
+                f"again in backward; write out of place\n{part.place.line}"
+            )
+        effects = effects_of(touched, given, results, self.storages)
         call = Operation("call_module", name, tuple(inputs), {}, results, part.place, touched, 0, effects, kept=True)
         call.stands_for = {value.key: place for place, value in enumerate(outputs)}
         return call
@@ -240,51 +229,15 @@ class _Outliner:
         return graph_module(root, writer.graph, "checkpointed")
 
 
-class _Use(NamedTuple):
-    """A value's use, numbered in program order; ``user``: an operation's identity, or None: it is returned."""
-
-    number: int
-    user: int | None
-    value: TapeValue
-
-
-def _used(tape: Sequence[Operation], result: Sequence[Any]) -> dict[int, list[_Use]]:
-    """Maker → the uses of what it makes."""
-    uses: list[tuple[int | None, TapeValue]] = [(id(user), value) for user in tape for value in user.values]
-    uses += [(None, leaf) for leaf in result if isinstance(leaf, TapeValue)]
-    found: dict[int, list[_Use]] = {}
-    for number, (user, value) in enumerate(uses):
-        found.setdefault(id(value.maker), []).append(_Use(number, user, value))
-    return found
-
-
-def _by_checkpoint(tape: Sequence[Operation], depth: int) -> list[tuple[Checkpoint | None, list[Operation]]]:
-    """Runs of operations in the same checkpointed part, counted from the outermost; None for what is in none."""
-    groups: list[tuple[Checkpoint | None, list[Operation]]] = []
-    for operation in tape:
-        around = operation.place.checkpoints
-        inside = around[depth] if len(around) > depth else None
-        if groups and groups[-1][0] is inside:
-            groups[-1][1].append(operation)
-        else:
-            groups.append((inside, [operation]))
-    return groups
-
-
 def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Storages) -> Effects:
-    """What a call does, by the model's names. ``given``: the tensors among its arguments."""
+    """What a call does, by the model's names, in the model's order. ``given``: the tensors among its arguments."""
     shared = {storage_of(tensor) for tensor in tensors(result)}
-    return Effects(
-        reads=_names(touched.reads, storages),
-        writes=_names(touched.writes, storages),
-        shares=tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared),
-        draws_random=touched.draws_random or touched.is_stateful,
+    reads, writes = (
+        tuple(name for _, name in sorted(storages[storage] for storage in memory & storages.keys()))
+        for memory in (touched.reads, touched.writes)
     )
-
-
-def _names(memory: Set[int], storages: Storages) -> tuple[str, ...]:
-    """The names of the model's tensors among these, in the model's order."""
-    return tuple(name for _, name in sorted(storages[storage] for storage in memory if storage in storages))
+    shares = tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared)
+    return Effects(reads, writes, shares, draws_random=touched.draws_random or touched.is_stateful)
 
 
 def held(value: TapeValue) -> Any:
@@ -293,15 +246,3 @@ def held(value: TapeValue) -> Any:
     for key in value.path:
         found = found[key]
     return found
-
-
-def _is_model_tensor(value: TapeValue) -> bool:
-    return isinstance(value.maker, NamedSource) and value.maker.kind == "get_attr"
-
-
-def _check_writes(part: Checkpoint, touched: Touched, given: Sequence[Any]) -> None:
-    if touched.writes & {storage_of(tensor) for tensor in given}:
-        raise TraceError(
-            "a function given to torch.utils.checkpoint writes a tensor from outside of it, and would write it again "
-            f"in backward; write out of place\n{part.place.line}"
-        )

@@ -28,17 +28,23 @@ class Applied(nn.Module):
 
 
 class Method(nn.Module):
-    """A method of a submodule that cannot be opaque itself: called on a stand-in for it, with these of its parts.
+    """A method of a submodule that cannot be opaque itself, since a boundary lies inside of it, such as transformers'
+    ``Idefics3Model.get_image_features``.
 
-    The stand-in has what attributes the submodule has at the time of the call. RunError where the method sets one,
-    which the submodule itself would not have.
+    It is called on a stand-in for the submodule, with what attributes that has then, and those of its parts in which no
+    cut lies. RunError where it sets one, which the submodule itself would not have.
     """
 
-    def __init__(self, owner: nn.Module, name: str, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, owner: nn.Module, name: str, path: str, cuts: frozenset[str]) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict()
-        self.parts._modules.update(parts)
         self._owner, self.name = (owner,), name  # in a tuple: the owner is not a part of this one
+        prefix = f"{path}." if path else ""
+        self.parts = nn.ModuleDict()
+        self.parts._modules.update(
+            (child, part)
+            for child, part in owner.named_children()
+            if not any(f"{cut}.".startswith(f"{prefix}{child}.") for cut in cuts)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (owner,) = self._owner
@@ -78,8 +84,6 @@ class Checkpointed(nn.Module):
             return self.body(*inputs)
 
 
-# --- Opaque methods where their submodule cannot be, since a boundary lies inside of it ---
-
 Name = tuple[str, str]
 """(the submodule's path, the method's name)"""
 _CALLS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
@@ -101,14 +105,3 @@ def method_in(error: BaseException, paths: Mapping[int, str]) -> Name | None:
                 found = path, name
         traceback = traceback.tb_next
     return found
-
-
-def kept_method(module: nn.Module, name: str, path: str, cuts: frozenset[str]) -> Method:
-    """A method, with those parts of its submodule in which no cut lies."""
-    prefix = f"{path}." if path else ""
-    free = {
-        child: part
-        for child, part in module.named_children()
-        if not any(f"{cut}.".startswith(f"{prefix}{child}.") for cut in cuts)
-    }
-    return Method(module, name, free)

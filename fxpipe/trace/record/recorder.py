@@ -7,11 +7,13 @@ them runs as the model does. A submodule that can be called as a whole becomes o
 from __future__ import annotations
 
 import contextlib
+import dis
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,32 +21,32 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import CHECKS, DynamicOutputShapeException, TorchDispatchMode, no_function_modes, pytree
+from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.cuts.cutting import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
-from fxpipe.trace.record.certain import Constants, NotConstant, outcome, passing
-from fxpipe.trace.record.modes_now import AutocastBlocks, ModesNow
 from fxpipe.trace.record.tape import (
     PLAIN,
     Checkpoint,
+    ModesNow,
     NamedSource,
     Obstacle,
     Operation,
     Surroundings,
     TapeValue,
     Touched,
-    leaves,
+    getter_of,
     mapped,
+    name_of,
     paths,
+    setter_of,
+    target_of,
     tensors,
 )
-from fxpipe.trace.record.targets import getter_of, name_of, setter_of, target_of
 from fxpipe.trace.record.touched import TouchedMode
-from fxpipe.trace.state.snapshot import storage_of
+from fxpipe.trace.state.snapshot import Snapshot, storage_of
 from fxpipe.trace.user_line import current_line
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
@@ -67,33 +69,45 @@ class NeedsValues(TraceError):
         """Whether a submodule was run on made-up inputs in vain."""
 
 
+class SetAttribute(NamedTuple):
+    """An attribute that forward has set, by its name in the model, and where. ``is_other``: it is a number, a word, a
+    truth value or None, and was another before."""
+
+    name: str
+    line: str
+    is_other: bool
+
+
 class Recorder:
-    """The tape of one run, and which tensor stands for which value."""
+    """The tape of one run, and which tensor stands for which value.
+
+    ``real``: the model's own tensors by name; ``stand_ins``: the fake ones that are in their places now. ``before``:
+    what the model was, where it is to be watched what calls change.
+    """
 
     def __init__(
         self,
         fake: FakeModel,
         real: Mapping[str, Tensor],
-        numbers: Mapping[str, Tensor],
         stand_ins: Mapping[str, Tensor],
-        changes: Callable[[], Iterable[str]],
+        before: Sequence[Snapshot],
     ) -> None:
-        self.fake = fake
-        self.changes = changes
-        """Which attributes of the model are not as they were before the run."""
-        self.excused: frozenset[str] = frozenset()
-        """Those that were changed inside of opaque calls."""
-        self.hooked: dict[int, Tensor] = {}
-        """The tensors that gradient hooks were put on."""
-        self.differentiated: list[TapeValue] = []
-        """What gradients were taken by, in forward."""
+        self.fake, self._stand_ins, self._before = fake, stand_ins, before
         self.tape: list[Operation | Obstacle] = []
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
-        self.regions = 0
-        """How many calls of the user's opaque regions were recorded."""
+        self.marks = 0
+        """How often something was done that no opaque call may hold: a boundary, a call of a region, a set buffer."""
+        self.gradients = 0
+        """How often forward has differentiated."""
+        self.hooked: dict[int, Tensor] = {}
+        """The tensors that gradient hooks were put on."""
+        self.sets: list[SetAttribute] = []
+        self.set_inside: set[str] = set()
+        """The attributes that opaque calls have set, as they do in every step."""
         self.touched = TouchedMode()
-        self.blocks = AutocastBlocks()
+        self.autocasts = [0]
+        """The numbers of the autocast blocks around; 0 is outside of all."""
         self.stack: dict[str, type] = {}
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self._ended: dict[Checkpoint, str] = {}
@@ -101,19 +115,19 @@ class Recorder:
         self.mode = _Mode(self)
         self.paused = False
         """Whether what runs now is not to be recorded."""
-        self._is_sized = False
-        """Whether constants have decided the sizes of what a function has returned last."""
         self.is_running = False
         """Whether a function of torch runs now, which is recorded as a whole."""
-        self._real_names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
-        self._stand_ins, self._numbers = stand_ins, Constants(numbers, self.tape)
-        self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self.serial = 0
+        self._real_names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
+        self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self._line: str | None = None
         self._unmapped: NeedsValues | None = None
         """Why ``torch.vmap`` cannot be recorded, as it was found inside of it."""
         self._random = RandomState()
-        for name, tensor in stand_ins.items():
+        self.storages: dict[int, tuple[int, str]] = {}
+        """The memory of the model's tensors: their places in the model, and their first names."""
+        for place, (name, tensor) in enumerate(stand_ins.items()):
+            self.storages.setdefault(storage_of(tensor), (place, name))
             self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
 
     # tensors and values
@@ -125,8 +139,7 @@ class Recorder:
     def value_of(self, tensor: Tensor) -> TapeValue:
         known = self._values.get(id(tensor))
         if known is None:
-            known = tensor, self._constant(tensor)
-            self._values[id(tensor)] = known
+            known = self._values[id(tensor)] = tensor, self._constant(tensor)
         maker = known[1].maker
         if isinstance(maker, Operation) and maker.hidden_in is not None:
             self.problem(_ESCAPED.format(path=maker.hidden_in), "", descend=maker.hidden_in)
@@ -136,15 +149,15 @@ class Recorder:
         """The value that a tensor stands for, if it stands for any."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
-    def is_constant(self, value: Any) -> bool:
-        """Whether a value is a tensor of no inputs, parameters or random numbers: always the same."""
-        known = self._values.get(id(value))
-        waiting = [known[1].maker] if known is not None else []
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of no inputs, parameters or random numbers: always the same."""
+        known = self.known(tensor)
+        waiting = [known.maker] if known is not None else []
         while waiting:
             maker = waiting.pop()
             if isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random:
                 return False
-            waiting += [leaf.maker for leaf in leaves((maker.args, maker.kwargs)) if isinstance(leaf, TapeValue)]
+            waiting += [value.maker for value in maker.values]
         return known is not None
 
     def _constant(self, tensor: Tensor) -> TapeValue:
@@ -167,6 +180,10 @@ class Recorder:
     def problem(self, fact: str, instead: str, descend: str | None = None) -> None:
         self.tape.append(Obstacle(str(refuse(fact, instead)), descend))
 
+    def changes(self) -> frozenset[str]:
+        """The attributes that are not as they were, where that is watched."""
+        return frozenset(name for snapshot in self._before for name in snapshot.changes())
+
     # operations
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,12 +205,11 @@ class Recorder:
         if function is BACKWARD:
             refuse_backward()
         if function is torch.autograd.grad:
+            self.gradients += 1
             self.problem(
                 "forward calls grad on a tensor, which is not recorded",
                 f"{_INSIDE}, and that computes all that the gradient goes through",
             )
-            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-            self.differentiated += [self.value_of(tensor) for tensor in tensors(inputs)]
         if name.startswith("register_"):
             self.hooked[id(args[0])] = args[0]
         setter = setter_of(function)
@@ -202,26 +218,20 @@ class Recorder:
             return None
         if setter is not None:
             self.problem(f"forward sets .{setter} of a tensor, which is not recorded", "write into it in place")
-        if _holds_numpy(args, kwargs):
-            return self._with_numpy(function, args, kwargs)
         with self.touched.noting() as touched:
             result = self._run(function, args, kwargs)
-        if self._changes_nothing(function, args, kwargs, result, touched):
-            return result
-        self._record(function, args, kwargs, result, touched, self._is_sized)
+        self._record(function, args, kwargs, result, touched)
         return result
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
-        self.is_running, self._is_sized = True, False
+        self.is_running = True
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, DynamicOutputShapeException):
-                with contextlib.suppress(NotConstant):
-                    return self._sized(function, args, kwargs)
             if needs_values(error):
-                raise NeedsValues(str(refuse(_ASKS.format(name=_shown(function)), _INSIDE))) from error
+                name = getter_of(function) or name_of(function)
+                raise NeedsValues(str(refuse(_ASKS.format(name=name), _INSIDE))) from error
             if isinstance(error, (RuntimeError, NotImplementedError)):
                 fact = f"the record tracer cannot follow the model: {type(error).__name__}: {error}"
                 raise NeedsValues(f"{fact}\n{current_line()}", asked=False) from error
@@ -229,62 +239,27 @@ class Recorder:
         finally:
             self.is_running = False
 
-    def _sized(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function whose sizes constants decide; NotConstant where it is none."""
-        with outside():
-            found = self._numbers.result(function, args, kwargs, self.value_of)
-        self._is_sized = True
-        needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors((args, kwargs)))
-
-        def made(leaf: Tensor) -> Tensor:
-            is_trained = needs and leaf.is_floating_point()
-            return self.fake.made(replace(TensorLike.of(leaf), requires_grad=is_trained))
-
-        return pytree.tree_map_only(Tensor, made, found)
-
     def _stand_in(self, leaf: Any) -> Any:
         name = self._real_names.get(id(leaf))
         return leaf if name is None else self._stand_ins[name]
 
-    def _with_numpy(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is made from NumPy's arrays alone is a constant."""
-        if tensors((args, kwargs)):
-            self.problem("a NumPy array is given to a function of torch", "make a tensor of it outside of forward")
-            return function(*args, **kwargs)
-        with outside():
-            return function(*args, **kwargs)
-
-    def _changes_nothing(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, touched: Touched
-    ) -> bool:
-        """Whether a call only asks for a shape and the like, or returns the very tensor that it was given."""
-        before = {storage_of(tensor) for tensor in tensors((args, kwargs))}
-        if touched.writes & before:
-            return False
-        if not isinstance(result, Tensor):
-            return not tensors(result)
-        is_given = any(tensor is result for tensor in tensors((args, kwargs)))
-        return is_given and name_of(function) not in _SAME_TENSOR
-
     def _record(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        touched: Touched,
-        is_sized: bool = False,
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, touched: Touched
     ) -> None:
+        given = tensors((args, kwargs))
+        written = frozenset(touched.writes & {storage_of(tensor) for tensor in given})
+        if not written:  # it may ask for a shape and the like, or return the very tensor that it was given
+            same = any(tensor is result for tensor in given) and name_of(function) not in _SAME_TENSOR
+            if same or (not isinstance(result, Tensor) and not tensors(result)):
+                return
         kind, target, args, kwargs = target_of(function, args, kwargs)
-        values, named = self.as_values(args), self.as_values(kwargs)
-        effects = Effects(is_rehearsed=True) if is_sized else None  # a constant may be another one later
-        operation = self.append(kind, target, values, named, result, touched, effects=effects)
+        operation = self.append(kind, target, self.as_values(args), self.as_values(kwargs), result, touched)
         if touched.writes & {storage_of(constant) for constant in self.constants.values()}:
             self.problem(
                 "forward writes a tensor that is no buffer of the model, and all micro-batches would write the same",
                 "make it from a traced tensor, as in x.new_zeros(...), or register it as a buffer",
             )
-        operation.writes = frozenset(touched.writes & {storage_of(tensor) for tensor in tensors((args, kwargs))})
+        operation.writes = written
         for path, leaf in paths(result):
             if isinstance(leaf, Tensor):
                 self.name(leaf, TapeValue(operation, path))
@@ -323,31 +298,28 @@ class Recorder:
 
     def place(self) -> Surroundings:
         """Where the model is now."""
-        return Surroundings(
-            self._line or current_line(), ModesNow.of(self.blocks.current), dict(self.stack), self.checkpoints
-        )
+        line, modes = self._line or current_line(), ModesNow.of(self.autocasts[-1])
+        return Surroundings(line, modes, dict(self.stack), self.checkpoints)
 
     def as_values(self, arguments: Any) -> Any:
         return mapped(arguments, self._as_value)
 
     def _as_value(self, leaf: Any) -> Any:
+        numpy = sys.modules.get("numpy")
         if isinstance(leaf, Tensor):
             return self.value_of(leaf)
-        if isinstance(leaf, _numpy_type("generic")):
+        if numpy is not None and isinstance(leaf, numpy.generic):
             return leaf.item()
         if not isinstance(leaf, PLAIN):
-            self.problem(
-                f"a function of torch is given a {type(leaf).__name__}, which cannot stand in a graph", _INSIDE
-            )
+            fact = f"a function of torch is given a {type(leaf).__name__}, which cannot stand in a graph"
+            self.problem(fact, _INSIDE)
         return leaf
 
     def check_random(self) -> None:
         """Random numbers that were drawn since the last look, and not by an operation of torch."""
         if self.random_moved():
-            self.problem(
-                DRAWN.format(where="in forward"),
-                f"draw with torch (torch.rand(4)), pass the number in as an input, or {_INSIDE}",
-            )
+            instead = f"draw with torch (torch.rand(4)), pass the number in as an input, or {_INSIDE}"
+            self.problem(DRAWN.format(where="in forward"), instead)
 
     def random_moved(self) -> bool:
         with outside():
@@ -380,8 +352,7 @@ class Recorder:
             self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
         with self.touched.noting() as touched:
             result = self._run(operator, args, kwargs)
-        if not self._changes_nothing(operator, args, kwargs, result, touched):
-            self._record(operator, args, kwargs, result, touched)
+        self._record(operator, args, kwargs, result, touched)
         return result
 
     # boundaries
@@ -393,43 +364,35 @@ class Recorder:
         will be any more, which ``append`` sees to.
         """
         around, self.checkpoints = self.checkpoints, ()
-        self._ended |= dict.fromkeys(self._begun(around), name or "an unnamed one")
+        begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
+        self._ended |= dict.fromkeys((part for part in around if part in begun), name or "an unnamed one")
         try:
             behind = partial(self._behind, words(name, gather), gather is not None)
             return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
         finally:
             self.checkpoints = around
 
-    def _begun(self, parts: tuple[Checkpoint, ...]) -> list[Checkpoint]:
-        """Those of the checkpointed parts that have computed something."""
-        begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
-        return [part for part in parts if part in begun]
-
     def _behind(self, options: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
         """Tensors as they are behind a boundary."""
         self.boundaries += 1
+        self.marks += 1
         if self.paused:
             return given  # whoever is run for real now may not hold it
         with no_function_modes(), torch.enable_grad():
             behind = [tensor.view_as(tensor) for tensor in given]
         values = [self.value_of(tensor) for tensor in given]
         for tensor, value in zip(given, values, strict=True):
-            if gathers and tensor.numel() == 1:
-                self._seen_into(value)
+            # a number that is gathered may be one of parameters alone, as ``logit_scale.exp()``, which stages compute
+            # behind the boundary: what is called as a whole does not show it
+            maker = value.maker
+            if gathers and tensor.numel() == 1 and isinstance(maker, Operation) and maker.kind == "call_module":
+                fact = f"what {maker.target} returns is one number, and is gathered"
+                self.problem(fact, "compute it behind the boundary", descend=str(maker.target))
         operation = self.append("call_function", boundary, (values, *options), {}, behind, Touched())
         operation.kept = True
         for index, tensor in enumerate(behind):
             self.name(tensor, TapeValue(operation, (index,)))
         return behind
-
-    def _seen_into(self, value: TapeValue) -> None:
-        """A number that is gathered may be one of parameters alone, as ``logit_scale.exp()``, which stages compute
-        behind the boundary: what is called as a whole does not show it."""
-        maker = value.maker
-        if isinstance(maker, Operation) and maker.kind == "call_module":
-            place = "".join(f"[{key!r}]" for key in value.path)
-            fact = f"what {maker.target} returns{place and f' at {place}'} is one number, and is gathered"
-            self.problem(fact, "compute it behind the boundary", descend=str(maker.target))
 
 
 class _Mode(TorchFunctionMode):
@@ -469,15 +432,79 @@ _AT_THE_EDGE = (
 _ESCAPED = "a tensor made inside of {path} is used elsewhere, and {path} does not return it"
 
 
-def _shown(function: Any) -> str:
-    return getter_of(function) or name_of(function)
+# --- Branches that go one way in every step ---
+
+_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    **dict.fromkeys(("lt", "less"), operator.lt),
+    **dict.fromkeys(("le", "less_equal"), operator.le),
+    **dict.fromkeys(("gt", "greater"), operator.gt),
+    **dict.fromkeys(("ge", "greater_equal"), operator.ge),
+}
 
 
-def _holds_numpy(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, _numpy_type("ndarray")) for leaf in leaves((args, kwargs)))
+def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bool | None:
+    """The truth of a comparison with what ``torch.rand`` has drawn, in [0, 1), where any such number gives the same.
+
+    As ``torch.rand([]) < self.layerdrop`` does in transformers' speech models and BART, where that is 0.
+    """
+    compared = value.maker if value is not None else None
+    if not isinstance(compared, Operation) or len(compared.args) != 2 or compared.kwargs:
+        return None
+    drawn, bound = compared.args
+    comparison = _COMPARISONS.get(str(getattr(compared.target, "__name__", compared.target)))
+    maker = drawn.maker if isinstance(drawn, TapeValue) else None
+    if comparison is None or type(bound) not in (int, float) or not isinstance(maker, Operation):
+        return None
+    memory = storage_of(maker.result) if maker.target in (torch.rand, torch.rand_like) else None
+    if memory is None or any(memory in entry.touched.writes for entry in tape if isinstance(entry, Operation)):
+        return None
+    truth = comparison(0.0, bound)
+    return truth if comparison(1 - 2**-53, bound) == truth else None
 
 
-def _numpy_type(name: str) -> Any:
-    """A type of NumPy's, where it is in use."""
-    numpy = sys.modules.get("numpy")
-    return () if numpy is None else getattr(numpy, name)
+def passing() -> bool | None:
+    """The truth of a tensor with which the code that asks for it goes on; None where the other one does not raise.
+
+    So for ``assert``, for ``if not valid.all(): raise ValueError`` in ``torch.distributions``, and for
+    ``assert all(h.isfinite().all() for h in hidden)``. torch's own assertions are no part of a program either.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("fxpipe."):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = [one for one in dis.get_instructions(frame.f_code) if one.opname not in _BETWEEN]
+    places = [place for place, one in enumerate(code) if one.offset >= frame.f_lasti]
+    jump = next((place for place in places[:2] if "_IF_" in code[place].opname), None)
+    if jump is None:
+        return None
+    if_true = "_IF_TRUE" in code[jump].opname
+    if _raises(code, _target(code, jump)):
+        return not if_true
+    return if_true if _raises(code, jump + 1) else None
+
+
+def _raises(code: Sequence[dis.Instruction], start: int) -> bool:
+    """Whether all ways from there lead to a ``raise``."""
+    waiting, seen = [start], set[int]()
+    while waiting:
+        place = waiting.pop()
+        name = code[place].opname
+        if place in seen or name in ("RAISE_VARARGS", "RERAISE"):
+            continue
+        if name.startswith(("RETURN", "YIELD")):
+            return False
+        seen.add(place)
+        if code[place].opcode in (*dis.hasjrel, *dis.hasjabs):
+            waiting.append(_target(code, place))
+        if not name.startswith("JUMP_") or "_IF_" in name:
+            waiting.append(place + 1)
+    return True
+
+
+_BETWEEN = ("PRECALL", "TO_BOOL", "NOT_TAKEN")
+"""Instructions of some versions of Python between the one that asks and the jump."""
+
+
+def _target(code: Sequence[dis.Instruction], jump: int) -> int:
+    return next(place for place, one in enumerate(code) if one.offset >= code[jump].argval)

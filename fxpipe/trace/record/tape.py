@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.graph.program import Effects
-from fxpipe.trace.record.modes_now import ModesNow
+from fxpipe.graph.modes import DEVICES, Autocast, Modes
+from fxpipe.graph.program import IN_PLACE_NAMES, Effects
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
@@ -37,6 +38,36 @@ class Touched:
         self.writes |= other.writes
         self.draws_random |= other.draws_random
         self.is_stateful |= other.is_stateful
+
+
+@dataclass(frozen=True)
+class ModesNow:
+    """Gradients on or off, autocast on each type of device, and the number of the autocast block."""
+
+    grad: bool
+    autocast: tuple[Autocast, ...]
+    region: int = 0
+
+    @staticmethod
+    def of(region: int = 0) -> ModesNow:
+        cache = torch.is_autocast_cache_enabled()
+        autocast = tuple(
+            Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
+            for device in DEVICES
+        )
+        return ModesNow(torch.is_grad_enabled(), autocast, region)
+
+    def beside(self, around: ModesNow) -> Modes | None:
+        """What differs from the modes ``around``; None where nothing does."""
+        grad = self.grad if self.grad != around.grad else None
+        autocast = tuple(
+            mine
+            for mine, theirs in zip(self.autocast, around.autocast, strict=True)
+            if (mine.enabled or theirs.enabled) and (mine != theirs or self.region != around.region)
+        )
+        if grad is None and not autocast:
+            return None
+        return Modes(grad, autocast, self.region)
 
 
 @dataclass(frozen=True)
@@ -165,15 +196,62 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def is_plain(value: Any) -> bool:
     """Whether an argument can stand in a graph: tensors and plain values in tuples, lists, dicts."""
-    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves(value)) and _has_plain_containers(value)
-
-
-def _has_plain_containers(value: Any) -> bool:
     if isinstance(value, Mapping):
         return type(value) is dict and all(
-            isinstance(key, (str, int)) and _has_plain_containers(part) for key, part in value.items()
+            isinstance(key, (str, int)) and is_plain(part) for key, part in value.items()
         )
-    if isinstance(value, (tuple, list)):
-        plain = type(value) in (tuple, list, torch.Size) or hasattr(value, "_fields")
-        return plain and all(_has_plain_containers(part) for part in value)
-    return True
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return (type(value) in (tuple, list) or hasattr(value, "_fields")) and all(map(is_plain, value))
+    if isinstance(value, slice):
+        return all(map(is_plain, (value.start, value.stop, value.step)))
+    return isinstance(value, (Tensor, *PLAIN))
+
+
+# --- How a call that a torch function mode has seen is written in a graph ---
+
+_UNARY = ("abs", "invert", "neg", "pos")
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", *IN_PLACE_NAMES),
+)
+
+
+def _operator(name: str) -> Any:
+    return getattr(operator, f"{name}_" if name in ("and", "or") else name)
+
+
+_OPERATORS = {f"__{name}__": _operator(name) for name in (*_UNARY, *_BINARY)} | {"__div__": operator.truediv}
+_REVERSED = {f"__r{name}__": _operator(name) for name in _BINARY[:13]} | {"__rdiv__": operator.truediv}
+_BY_FUNCTION = {getattr(Tensor, name): function for name, function in _OPERATORS.items() if hasattr(Tensor, name)}
+"""Some, such as ``Tensor.__pow__``, bear the name of another method."""
+
+Target = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""(kind of node, target, args, kwargs)"""
+
+
+def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
+    """The node for a call: Python's operators as such, methods by name, other functions as they are."""
+    name = name_of(function)
+    if getter_of(function) is not None:
+        return "call_function", getattr, (args[0], getter_of(function)), {}
+    if isinstance(args[0] if args else None, Tensor) and function in _BY_FUNCTION:
+        return "call_function", _BY_FUNCTION[function], args, kwargs
+    if not isinstance(args[0] if args else None, Tensor) or getattr(Tensor, name, None) is not function:
+        return "call_function", function, args, kwargs
+    if name in _REVERSED:
+        return "call_function", _REVERSED[name], (args[1], args[0]), kwargs
+    return "call_method", name, args, kwargs
+
+
+def name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def getter_of(function: Any) -> str | None:
+    """The attribute that a call reads: ``x.T`` reaches a torch function mode as ``Tensor.T.__get__(x)``."""
+    return str(function.__self__.__name__) if name_of(function) == "__get__" else None
+
+
+def setter_of(function: Any) -> str | None:
+    """The attribute that a call sets."""
+    return str(function.__self__.__name__) if name_of(function) == "__set__" else None

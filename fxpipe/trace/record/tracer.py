@@ -5,8 +5,7 @@ A submodule that is kept runs as in the model itself, with its hooks, its contro
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -24,12 +23,11 @@ from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
-from fxpipe.trace.record.calls import Calls, plain_attributes
+from fxpipe.trace.record.calls import Calls
 from fxpipe.trace.record.emit import emit
-from fxpipe.trace.record.modes_now import ModesNow
 from fxpipe.trace.record.opaque import Name
-from fxpipe.trace.record.recorder import NeedsValues, Recorder
-from fxpipe.trace.record.tape import PLAIN, NamedSource, Obstacle, Operation, TapeValue, paths
+from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
+from fxpipe.trace.record.tape import PLAIN, ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import definition, line_of
@@ -60,9 +58,10 @@ class _RunPlan:
     """How to run forward, by what earlier runs have taught.
 
     ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
-    ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time. ``watch``:
-    where it sets them is to be found out, which takes time. ``methods``: those of submodules with a boundary that are
-    opaque, and why they cannot be recorded.
+    ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time, as
+    transformers' models install the hooks that collect their outputs. ``watch``: what opaque calls change, as hooks in
+    them do, is to be found out, which takes time. ``methods``: those of submodules with a boundary
+    that are opaque, and why they cannot be recorded.
     """
 
     descend: frozenset[str] = frozenset()
@@ -77,34 +76,30 @@ def _capture(request: Request, plan: _RunPlan) -> Program | _RunPlan:
     _refuse_scripted(request.module)
     roots = [request.module] if request.loss_module is None else [request.module, request.loss_module]
     real = dict(_named_tensors(request.module))
-    with fake_model(request.module, request.device, request.compute) as fake, _left_alone(roots):
-        plain, first = plain_attributes(request.module.named_modules()), None
-        if plan.settled:
-            first = _RecordedRun(request, plan, fake, real, [Snapshot(root) for root in roots], plain)
-            first.forward()
-        before = [Snapshot(root) for root in roots]
-        run = _RecordedRun(request, plan, fake, real, before, plain, first)
+    with fake_model(request.module, request.device, request.compute) as fake:
+        untouched = [Snapshot(root) for root in roots]
         try:
+            earlier: list[SetAttribute] = []
+            if plan.settled:
+                first = _RecordedRun(request, plan, fake, real, untouched)
+                first.forward()
+                earlier = first.recorder.sets
+            before = [Snapshot(root) for root in roots]
+            run = _RecordedRun(request, plan, fake, real, before)
             run.forward()
+            changed = [name for snapshot in before for name in snapshot.changes()]
+            return run.better_plan(changed, earlier) or run.program()
         except NeedsValues as error:
             if error.method is None or error.method in plan.methods:
                 raise
             return replace(plan, methods={**plan.methods, error.method: str(error)})
-        return run.better_plan() or run.program()
-
-
-@contextlib.contextmanager
-def _left_alone(roots: list[nn.Module]) -> Iterator[None]:
-    snapshots = [Snapshot(root) for root in roots]
-    try:
-        yield
-    finally:
-        for snapshot in snapshots:
-            snapshot.restore()
+        finally:
+            for snapshot in untouched:
+                snapshot.restore()
 
 
 class _RecordedRun:
-    """One run of forward. ``before``: what the model was; ``plain``: its plain attributes before the ``first`` run."""
+    """One run of forward."""
 
     def __init__(
         self,
@@ -113,25 +108,21 @@ class _RecordedRun:
         fake: FakeModel,
         real: Mapping[str, Tensor],
         before: Sequence[Snapshot],
-        plain: Mapping[str, Any],
-        first: _RecordedRun | None = None,
     ) -> None:
-        self._request, self._plan, self._real, self._before = request, plan, real, before
+        self._request, self._plan, self._real = request, plan, real
         stand_ins = {_known(fake, name, tensor): tensor for name, tensor in _named_tensors(request.module)}
-        kept = {name: numbers for name, numbers in request.numbers.items() if real[name].is_meta}
-        numbers = {**real, **kept}
-        self._recorder = Recorder(fake, real, numbers, stand_ins, self._changes if plan.watch else tuple)
-        excused = frozenset() if first is None else first.excused
-        cuts, methods = frozenset(request.cuts), plan.methods
-        calls = Calls(self._recorder, request.module, numbers, plan.descend, plan.limit, plain, excused, cuts, methods)
-        self._calls = calls
-        self._regions = Regions(request, lambda leaf: isinstance(leaf, Tensor), calls.keep_region, calls.rehearses)
-        self._lines = {} if first is None else first._calls.lines
+        numbers = {**real, **{name: kept for name, kept in request.numbers.items() if real[name].is_meta}}
+        real_of = {id(tensor): numbers[name] for name, tensor in stand_ins.items()}
+        self.recorder = Recorder(fake, real, stand_ins, before if plan.watch else ())
+        cuts = frozenset(request.cuts)
+        self._calls = Calls(self.recorder, request.module, real_of, plan.descend, plan.limit, cuts, plan.methods)
+        is_value, calls = (lambda leaf: isinstance(leaf, Tensor)), self._calls
+        self._regions = Regions(request, is_value, calls.keep_region, calls.rehearses)
         self._around = ModesNow.of()
 
     def forward(self) -> None:
         """Runs the model, and its loss function."""
-        request, recorder, calls = self._request, self._recorder, self._calls
+        request, recorder, calls = self._request, self.recorder, self._calls
         assert request.example is not None
         values = recorder.fake.inputs(request.example)
         self._sources = [NamedSource("placeholder", name, value) for name, value in values.items()]
@@ -153,81 +144,56 @@ class _RecordedRun:
         except FxpipeError:
             raise
         except Exception as error:
-            raise TraceError(_explain(error)) from error
+            fact, line = f"the record tracer cannot follow the model: {type(error).__name__}: {error}", line_of(error)
+            raise TraceError("\n".join([fact, *([line] if line else [])])) from error
         self._flat, self._spec = pytree.tree_flatten(result)
 
-    def _changes(self) -> Iterator[str]:
-        for snapshot in self._before:
-            yield from snapshot.changes()
+    def better_plan(self, changed: Sequence[str], earlier: Sequence[SetAttribute]) -> _RunPlan | None:
+        """None where the run has shown all; TraceError for what no other plan would mend.
 
-    def better_plan(self) -> _RunPlan | None:
-        """None where the run has shown all; TraceError for what no other plan would mend."""
-        plan, tape = self._plan, self._recorder.tape
-        problems = [entry for entry in tape if isinstance(entry, Obstacle)]
+        ``changed``: the attributes that are not as they were. ``earlier``: those that the run beforehand has set.
+        """
+        plan, recorder, calls = self._plan, self.recorder, self._calls
+        problems = [entry for entry in recorder.tape if isinstance(entry, Obstacle)]
         descend = {problem.descend for problem in problems if problem.descend is not None} - plan.descend
         if descend:
             return replace(plan, descend=plan.descend | descend)
         if problems:
             raise TraceError(problems[0].message)
-        if not self._recorder.boundaries and plan.limit is None:
-            return replace(plan, limit=sum(map(_bytes, self._real.values())) // _FINE)
-        lost = self._lost()
-        if lost and not plan.settled:
-            return replace(plan, settled=True)
+        if not recorder.boundaries and plan.limit is None:
+            held = sum(tensor.numel() * tensor.element_size() for tensor in self._real.values())
+            return replace(plan, limit=held // _FINE)
+        model, opaque = self._request.module, self._opaque()
+        sets = [*earlier, *recorder.sets]
+        excused = (recorder.set_inside - {one.name for one in sets}) | calls.in_call
+        # opaque calls change theirs in every step
+        lost = [name for name in changed if name not in excused and not name.startswith(opaque)]
         if lost and not plan.watch:
-            return replace(plan, watch=True)
+            return replace(plan, settled=True, watch=plan.settled)
         if lost:
-            model = self._request.module
-            refuse_changes(model, lost, _KEEP_IT, self._calls.lines.get(lost[0]) or definition(model.forward))
-        reset = self._reset()
-        if reset and not plan.watch:
-            return replace(plan, watch=True)
-        if reset:
-            name, line = next(iter(reset.items()))
-            model = self._request.module
-            raise TraceError(_RESET.format(name=name, line=line or definition(model.forward)))
+            refuse_changes(model, lost, _KEEP_IT, next((one.line for one in sets if one.name == lost[0]), ""))
+        for name, line, is_other in sets:
+            if is_other and name.startswith(opaque):
+                raise TraceError(_RESET.format(name=name, line=line or definition(model.forward)))
         return None
 
-    @property
-    def excused(self) -> frozenset[str]:
-        """Attributes that opaque calls have changed, which they do in every step."""
-        return frozenset(self._calls.excused) | self._recorder.excused
-
-    def _reset(self) -> dict[str, str]:
-        """Plain attributes in opaque calls, as something outside of them has set them: (name, line)."""
-        calls = self._calls
-        found, kept = dict(calls.reset), self._kept()
-        for path, part in self._request.module.named_modules():
-            if path in kept:
-                found |= calls.reset_in(part)
-        return {name: line or self._lines.get(name, "") for name, line in found.items() if name not in self.excused}
-
-    def _kept(self) -> set[str]:
-        tape = self._recorder.tape
-        return {str(entry.target) for entry in tape if isinstance(entry, Operation) and entry.kind == "call_module"}
-
-    def _lost(self) -> list[str]:
-        """Attributes that forward has changed; not in opaque calls, which change them in every step."""
-        kept = self._kept()
-        return [
-            name
-            for name in self._changes()
-            if name not in self._recorder.excused | self._calls.in_call
-            and not any(name.startswith(f"{path}.") for path in kept)
-        ]
+    def _opaque(self) -> tuple[str, ...]:
+        """What the names of attributes begin with that submodules hold which are called as a whole."""
+        entries = (entry for entry in self.recorder.tape if isinstance(entry, Operation))
+        called = {str(entry.target) for entry in entries if entry.kind == "call_module"}
+        return tuple(f"{path}." for path in called | self._calls.whole)
 
     def program(self) -> Program:
         """The program, once no better plan is needed."""
-        recorder, calls = self._recorder, self._calls
-        operations = [entry for entry in recorder.tape if isinstance(entry, Operation)]
+        recorder, calls = self.recorder, self._calls
         emitted = emit(
-            operations,
+            [entry for entry in recorder.tape if isinstance(entry, Operation)],
             self._sources,
             self._flat,
             self._request.module,
             {**calls.opaque, **self._regions.opaque},
             self._around,
-            calls.storages,
+            recorder.storages,
             recorder.fake.bare,
         )
         check_boundaries(emitted.graph, recorder.boundaries)
@@ -280,17 +246,8 @@ def _refuse_scripted(module: nn.Module) -> None:
             )
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _leaf(recorder: Recorder, leaf: Any) -> Any:
     """A leaf of the model's result in the graph; a container that torch does not know is left out."""
     if isinstance(leaf, Tensor):
         return recorder.value_of(leaf)
     return leaf if isinstance(leaf, PLAIN) else None
-
-
-def _explain(error: Exception) -> str:
-    line = line_of(error)
-    return f"the record tracer cannot follow the model: {type(error).__name__}: {error}" + (f"\n{line}" if line else "")
