@@ -103,7 +103,7 @@ ONES = torch.ones(3)
     [
         (Features(x=ONES), "'b' is or holds a Features, .*{'b': None}"),
         ([Batch(ONES)], r"'b' is or holds a Batch, .*{'b': fxpipe.Packed\(1\)}"),
-        ({"c": SimpleNamespace(inside=Batch({1: [ONES]}), scale=2.0)}, "'b.c' is or holds a SimpleNamespace, .*'b'"),
+        ({"c": SimpleNamespace(inside={1: [ONES]}, scale=2.0)}, "'b.c' is or holds a SimpleNamespace, .*'b'"),
         ({"c": [np.ones(2)]}, r"'b.c' is or holds a ndarray, .*torch.as_tensor"),
     ],
 )
