@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.data_axis import BucketLayout, GradientSums, Slot
 from fxpipe.sharding.held_gradient import held
+from fxpipe.torch_compat import ZERO
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class FlatBucket:
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
         self._marks = [
-            Elsewhere.of(
+            _Mark.of(
                 torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False),
                 f"zero={self.way.zero} {_IN_PARTS.format(slot.name)}",
                 self.device,
@@ -109,6 +111,9 @@ class FlatBucket:
 
     def begin(self, scales: bool) -> None:
         """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
+        for parameter, mark in zip(self.parameters, self._marks, strict=True):
+            if vars(mark).pop("cleared", False) and parameter.grad is mark:
+                parameter.grad = None
         if all(parameter.grad is None for parameter in self.parameters):
             self.forget()
             return
@@ -379,6 +384,18 @@ _IN_PARTS = (
     "forward_backward.optimizer(torch.optim.AdamW, lr=...), which steps the parts, and "
     "forward_backward.clip_grad_norm_(max_norm), which clips them"
 )
+
+
+class _Mark(Elsewhere):
+    """What stands in ``.grad`` for a gradient that lies in parts over the ranks. Setting it to zero, as
+    ``zero_grad(set_to_none=False)`` of a module does, clears the gradient."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is not ZERO:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        args[0].cleared = True
+        return args[0]
 
 
 def view_of(flat: Tensor, slot: Slot, like: Tensor) -> Tensor:
