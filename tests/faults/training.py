@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed import torch_transport
-from fxpipe.parameters.checkpoint.writer import RankShare
+from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.run.actions.actions import BackwardAction, ForwardAction
 
 RANKS = 4
@@ -136,6 +136,6 @@ def _arm(strike: Callable[..., None], struck_in: Callable[[str], bool], forward_
     if struck_in("optimizer"):
         optimizer._step = before(strike, optimizer._step)
     if struck_in("checkpoint"):
-        RankShare.write = before(strike, RankShare.write)  # type: ignore[method-assign]
+        RankPlan.write = before(strike, RankPlan.write)  # type: ignore[method-assign]
     if struck_in("dcp.save"):
         forward_backward.state_dict = before(strike, forward_backward.state_dict)
