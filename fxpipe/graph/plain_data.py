@@ -27,10 +27,8 @@ MOST_BYTES = 64 * 2**20
 """No message is longer. What it is made into in memory takes some ten times as much, at most."""
 
 _AS_THEY_ARE = (type(None), bool, int, float, str)
-_CONSTANTS: dict[str, Any] = {
-    str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype | torch.layout)
-}
-_CONSTANTS |= {str(one): one for one in vars(torch).values() if isinstance(one, torch.memory_format)}
+_NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
+_CONSTANTS: dict[str, Any] = {str(one): one for one in vars(torch).values() if isinstance(one, _NAMED_BY_TORCH)}
 _CONSTANTS |= {one.__name__: one for one in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
 _CONSTANTS["..."] = ...
 _REFUSED = "refused"
@@ -101,9 +99,10 @@ def _told(value: Any) -> Any:
     cls = type(value)
     if cls in _AS_THEY_ARE:
         return value
-    if cls in _PARTS:
-        return [cls.__name__, *map(_told, _PARTS[cls](value))]
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format | type) or value is ...:
+    if cls in _PLAIN:
+        parts_of, _ = _PLAIN[cls]
+        return [cls.__name__, *map(_told, parts_of(value))]
+    if isinstance(value, _NAMED_BY_TORCH | type) or value is ...:
         name = "..." if value is ... else value.__name__ if isinstance(value, type) else str(value)
         if _CONSTANTS.get(name) is value:
             return ["constant", name]
@@ -139,82 +138,52 @@ def _remedy(cls: type) -> str:
     )
 
 
-_PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
-    list: list,
-    tuple: list,
-    set: list,
-    frozenset: list,
-    torch.Size: list,
-    dict: lambda value: [each for pair in value.items() for each in pair],
-    complex: lambda value: [value.real, value.imag],
-    slice: lambda value: [value.start, value.stop, value.step],
-    range: lambda value: [value.start, value.stop, value.step],
-    bytes: lambda value: [base64.b64encode(value).decode()],
-    torch.device: lambda value: [str(value)],
-}
-
-
 # --- and back
 
 
 def _made(parts: Any) -> Any:
+    if isinstance(parts, dict):
+        raise ValueError("a JSON object")
     if not isinstance(parts, list):
-        return parts if not isinstance(parts, dict) else _fail("a JSON object")
+        return parts
     word, *rest = parts
-    if word in _FOUND:
-        make = _FOUND[word]
-        return make(rest[0], [_made(part) for part in rest[1:]])
-    return _MADE[word]([_made(part) for part in rest])
+    if word in _MAKERS:
+        return _MAKERS[word]([_made(part) for part in rest])
+    name, values = rest[0], [_made(part) for part in rest[1:]]
+    if word == "constant":
+        return _CONSTANTS[name]
+    if word == "value":
+        own = _admitted[name]
+        return own(**dict(zip(_fields(own), values, strict=True)))
+    if word == "container":
+        (container,) = _registered(name)
+        context, *children = values
+        return pytree.SUPPORTED_NODES[container].unflatten_fn(children, context)
+    cls: Any = _imported(name)
+    if word == "enum" and isinstance(cls, enum.EnumMeta):
+        return cls.__members__[values[0]]
+    if word == "named" and cls is not None and issubclass(cls, tuple) and len(cls._fields) == len(values):
+        return tuple.__new__(cls, values)
+    raise ValueError(f"{word} {name} of {len(values)} parts")
 
 
-def _fail(what: str) -> Any:
-    raise ValueError(what)
-
-
-def _value(name: str, values: list[Any]) -> Any:
-    cls = _admitted[name]
-    return cls(**dict(zip(_fields(cls), values, strict=True)))
-
-
-def _container(name: str, parts: list[Any]) -> Any:
-    (cls,) = _registered(name)
-    context, *children = parts
-    return pytree.SUPPORTED_NODES[cls].unflatten_fn(children, context)
-
-
-def _member(name: str, parts: list[Any]) -> Any:
-    cls = _imported(name)
-    return cls.__members__[parts[0]] if isinstance(cls, enum.EnumMeta) else _fail(f"{name} is no enum")
-
-
-def _named(name: str, parts: list[Any]) -> Any:
-    cls = _imported(name)
-    if cls is None or not issubclass(cls, tuple) or len(getattr(cls, "_fields", ())) != len(parts):
-        return _fail(f"{name} is no named tuple of {len(parts)}")
-    return tuple.__new__(cls, parts)
-
-
-_MADE: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "Size": torch.Size,
-    "dict": lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    "complex": lambda parts: complex(*parts),
-    "slice": lambda parts: slice(*parts),
-    "range": lambda parts: range(*parts),
-    "bytes": lambda parts: base64.b64decode(parts[0], validate=True),
-    "device": lambda parts: torch.device(*parts),
-    "constant": lambda parts: _CONSTANTS[parts[0]],
+_PLAIN: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[list[Any]], Any]]] = {
+    **{cls: (list, cls) for cls in (list, tuple, set, frozenset, torch.Size)},
+    dict: (
+        lambda value: [each for pair in value.items() for each in pair],
+        lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    ),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    slice: (lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
+    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    bytes: (
+        lambda value: [base64.b64encode(value).decode()],
+        lambda parts: base64.b64decode(parts[0], validate=True),
+    ),
+    torch.device: (lambda value: [str(value)], lambda parts: torch.device(*parts)),
 }
-_FOUND: dict[str, Callable[[str, list[Any]], Any]] = {
-    "value": _value,
-    "container": _container,
-    "enum": _member,
-    "named": _named,
-}
-"""What is made of a class that is found by its name."""
+"""Class → the parts of a value of it, and the value of these parts."""
+_MAKERS = {cls.__name__: make for cls, (_, make) in _PLAIN.items()}
 
 
 def _fields(cls: Any) -> list[str]:
