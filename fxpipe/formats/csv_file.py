@@ -31,6 +31,7 @@ from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import execution_order
 
+_MOST = 2**26  # bytes; a million actions with their messages have less
 _MESSAGE = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 _PARAMETERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -81,8 +82,11 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
 def _lines(path: StrPath) -> list[list[str]]:
     """The cells of each rank. Empty lines at the end are no ranks."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        return list(csv.reader(text.rstrip().splitlines(), strict=True))
+        with open(path, "rb") as file:
+            content = file.read(_MOST + 1)  # of a pipe that never ends, too
+        if len(content) > _MOST:
+            raise ScheduleError(f"{os.fspath(path)} is no table: it has more than {_MOST:,} bytes")
+        return list(csv.reader(content.decode("utf-8-sig").rstrip().splitlines(), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{os.fspath(path)} is no CSV file in UTF-8: {error}") from None
 

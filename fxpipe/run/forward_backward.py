@@ -237,10 +237,13 @@ class ForwardBackward:
         for number, optimizer in enumerate(own):
             which = f" of optimizer {number}" if number else ""
             facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
-        for place, group in enumerate(group for optimizer in own for group in optimizer.param_groups):
-            for key in _SCHEDULED:
+            facts[f"the class of optimizer {number}"] = optimizer.made
+        pairs = [(optimizer, group) for optimizer in own for group in optimizer.param_groups]
+        for place, (optimizer, group) in enumerate(pairs):
+            for key in sorted(optimizer.given.union(_SCHEDULED)):
                 value = group.get(key)
-                is_plain = is_number(value) or list_of(is_number)(value)  # a device would be waited for a tensor's
+                # a device would be waited for a tensor's
+                is_plain = isinstance(value, bool | str) or is_number(value) or list_of(is_number)(value)
                 facts[f"{key} of parameter group {place}"] = value if is_plain else None
         digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
         return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
@@ -433,7 +436,7 @@ class ForwardBackward:
 
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
-"""What schedulers set in parameter groups. Other numbers there may be a rank's own, such as those that it has found."""
+"""What schedulers set in parameter groups, whether it was given or not."""
 
 _FLAG = Expected(is_flag, "True or False")
 

@@ -122,6 +122,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
+        self.given = {key for key, value in kw.items() if value is not None}
+        """The options that were chosen for it, or for a group of it: ranks compare them. The others may be numbers that
+        the optimizer finds."""
         self.steps = self.skipped_steps = 0
         self.stepping = False
         self._steppers = {} if steppers is None else steppers
@@ -130,6 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_alone()
         self._targets = self._claim(self.param_groups)
         self._inner = settle_foreach(made_by(cls, self._inner_groups(self.param_groups, self._targets), kw))
+        self.made = type(self._inner).__name__
         self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
         self._exchange(self._inner.param_groups, self.param_groups)
@@ -157,6 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if twice is not None:
             raise RunError(f"{twice} is in a parameter group of this optimizer already")
         self._group_names += names
+        self.given.update(key for group in groups for key, value in options_of(group).items() if value is not None)
         return groups
 
     def _check_alone(self) -> None:

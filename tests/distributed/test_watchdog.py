@@ -219,19 +219,32 @@ def test_a_rank_that_has_let_go_of_its_optimizer_is_compared_with_nobody(pool: P
     assert len(set(pool.run(without_its_optimizer, ranks=2))) == 1
 
 
-def with_its_own_optimizer() -> str:
+def with_its_own_optimizer(*own: tuple[type[torch.optim.Optimizer], dict[str, Any]]) -> str:
     forward_backward = compiled(DATA)
-    cls = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
-    optimizer = forward_backward.optimizer(cls, lr=0.1)
+    cls, options = own[dist.get_rank()]
+    optimizer = forward_backward.optimizer(cls, lr=0.1, **options)
     text = failure_of(lambda: forward_backward(X))
     assert optimizer.steps == 0
     return text
 
 
-def test_replicas_with_optimizers_of_their_own_are_told_by_the_next_step(pool: Pool) -> None:
-    for text in pool.run(with_its_own_optimizer, ranks=2):
-        assert "weight_decay of parameter group 0 is 0.01 on" in text, text
-        assert "and 0 on" in text, text
+ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("zero", "one", "told"),
+    [
+        ((ADAMW, {}), (torch.optim.SGD, {}), "weight_decay of parameter group 0 is 0.01 on rank 0"),
+        ((ADAMW, {"weight_decay": 0}), (ADAM, {}), "the class of optimizer 0 is 'AdamW' on rank 0"),
+        ((ADAMW, {"eps": 1e-6}), (ADAMW, {"eps": 1e-8}), "eps of parameter group 0 is 1e-06 on rank 0"),
+        ((ADAMW, {"amsgrad": True}), (ADAMW, {}), "amsgrad of parameter group 0 is True on rank 0"),
+    ],
+)
+def test_replicas_with_optimizers_of_their_own_are_told_by_the_next_step(
+    pool: Pool, zero: Any, one: Any, told: str
+) -> None:
+    for text in pool.run(with_its_own_optimizer, zero, one, ranks=2):
+        assert told in text, text
 
 
 A, B = (Call(7, 3, name) for name in "ab")

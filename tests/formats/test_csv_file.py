@@ -296,6 +296,11 @@ def test_a_micro_batch_far_out_is_refused_at_once(tmp_path: Path) -> None:
         read("0F0,0F999999999", tmp_path).verify()
 
 
+def test_a_file_that_does_not_end_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="/dev/zero is no table: it has more than 67,108,864 bytes"):
+        Schedule.from_csv("/dev/zero")
+
+
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Schedule.from_csv(tmp_path / "none.csv")
