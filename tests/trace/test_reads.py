@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,13 @@ class Schedule:
         return 2.0**self.power
 
 
+@dataclass(slots=True)
+class Slotted:
+    """Settings in slots, as each class of attrs has them."""
+
+    scale: float = 1.0
+
+
 class Attributes(dict[str, Any]):
     """A mapping whose attributes are its items, so that to ask for one that it lacks is a KeyError."""
 
@@ -64,11 +73,13 @@ class Model(nn.Module):
         self.dropout, self.act = nn.Dropout(0.0), nn.ReLU()
         self.beta, self.halved, self.weights, self.settings = 1.0, False, {"loss": [1.0]}, SimpleNamespace(shift=0.0)
         self.schedule, self.named, self.unsized = Schedule(), Attributes(bias=0.0), Unsized((1.0,))
+        self.slotted, self.array = [Slotted()], np.ones(3)
         self.seen = 0
 
     def factor(self) -> Any:
         schedule = self.schedule
-        return schedule.weight * schedule.doubled * schedule() * schedule.tensor
+        own = schedule.weight * schedule.doubled * schedule() * schedule.tensor
+        return own * self.slotted[0].scale * float(self.array[1])
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = fxpipe.stage_boundary(self.act(self.norm(self.below(x))))
@@ -120,6 +131,8 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "a hook of the model": lambda model: model.register_forward_hook(lambda _, given, output: output * 2),
     "a hook in front": lambda model: model.below.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
     "forward of a layer": another_forward,
+    "a slot of an object in a list": lambda model: setattr(model.slotted[0], "scale", 0.5),
+    "an item of an array": lambda model: model.array.__setitem__(1, 0.5),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -55,10 +54,7 @@ def _has_numbers(leaf: Any) -> bool:
     """Whether it is an array, as NumPy's and pandas' are, or an object that holds tensors with dimensions."""
     if hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
         return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
-    held = list(leaf.values()) if is_mapping(leaf) else leaf
-    if is_dataclass(leaf):  # which may have slots
-        held = [getattr(leaf, field.name) for field in fields(leaf)]
-    inside = walk(held)
+    inside = walk(list(leaf.values()) if is_mapping(leaf) else leaf)
     return any(isinstance(part.value, Tensor) and part.value.dim() > 0 for part in inside)
 
 

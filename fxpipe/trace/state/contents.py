@@ -1,13 +1,14 @@
 """Contents: what is in a value that may be changed in place, to be compared from step to step, and put back.
 
-Looked into are dicts, lists, tuples, sets and deques; the attributes of objects of users' classes; what a bound method
-or a ``functools.partial`` is bound to. All else is compared by identity: tensors, modules, functions, arrays, and
-objects of classes of torch's and of Python's own library.
+Looked into are dicts, lists, tuples, sets and deques; the attributes of objects of users' classes, slots included; what
+a bound method or a ``functools.partial`` is bound to; NumPy's arrays, by their bytes. All else is compared by identity:
+tensors, modules, functions, and objects of classes of torch's and of Python's own library.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 import types
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 MOST, DEEP = 1000, 6
 """So many values are compared of one attribute, the nearest first, and within so many others."""
+LARGE = 2**20
+"""The bytes of an array beyond which it is compared by identity."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -33,14 +36,23 @@ class _Reading(NamedTuple):
 
     items: Callable[[Any], list[Any]] | None = None
     """What a value contains, or is bound to; None where it is no container."""
-    has_attributes: bool = False
+    has_table: bool = False
+    slots: tuple[types.MemberDescriptorType, ...] = ()
+    """As classes of attrs have, and a dataclass that is asked for them."""
 
     @property
     def is_leaf(self) -> bool:
-        return self.items is None and not self.has_attributes
+        return self.items is None and not self.has_table and not self.slots
+
+    def table(self, value: Any) -> dict[str, Any]:
+        return object.__getattribute__(value, "__dict__") if self.has_table else {}
 
     def attributes(self, value: Any) -> dict[str, Any]:
-        return object.__getattribute__(value, "__dict__") if self.has_attributes else {}
+        found = dict(self.table(value))
+        for slot in self.slots:
+            with contextlib.suppress(AttributeError):  # it has not been set
+                found[slot.__name__] = slot.__get__(value)
+        return found
 
     def parts(self, value: Any) -> list[Any]:
         own = self.attributes(value)
@@ -54,10 +66,14 @@ def _reading_of(cls: type) -> _Reading:
         return _Reading(lambda partial: [partial.func, partial.args, partial.keywords])
     if issubclass(cls, _CLOSED):
         return _Reading()
+    if any(base.__module__ == "numpy" and hasattr(base, "tobytes") for base in cls.__mro__):
+        return _Reading(_numbers)
     container: Any = next((base for base in _CONTAINERS if issubclass(cls, base)), None)
     items = None if container is None else _entries if container is dict else _iterated(container)
-    is_users = cls in _SETTINGS or not all(is_library(base.__module__) for base in cls.__mro__)
-    return _Reading(items, is_users and cls.__dictoffset__ != 0)
+    users = [base for base in cls.__mro__ if not is_library(base.__module__)]
+    declared = [one for base in users if "__slots__" in vars(base) for one in vars(base).values()]
+    slots = tuple(one for one in declared if isinstance(one, types.MemberDescriptorType))
+    return _Reading(items, cls.__dictoffset__ != 0 and bool(users or cls in _SETTINGS), slots)
 
 
 reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(_reading_of)
@@ -70,6 +86,11 @@ def is_library(module: str) -> bool:
 
 def _iterated(container: Any) -> Callable[[Any], list[Any]]:
     return lambda value: [*container.__iter__(value)]  # list(value) would ask for the class's own __len__
+
+
+def _numbers(array: Any) -> list[Any]:
+    kind = f"{array.dtype} {array.shape}"
+    return [kind, array.tobytes() if array.nbytes <= LARGE and not array.dtype.hasobject else array]
 
 
 def _entries(table: dict[Any, Any]) -> list[Any]:
@@ -139,7 +160,7 @@ class Taken:
     def __init__(self, value: Any) -> None:
         self._value, self._reading = value, reading_of(type(value))
         self._items = self._items_now()
-        self._own = dict(self._reading.attributes(value))
+        self._own = self._reading.attributes(value)
 
     def _items_now(self) -> list[Any]:
         return [] if self._reading.items is None else self._reading.items(self._value)
@@ -156,11 +177,20 @@ class Taken:
 
     def put_back(self) -> None:
         value, items = self._value, self._items
-        table = self._reading.attributes(value)
+        own, slots = dict(self._own), {slot.__name__: slot for slot in self._reading.slots}
+        for name in self._reading.attributes(value).keys() & slots.keys() - own.keys():
+            slots[name].__delete__(value)
+        for name in slots.keys() & own.keys():
+            slots[name].__set__(value, own.pop(name))
+        table = self._reading.table(value)
         if table is not value:  # as it is in a mapping whose attributes are its items
             table.clear()
-            table.update(self._own)
-        if not isinstance(value, (dict, list, set, deque)) or alike(tuple(items), tuple(self._items_now())):
+            table.update(own)
+        if alike(tuple(items), tuple(self._items_now())):
+            return
+        if items and isinstance(items[-1], bytes) and hasattr(value, "tobytes"):
+            value.flat = sys.modules["numpy"].frombuffer(items[-1], value.dtype)
+        if not isinstance(value, (dict, list, set, deque)):
             return
         kind: Any = type(value)  # whose own methods may do anything; those of the container do not
         kind.clear(value)
