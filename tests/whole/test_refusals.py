@@ -86,7 +86,11 @@ def one_replica_with_too_few_rows(rank: int) -> None:
 
 REFUSALS: list[tuple[Callable[[int], None], type[Exception], str]] = [
     (detached_loss, fxpipe.RunError, r"the loss needs no gradient"),
-    (different_lengths_between_ranks, fxpipe.RunError, r"'x' differs.*rank 0 has \[12, 6\], rank 1 has \[8, 6\]"),
+    (
+        different_lengths_between_ranks,
+        fxpipe.RunError,
+        r"'x' differs.*rank 0 has \[\(12, 6\)\], rank 1 has \[\(8, 6\)\]",
+    ),
     (input_that_a_stage_needs, fxpipe.RunError, r"rank 3 \(pipe 3\) needs input 'y', but was given None"),
     (
         another_model_on_one_rank,

@@ -118,7 +118,19 @@ class _Proxy(_Writes):
 
 
 class _Attribute(_Writes, fx.proxy.Attribute):
-    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called."""
+    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called.
+
+    Its node is made where it is first used, and is in the grad mode in which it was asked for.
+    """
+
+    def __init__(self, root: fx.Proxy, attr: str) -> None:
+        super().__init__(root, attr)
+        vars(self)["asked"] = torch.is_grad_enabled()
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        with torch.set_grad_enabled(vars(self)["asked"]):
+            return super().node
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Writes, Any], Any]:
