@@ -115,7 +115,9 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         if not is_trained or (module is not None and runs_hooks(module)):
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        given = _given(leaves, pytree.tree_leaves(held))
+        stays = set(map(id, pytree.tree_leaves(held)))
+        tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+        given = {place: leaf for place, leaf in tensors.items() if id(leaf) not in stays}
         if not (_uses_each_once(*args, **kwargs) if is_attention else len(given) == len(set(map(id, given.values())))):
             return run(*args, **kwargs)
         cut = {id(leaf): leaf.detach().requires_grad_() for leaf in given.values()}
@@ -140,13 +142,6 @@ def runs_hooks(module: nn.Module) -> bool:
     """Whether calls of it, or of a part of it, run hooks."""
     tables = [name for name in MODULE_TABLES if name.endswith("_hooks")]
     return any(vars(part)[table] for part in module.modules() for table in tables)
-
-
-def _given(leaves: Sequence[Any], held: Sequence[Any]) -> dict[int, Tensor]:
-    """By place, the arguments that a gradient comes back to, and that are not made from parameters alone."""
-    stays = set(map(id, held))
-    tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
-    return {place: leaf for place, leaf in tensors.items() if id(leaf) not in stays}
 
 
 def _uses_each_once(*args: Any, **kwargs: Any) -> bool:

@@ -53,7 +53,11 @@ def read_loss(result: Any) -> MicrobatchLoss:
     count = None
     if isinstance(loss, Sum):
         loss, count = loss
-        if not _is_count(count):
+        if isinstance(count, Tensor):
+            is_count = count.numel() == 1 and not count.is_complex()
+        else:
+            is_count = is_number(count) and count >= 0
+        if not is_count:
             raise RunError(f"fxpipe.Sum has count={shown(count)}; it is a number of items, or a tensor with one")
         if isinstance(count, Tensor) and count.requires_grad:
             raise RunError(
@@ -61,8 +65,12 @@ def read_loss(result: Any) -> MicrobatchLoss:
                 "fxpipe.Sum(total, count), in this order, with count.detach() where it shall be held fixed"
             )
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()):
+        found = f"{type(loss).__name__} {loss!r:.80}"
+        found = f"{type(loss).__name__} {loss!r:.80}"
+        if isinstance(loss, Tensor):
+            found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
         raise RunError(
-            f"the loss must be one number, but the model returned {_describe(loss)}; "
+            f"the loss must be one number, but the model returned {found}; "
             "reduce it (.mean() or fxpipe.Sum(total, count)), or pass loss_fn= to fxpipe.compile"
         )
     return MicrobatchLoss(loss, count, metrics)
@@ -72,12 +80,6 @@ def loss_in(result: Any) -> Any:
     """The loss alone, a number or a ``Sum``; RunError where there is none."""
     loss = read_loss(result)
     return loss.value if loss.count is None else Sum(loss.value, loss.count)
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return is_number(value) and value >= 0
 
 
 def _is_metric(value: Any) -> bool:
@@ -96,12 +98,6 @@ def _number(value: Any, beside: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(beside.device, dtype)
     return torch.full_like(beside, float(value), dtype=dtype)  # torch.tensor would copy it, and wait
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
-    return f"{type(value).__name__} {value!r:.80}"
 
 
 def root_weight(part: MicrobatchLoss, share: float) -> float:

@@ -81,7 +81,8 @@ class Structure:
         """The tensors of a value of this structure, None for one that the capture does not use; None for another
         structure."""
         try:
-            parts = self.spec.flatten_up_to(_rebuilt(value))
+            # a container of transformers', rebuilt, has its entries in the order of its fields, as the structure has
+            parts = self.spec.flatten_up_to(pytree.tree_map(lambda leaf: leaf, value))
         except ValueError:
             return None
         found = [_tensors_in(leaf, part) for leaf, part in zip(self.leaves, parts, strict=True)]
@@ -100,19 +101,11 @@ class Structure:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return str(pytree.tree_unflatten(list(map(_shown, self.leaves)), self.spec))
-
-
-def _rebuilt(value: Any) -> Any:
-    """A container as what it holds makes it: one of transformers' then has its entries in the order of its fields, as
-    that of the structure has, and not in the order in which they were set."""
-    return pytree.tree_map(lambda leaf: leaf, value)
-
-
-def _shown(leaf: Any) -> Any:
-    if isinstance(leaf, ListOfTensors):
-        return leaf.kind(["tensor"] * leaf.count)
-    return "tensor" if leaf is TENSOR else leaf
+        lists = (
+            leaf.kind(["tensor"] * leaf.count) if isinstance(leaf, ListOfTensors) else leaf for leaf in self.leaves
+        )
+        shown = ["tensor" if leaf is TENSOR else leaf for leaf in lists]
+        return str(pytree.tree_unflatten(shown, self.spec))
 
 
 def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
@@ -182,12 +175,14 @@ class OpaqueCall(nn.Module):
             returned = self._run(args, kwargs)
         found = self._returned.of_another(returned)
         if found is None:
+            lines = [listing.opened_at for listing in self.opened if listing.opened_at]
+            opened_at = "\n".join([", and this code looks at entries:", *lines]) if lines else ""
             raise RunError(
                 f"{self.name}, an opaque region, returned {Structure(returned)}, but {self._returned} when the model "
                 "was captured, and what comes behind it holds for that alone: return the same containers each time, "
                 "and a tensor in place of a number, a word or None that is not always the same; code behind it holds "
                 f"for a list of any length where it concatenates it, torch.cat(list); a list with an entry for "
-                f'each of an input\'s is captured for each number of them by tracer="export"{self._opened_at}'
+                f'each of an input\'s is captured for each number of them by tracer="export"{opened_at}'
             )
         for tensor, seen in zip(found, self._returned.tensors, strict=True):
             if tensor is not None:
@@ -206,11 +201,6 @@ class OpaqueCall(nn.Module):
     def opened(self) -> list[ListOfTensors]:
         """The lists that it returns of which forward looks at entries."""
         return [leaf for leaf in self._returned.leaves if isinstance(leaf, ListOfTensors) and leaf.opened]
-
-    @property
-    def _opened_at(self) -> str:
-        lines = [listing.opened_at for listing in self.opened if listing.opened_at]
-        return "\n".join([", and this code looks at entries:", *lines]) if lines else ""
 
     @property
     def owner(self) -> nn.Module:
@@ -241,15 +231,14 @@ class OpaqueCall(nn.Module):
                 f"{result} that needs a gradient, but was called without gradients when the model was captured, and "
                 "this one would be lost: return what is detached"
             )
-        if not self.of_one_type:
-            return
-        if tensor.dtype != seen.dtype:
+        if self.of_one_type and tensor.dtype != seen.dtype:
             raise RunError(
                 f"{result} and of {tensor.dtype}, but of {seen.dtype} when the model was captured, and what comes "
                 "behind it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, "
                 'call compile there, too; or write tracer="symbolic", which follows types'
             )
-        if tensor.dim() != len(seen.shape) or (tensor.device.type != seen.device and seen.device != "meta"):
+        moved = tensor.device.type != seen.device and seen.device != "meta"
+        if self.of_one_type and (moved or tensor.dim() != len(seen.shape)):
             raise RunError(
                 f"{result} on {tensor.device.type}, but one of {len(seen.shape)} dimensions on {seen.device} when the "
                 "model was captured, and what comes behind it holds for that alone: return the same each time, or keep "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from fxpipe.torch_compat import gradient_edge, plain_apply, pytree, run_backward
 class Saved:
     """What a forward leaves for its backward: the arrivals' gradients to be, and where backward begins.
 
-    ``arrivals``: for each input what collects its gradient, None where it gets none. ``roots``: for each output its
+    ``arrivals``: for each input the node that collects its gradient, exactly as autograd hands it over; None where it
+    gets none; of a container those of its leaves, and how they make it. ``roots``: for each output its
     autograd edge, None where it needs no gradient, or those of the tensors in a container. An edge does not keep the
     tensor itself: once it has been sent, its memory is free unless autograd saved it.
     ``deferred``: what its backward leaves for W, where it is the first of two halves.
     """
 
-    arrivals: list[_Arrival | None]
+    arrivals: list[Any]
     roots: list[_Edge | list[_Edge]]
     deferred: Deferred | None = None
     seed: Tensor | None = None
@@ -44,29 +45,7 @@ class Saved:
 _Edge = GradientEdge | None
 
 
-class _Arrival(Protocol):
-    """One input that has come into a stage: collects its gradient, exactly as autograd hands it over."""
-
-    @property
-    def gradient(self) -> Any: ...
-
-
-class _Arrivals:
-    """The tensors of one input in a container; None for what gets no gradient."""
-
-    __slots__ = ("_arrivals", "_spec")
-
-    def __init__(self, arrivals: list[_Arrival | None], spec: pytree.TreeSpec) -> None:
-        self._arrivals, self._spec = arrivals, spec
-
-    @property
-    def gradient(self) -> Any:
-        """Shaped like the input; None where no tensor of it got any."""
-        gradients = [None if arrival is None else arrival.gradient for arrival in self._arrivals]
-        return None if all(one is None for one in gradients) else pytree.tree_unflatten(gradients, self._spec)
-
-
-def _enter(value: Any) -> tuple[Any, _Arrival | None]:
+def _enter(value: Any) -> tuple[Any, Any]:
     """An input to compute with, cut from where it came from; and what collects its gradient.
 
     From then on the value is kept by whoever uses it, and where autograd saves it, but not here.
@@ -80,8 +59,7 @@ def _enter(value: Any) -> tuple[Any, _Arrival | None]:
     if spec.is_leaf():
         return value, None
     entered = [_enter(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
-    arrivals = _Arrivals([arrival for _, arrival in entered], spec)
-    return pytree.tree_unflatten([leaf for leaf, _ in entered], spec), arrivals
+    return pytree.tree_unflatten([leaf for leaf, _ in entered], spec), ([arrival for _, arrival in entered], spec)
 
 
 class _KeepGradient(torch.autograd.Function):
@@ -133,12 +111,8 @@ class Forward:
     def __call__(self, *inputs: Any) -> tuple[tuple[Any, ...], Saved]:
         if len(inputs) != len(self.names):
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
-        entered: list[Any] = []
-        arrivals: list[_Arrival | None] = []
-        for value in inputs:
-            value, arrival = _enter(value)
-            entered.append(value)
-            arrivals.append(arrival)
+        pairs = list(map(_enter, inputs))
+        entered, arrivals = [value for value, _ in pairs], [arrival for _, arrival in pairs]
         deferred = Deferred() if self.in_halves else None
         outputs = self._function(*entered) if deferred is None else self._function(deferred, *entered)
         return outputs, Saved(arrivals, list(map(edges, outputs)), deferred)
@@ -170,7 +144,7 @@ class Backward:
         except RuntimeError as error:
             self._tell_of_writes(error)
             raise
-        return _gradients(saved)
+        return list(map(_gradient, saved.arrivals))
 
     def weights(self, deferred: Deferred) -> None:
         """W: what a backward has left for it, where the forward was one ``in_halves``."""
@@ -197,7 +171,7 @@ class Backward:
         found: Sequence[Tensor | None] = [None] * len(ends)
         if roots and ends:
             found = torch.autograd.grad(roots, ends, seeds, allow_unused=True)
-        return _gradients(saved), list(found[: len(parameters)])
+        return list(map(_gradient, saved.arrivals)), list(found[: len(parameters)])
 
     def __str__(self) -> str:
         returned = ", ".join(f"d_{name}" for name in self.names)
@@ -211,8 +185,13 @@ class Backward:
     __repr__ = __str__
 
 
-def _gradients(saved: Saved) -> list[Any]:
-    return [None if arrival is None else arrival.gradient for arrival in saved.arrivals]
+def _gradient(arrival: Any) -> Any:
+    """What an input got, shaped like it; None where no tensor of it got any."""
+    if not isinstance(arrival, tuple):
+        return None if arrival is None else arrival.gradient
+    arrivals, spec = arrival
+    gradients = list(map(_gradient, arrivals))
+    return None if all(one is None for one in gradients) else pytree.tree_unflatten(gradients, spec)
 
 
 def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], list[Tensor | None]]:

@@ -257,25 +257,17 @@ class StageGraph(Tabular):
             rank = ", ".join(map(str, self.ranks(stage.index))) if self.placement else "-"
             parameters = sum(parameter.numel() for parameter in stage.parameters.values())
             arriving = [edge for edge in self.edges if edge.target == stage.index]
-            rows.append(
-                (
-                    stage.name,
-                    rank,
-                    f"{parameters:,}",
-                    self._bytes(arriving),
-                    self._bytes(stage.outputs),
-                    self._destinations(stage),
-                )
-            )
+            places = [f"{edge.value} → {self.stages[edge.target].name}" for edge in stage.outputs]
+            places += ["result"] * stage.returns_result
+            sizes = self._bytes(arriving), self._bytes(stage.outputs)
+            rows.append((stage.name, rank, f"{parameters:,}", *sizes, ", ".join(places)))
         headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
         runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
         again = ", ".join(name for name in self.names if name in self.recomputed)
-        notes = [*runs, *[f"recomputed: {again}"] * bool(again)]
-        notes += [f"captured by {self.origin}"] if self.origin else []
-        notes += [self.labels] if self.labels else []
-        notes += [_told_in_input(stage, names) for stage in self.stages if (names := stage.in_input)]
-        return "\n".join([grid, *notes])
+        notes = [again and f"recomputed: {again}", self.origin and f"captured by {self.origin}", self.labels]
+        halves = [_told_in_input(stage, names) for stage in self.stages if (names := stage.in_input)]
+        return "\n".join([grid, *runs, *filter(None, notes), *halves])
 
     def __repr__(self) -> str:
         return f"<StageGraph of {len(self)} stages: {listed(self.names)}>"
@@ -286,10 +278,6 @@ class StageGraph(Tabular):
         if any(edge not in self.bytes_of for edge in edges):
             return "after 1st step"
         return f"{sum(self.bytes_of[edge] for edge in edges):,}"
-
-    def _destinations(self, stage: Stage) -> str:
-        places = [f"{edge.value} → {self.stages[edge.target].name}" for edge in stage.outputs]
-        return ", ".join(places + ["result"] * stage.returns_result)
 
     @staticmethod
     def from_callables(
@@ -371,15 +359,6 @@ def _told_in_input(stage: Stage, names: Sequence[str]) -> str:
     return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"
 
 
-def _is_pair(value: Any) -> bool:
-    return is_list(value) and len(value) == 2 and all(map(is_text, value))
-
-
-def _is_input(value: Any) -> bool:
-    """A name by which a call can give it."""
-    return is_text(value) and value.isidentifier() and not iskeyword(value)
-
-
 _KINDS: Mapping[str, Expected] = {
     "stages": Expected(
         lambda value: (
@@ -389,9 +368,17 @@ _KINDS: Mapping[str, Expected] = {
         ),
         "a dict name -> module or function",
     ),
-    "edges": Expected(list_of(_is_pair), 'a list of pairs of names, [("image", "loss")]'),
+    "edges": Expected(
+        list_of(lambda pair: is_list(pair) and len(pair) == 2 and all(map(is_text, pair))),
+        'a list of pairs of names, [("image", "loss")]',
+    ),
     "inputs": Expected(
-        lambda value: is_mapping(value) and all(map(list_of(_is_input), value.values())),
+        lambda value: (
+            is_mapping(value)
+            and all(
+                map(list_of(lambda name: is_text(name) and name.isidentifier() and not iskeyword(name)), value.values())
+            )
+        ),
         'a dict name -> list of the inputs that a call gives it by name, {"image": ["pixels"]}',
     ),
 }

@@ -16,9 +16,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.graph.ranks import Placement, RankOf, ranks_of, replicated
 from fxpipe.schedules.action import Action, Op
@@ -124,17 +124,17 @@ def lower(
         sent = [[[one for one in group if (one.edge, one.microbatch) not in absent] for group in row] for row in sent]
     sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
     used_at = _uses(sent_at, rows, edges, sizes)
-    arriving: list[list[Message]] = [[] for _ in rows]
-    leaving: list[list[Message]] = [[] for _ in rows]
-    for message in sent_at:
-        arriving[message.receiver].append(message)
-        leaving[message.sender].append(message)
+    arriving: list[dict[int, list[Message]]] = [{} for _ in rows]  # of each rank, by sender
+    leaving: list[dict[int, list[Message]]] = [{} for _ in rows]  # by receiver
+    for message in sorted(sent_at, key=lambda message: (message.sender, message.receiver)):
+        arriving[message.receiver].setdefault(message.sender, []).append(message)
+        leaving[message.sender].setdefault(message.receiver, []).append(message)
     groups = holders(placement, backward, tied)
     lowered = []
     for rank, row in enumerate(rows):
         posts = _posts(arriving[rank], used_at, edges, sizes, len(row))
         releases = _releases(leaving[rank], arriving[rank], sent_at, used_at)
-        waits = _waits(leaving[rank], row, edges, ahead, releases)
+        waits = _waits(sent[rank], row, edges, ahead, releases)
         instructions: list[Instruction] = []
         for place, action in enumerate(row):
             instructions += [Receive(message) for message in posts.get(place, ())]
@@ -247,14 +247,18 @@ def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike], gr
 
 
 def _posts(
-    arriving: Sequence[Message], used_at: Mapping[Message, int], edges: Sequence[EdgeLike], groups: Groups, end: int
+    arriving: Mapping[int, Sequence[Message]],
+    used_at: Mapping[Message, int],
+    edges: Sequence[EdgeLike],
+    groups: Groups,
+    end: int,
 ) -> dict[int, list[Message]]:
     """Place in the row → receives to post before it: an action ahead, and in each sender's own order.
 
     Those of a group are made one after another: the last is posted an action ahead, the one before it two.
     """
     posts: dict[int, list[Message]] = {}
-    for messages in _by(arriving, "sender").values():
+    for messages in arriving.values():
         latest, placed = end, []
         for message in reversed(messages):
             ahead, edge = 1, edges[message.edge]
@@ -269,8 +273,8 @@ def _posts(
 
 
 def _releases(
-    leaving: Sequence[Message],
-    arriving: Sequence[Message],
+    leaving: Mapping[int, Sequence[Message]],
+    arriving: Mapping[int, Sequence[Message]],
     sent_at: Mapping[Message, int],
     used_at: Mapping[Message, int],
 ) -> dict[int, list[Message]]:
@@ -279,9 +283,8 @@ def _releases(
     Whoever got a message that the peer sent after it used ours knows that ours has arrived.
     """
     releases: dict[int, list[Message]] = {}
-    answers_of = _by(arriving, "sender")
-    for peer, messages in _by(leaving, "receiver").items():
-        answers = answers_of.get(peer, [])
+    for peer, messages in leaving.items():
+        answers = arriving.get(peer, [])
         made = [sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
         soonest = list(accumulate((used_at[answer] for answer in reversed(answers)), min))[::-1]
         for message in messages:
@@ -292,7 +295,7 @@ def _releases(
 
 
 def _waits(
-    leaving: Sequence[Message],
+    leaving: Sequence[Sequence[Message]],
     row: Sequence[Action],
     edges: Sequence[EdgeLike],
     ahead: Mapping[int, int],
@@ -303,7 +306,7 @@ def _waits(
     forwards = {(action.stage, action.microbatch): place for place, action in enumerate(row) if action.op is Op.F}
     released = {message: place for place, messages in releases.items() for message in messages}
     waits: dict[int, list[Message]] = {}
-    for message in leaving:
+    for message in chain(*leaving):
         source = edges[message.edge].source
         if message.op is not Op.F or source not in ahead:
             continue
@@ -314,14 +317,6 @@ def _waits(
         if message in released:
             releases[released[message]].remove(message)
     return waits
-
-
-def _by(messages: Sequence[Message], end: Literal["sender", "receiver"]) -> dict[int, list[Message]]:
-    """The messages of each rank at that end, in order, by rank."""
-    groups: dict[int, list[Message]] = {}
-    for message in messages:
-        groups.setdefault(getattr(message, end), []).append(message)
-    return dict(sorted(groups.items()))
 
 
 def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int], ...]:

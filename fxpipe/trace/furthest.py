@@ -76,15 +76,15 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
         if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
             continue
         path = paths.get(id(vars(owner)))
-        function = None if path is None or inner is None else _property_of(owner, frame, inner)
-        if path is not None and function:
+        if path is None:
+            continue
+        function = "" if inner is None else _property_of(owner, frame, inner)
+        if function:
             return path, function
-        if path and name == "forward":
-            return path, ""
-        if path is not None and not hasattr(nn.Module, name) and _is_method(owner, frame):
+        if name == "forward":
+            return (path, "") if path else None  # there is no part of the model that its own forward is in
+        if not hasattr(nn.Module, name) and _code_of(owner, name) is frame.f_code:  # no function that is called so, too
             return path, name
-        if path == "" and name == "forward":
-            return None  # there is no part of the model that it is in
     return None
 
 
@@ -97,11 +97,6 @@ def _property_of(owner: nn.Module, frame: FrameType, inner: FrameType) -> str:
             if getattr(function, "__code__", None) is inner.f_code:
                 return name
     return ""
-
-
-def _is_method(owner: nn.Module, frame: FrameType) -> bool:
-    """Whether a frame runs a method of a module, and no function around it that is called so, too."""
-    return _code_of(owner, frame.f_code.co_name) is frame.f_code
 
 
 def _code_of(owner: nn.Module, method: str) -> Any:

@@ -90,7 +90,12 @@ def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
             )
         owner, _, method = name.rpartition(".")
         if _is_method(modules, name):
-            _check_own(name, modules[owner], method)
+            if method in vars(modules[owner]):  # an opaque method is looked up in the class
+                raise PartitionError(
+                    f"boundaries= keeps {name!r} whole, which was set as an attribute of this "
+                    f"{type(modules[owner]).__name__}, in place of the method of its class: set it on the class, or on "
+                    "a class derived from it"
+                )
             found.setdefault(name, Region(name, owner, method, returns))
             continue
         for path in _matching(modules, name):
@@ -119,15 +124,6 @@ def is_auto(model: nn.Module, boundaries: Boundaries) -> bool:
                 'parts whole beside it, {"*": "auto", "model.visual": "whole"}, or name all cuts'
             )
     return True
-
-
-def _check_own(name: str, owner: nn.Module, method: str) -> None:
-    """A function that was set on one module goes by its class, where an opaque method is looked up."""
-    if method in vars(owner):
-        raise PartitionError(
-            f"boundaries= keeps {name!r} whole, which was set as an attribute of this {type(owner).__name__}, in place "
-            "of the method of its class: set it on the class, or on a class derived from it"
-        )
 
 
 def _is_whole(rule: Any) -> bool:
@@ -212,17 +208,13 @@ def _hint(modules: Mapping[str, nn.Module], name: str) -> str:
     return (nearest("", islice(children, 12)) or f'; "{owner}" has no submodules') + more
 
 
-_SidedCut = tuple[str, Side, Gather | None]
-"""(path, side, what its boundary gathers)."""
-
-
-def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[_SidedCut]:
-    """Where the submodules of one name are cut."""
+def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[tuple[str, Side, Gather | None]]:
+    """Where the submodules of one name are cut: (path, side, what its boundary gathers)."""
     gather = None
     if isinstance(rule, Mapping) and "every" not in rule and {"gather", "group"} & set(rule):
         rule, gather = _gathered(name, rule)
     if isinstance(rule, Mapping):
-        return _cuts_between_groups(name, rule, paths)
+        return [(path, side, None) for path, side in _cuts_between_groups(name, rule, paths)]
     if rule == AUTO:
         raise PartitionError(f'boundaries= gives "auto" for {name!r}; it is for all of the model: {_WITH_REGIONS}')
     if not isinstance(rule, str) or rule not in get_args(Side):
@@ -253,7 +245,7 @@ def _gathered(name: str, rule: Mapping[str, Any]) -> tuple[Any, Gather | None]:
     return rule["cut"], gather
 
 
-def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str]) -> Iterable[_SidedCut]:
+def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str]) -> list[tuple[str, Side]]:
     """``{"every": n}``: before the first submodule of each group of n but the first; or after the last of each but the
     last."""
     every, cut = rule.get("every"), rule.get("cut", "before")
@@ -269,7 +261,7 @@ def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str
             f"boundaries= cuts between groups of {every} submodules that match {name!r}, and there are {len(paths)}: "
             f'that cuts nothing; give a smaller "every"'
         )
-    return [(paths[first if cut == "before" else first - 1], cut, None) for first in firsts]
+    return [(paths[first if cut == "before" else first - 1], cut) for first in firsts]
 
 
 def _check_called(path: str, module: nn.Module) -> None:

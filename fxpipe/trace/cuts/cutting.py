@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -50,21 +51,17 @@ class _Named:
     calls: int = 0
 
 
-@dataclass
 class _CutCalls:
     """Who is cut where, and what is the model's own: parameters and buffers cross no boundary.
 
     Submodules are recognised by the dict of their attributes: torch.export calls stand-ins that share it.
     """
 
-    module: nn.Module
-    cuts: Mapping[str, Cut]
-    _named: dict[int, _Named] = field(default_factory=dict)
-    _own: dict[int, Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        modules = dict(self.module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
-        for path, cut in self.cuts.items():
+    def __init__(self, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+        self.module = module
+        self._named: dict[int, _Named] = {}
+        modules = dict(module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
+        for path, cut in cuts.items():
             submodule = modules[path]
             named = self._named.setdefault(id(vars(submodule)), _Named(path, submodule))
             sides = cut if isinstance(cut, GatheredCut) else GatheredCut(cut)
@@ -72,10 +69,7 @@ class _CutCalls:
             named.after |= sides.side in ("after", "both")
             before, after = named.gathers.before or sides.before, named.gathers.after or sides.after
             named.gathers = GatheredCut("both", before, after)
-
-    @property
-    def classes(self) -> list[type[nn.Module]]:
-        return list(dict.fromkeys(type(named.module) for named in self._named.values()))
+        self.classes = list(dict.fromkeys(type(named.module) for named in self._named.values()))
 
     def call_of(self, owner: type[nn.Module]) -> Callable[..., Any]:
         """``owner.__call__`` for the time of the capture."""
@@ -124,13 +118,12 @@ class _CutCalls:
     def _may_cross(self, leaf: Any) -> bool:
         if isinstance(leaf, fx.Proxy):
             return leaf.node.op != "get_attr"
-        return isinstance(leaf, Tensor) and id(leaf) not in self._own_tensors()
+        return isinstance(leaf, Tensor) and id(leaf) not in self._own_tensors
 
+    @cached_property
     def _own_tensors(self) -> dict[int, Tensor]:
         """By id; found at the first call, when stand-ins for them are in place."""
-        if self._own is None:
-            self._own = {id(tensor): tensor for tensor in [*self.module.parameters(), *self.module.buffers()]}
-        return self._own
+        return {id(tensor): tensor for tensor in [*self.module.parameters(), *self.module.buffers()]}
 
     def check_called(self) -> None:
         never = [named.path for named in self._named.values() if not named.calls]
@@ -169,7 +162,8 @@ class _Passed:
             return
         if isinstance(given, (list, dict)):
             self._containers.append((given, behind, _entries(behind)))
-        for one, other in zip(_parts(given), _parts(behind), strict=True):
+        whose, theirs = (part.values() if isinstance(part, dict) else part for part in (given, behind))
+        for one, other in zip(whose, theirs, strict=True):
             self._pair(one, other)
 
     def hand_back(self) -> None:
@@ -190,19 +184,12 @@ class _Passed:
                 )
             given.clear()
             if isinstance(given, dict):
-                given.update({key: self._callers_own(part) for key, part in behind.items()})
+                given.update({key: self._callers.get(id(part), part) for key, part in behind.items()})
             else:
-                given.extend(self._callers_own(part) for part in behind)
-
-    def _callers_own(self, part: Any) -> Any:
-        return self._callers.get(id(part), part)
+                given.extend(self._callers.get(id(part), part) for part in behind)
 
 
 _PLAIN = (list, dict, OrderedDict, defaultdict)
-
-
-def _parts(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
 
 
 def _entries(container: Any) -> list[Any]:

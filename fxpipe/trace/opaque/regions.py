@@ -53,12 +53,9 @@ class SeenCall:
         """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``lengths``: how many
         tensors its lists have, ``entries``: how many containers. A guess, from which a capture begins: what it returns
         is held against the capture in each step."""
-        own, own_lengths = self._of_given(sizes), self._of_given(lengths)
+        # those of sizes that it was given: a length may equal a layer's width
+        own, own_lengths = ({old: new for old, new in each.items() if old in self.given} for each in (sizes, lengths))
         return replace(self, returned=_guessed(self.returned, own, own_lengths, entries))
-
-    def _of_given(self, sizes: Mapping[int, int]) -> dict[int, int]:
-        """Those of sizes that it was given: a length may equal a layer's width."""
-        return {old: new for old, new in sizes.items() if old in self.given}
 
     @property
     def general(self) -> SeenCall:
@@ -76,7 +73,8 @@ def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int]
     list of containers, whatever the sizes in each."""
     if isinstance(returned, TensorLike):
         many = _resized(returned, {old: new for old, new in sizes.items() if old > 1})
-        return many if not many.shape or many.shape[0] != 1 else _resized_first(many, sizes.get(1, 1))
+        is_one = many.shape[:1] == (1,)  # one image may be several
+        return replace(many, shape=(sizes.get(1, 1), *many.shape[1:])) if is_one else many
     if type(returned) in (list, tuple):
         parts = [_guessed(part, sizes, lengths, entries) for part in returned]
         if entries.get(len(parts), len(parts)) != len(parts) and _are_containers_alike(parts):
@@ -91,20 +89,14 @@ def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int]
 
 def _are_containers_alike(parts: Sequence[Any]) -> bool:
     """Whether each is a dict with tensors, say, of any sizes."""
-    outlines = [pytree.tree_map_only(TensorLike, _of_any_size, part) for part in parts]
+
+    def of_any_size(like: TensorLike) -> TensorLike:  # an image's may have a size of its own
+        return replace(like, shape=(_SOME,) * len(like.shape), stride=())
+
+    outlines = [pytree.tree_map_only(TensorLike, of_any_size, part) for part in parts]
     leaves = pytree.tree_leaves(parts[:1])
     holds = any(leaf is not parts[0] and isinstance(leaf, TensorLike) for leaf in leaves)
     return holds and all(outline == outlines[0] for outline in outlines)
-
-
-def _of_any_size(part: Any) -> Any:
-    """An image's may have a size of its own."""
-    return replace(part, shape=(_SOME,) * len(part.shape), stride=()) if isinstance(part, TensorLike) else part
-
-
-def _resized_first(like: TensorLike, size: int) -> TensorLike:
-    """With another first dimension: one image may be several."""
-    return replace(like, shape=(size, *like.shape[1:]))
 
 
 def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:
