@@ -88,7 +88,8 @@ class _HeldPart(nn.Module):
             part.training = vars(part)[_ORIGINAL].training
         return self
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _check_same(self, name: str, value: Any) -> Mapping[str, Any]:
+        """What it holds. RunError where that of this name would become another."""
         own = self._parameters | self._buffers | self._modules
         if _is_held(self) and own.get(name, value) is not value:
             kind = "module" if name in self._modules else "tensor"
@@ -97,6 +98,18 @@ class _HeldPart(nn.Module):
                 "the model before fxpipe.compile, or write values into what there is: with torch.no_grad(): "
                 "module.get_parameter(name).copy_(value), or get_buffer(name)"
             )
+        return own
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._check_same(name, param)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._check_same(name, tensor)
+        super().register_buffer(name, tensor, persistent)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self._check_same(name, value)
         is_new = name not in own and name != "training" and not name.startswith("_")
         if _is_held(self) and is_new and hasattr(vars(self)[_ORIGINAL], name):
             raise RunError(
