@@ -204,12 +204,6 @@ def test_the_counters_peak_at_the_peaks_in_flight(name: str) -> None:
         assert {event["args"]["microbatches"] for event in last.values()} <= {0}
 
 
-def test_a_counter_rises_when_a_forward_has_run_and_falls_when_its_backward_has() -> None:
-    timeline = build("1f1b", chain(2), 2).simulate(forward=1, backward=2)
-    told = [(e["ts"], e["args"]["microbatches"]) for e in events(timeline, "C") if e["name"].startswith("rank 0")]
-    assert told == [(0, 0), (1000, 1), (2000, 2), (6000, 1), (9000, 0)]  # F at 1 and 2, B at 6 and 9
-
-
 def test_an_action_that_did_not_run_is_in_none_of_it() -> None:
     whole = build("1f1b", chain(2), 2).simulate()
     gone = Action.parse("0B1")
@@ -275,28 +269,6 @@ def test_reductions_are_slices_of_threads_behind_those_of_the_ranks() -> None:
     assert sorted(order, key=lambda tid: order[tid]) == [1, 2, 3, 4, 5]
     others = [e for e in events(timeline) if e not in found and e.get("tid", 0) < 3]
     assert others == events(bare)
-
-
-def test_slices_of_reductions_do_not_overlap_on_any_thread() -> None:
-    for seed in range(20):
-        draw = random.Random(seed)
-        starts = [(draw.randrange(2), draw.random(), draw.random() / 4) for _ in range(30)]
-        reductions = tuple(Reduction(rank, "it", start, start + takes) for rank, start, takes in starts)
-        timeline = replace(build("1f1b", chain(2), 2).simulate(), reductions=reductions, measured=True)
-        found = [event for event in events(timeline, "X") if event["cat"] == "reduction"]
-        assert len(found) == len(reductions)
-        threads = defaultdict(list)
-        for event in found:
-            threads[event["tid"]].append(event)
-        for thread in threads.values():
-            assert len({event["args"]["rank"] for event in thread}) == 1
-            for first, second in pairwise(thread):
-                assert first["ts"] + first["dur"] <= second["ts"] + 0.0005
-        # no more threads than are ever under way at once
-        for rank in (0, 1):
-            mine = [one for one in reductions if one.rank == rank]
-            most = max((sum(o.start <= one.start < o.end for o in mine) for one in mine), default=0)
-            assert len({event["tid"] for event in found if event["args"]["rank"] == rank}) == most
 
 
 def test_a_group_is_one_slice_with_an_arrow_from_each_of_its_micro_batches() -> None:

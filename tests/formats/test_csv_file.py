@@ -71,37 +71,10 @@ def test_compute_alone_is_aligned_by_step(tmp_path: Path) -> None:
     assert written(build("1f1b", chain(2), 2), tmp_path) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
 
 
-def test_the_worked_example_is_aligned_by_step(tmp_path: Path) -> None:
-    lines = [
-        "0F0,,,,,0B0",
-        ",1F0,,,1B0,",
-        "2F0,,,,,2B0",
-        ",3F0,,,3B0,",
-        ",,4F0,4B0,,",
-    ]
-    assert written(build("1f1b", WORKED, 1), tmp_path).splitlines() == lines
-
-
 def test_a_message_is_a_cell_at_both_ends(tmp_path: Path) -> None:
     assert written(build("gpipe", chain(2), 1), tmp_path, communication=True).splitlines() == [
         "0F0,0SEND_F0,0RECV_B0,0B0",
         "1RECV_F0,1F0,1B0,1SEND_B0",
-    ]
-
-
-def test_a_stage_that_sends_to_two_has_a_cell_for_each(tmp_path: Path) -> None:
-    assert written(build("gpipe", ((0, 1), (0, 2)), 1), tmp_path, communication=True).splitlines() == [
-        "0F0,0SEND_F0,0SEND_F0,0RECV_B0,0RECV_B0,0B0",
-        "1RECV_F0,1F0,1B0,1SEND_B0",
-        "2RECV_F0,2F0,2B0,2SEND_B0",
-    ]
-
-
-def test_what_needs_no_gradient_sends_none_back(tmp_path: Path) -> None:
-    graph = bare(chain(2), 2, frozen=frozenset([0]))
-    assert written(graph.build("gpipe", 1), tmp_path, communication=True).splitlines() == [
-        "0F0,0SEND_F0",
-        "1RECV_F0,1F0,1B0",
     ]
 
 
@@ -187,12 +160,6 @@ def test_edges_are_a_chain_unless_given(tmp_path: Path) -> None:
         read(text, tmp_path, ((0, 3),))
 
 
-def test_the_name_is_the_files(tmp_path: Path) -> None:
-    schedule = read("0F0,0B0", tmp_path)
-    assert schedule.name == "mine"
-    assert "mine" in str(schedule)
-
-
 def test_a_stage_with_no_b_i_or_w_has_no_backward(tmp_path: Path) -> None:
     schedule = read("0F0\n1F0,1B0\n2F0,2I0,2W0", tmp_path)
     assert schedule.backward == (False, True, True)
@@ -238,6 +205,7 @@ def test_torchs_other_cells_are_dropped(tmp_path: Path) -> None:
     text = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD"
     schedule = read(text, tmp_path)
     assert rows_of(schedule) == ["0F0 0B0", "1F0 1B0"]
+    assert schedule.name == "mine"  # the file's
     schedule.verify()
 
 
@@ -254,13 +222,9 @@ def test_an_overlap_is_its_actions_in_order(tmp_path: Path) -> None:
     [
         "hello",
         "1f0",
-        "1F",
-        "F0",
-        "1F-1",
         "1F1-0",
         "[1F0]",
         "\u0662F0",
-        "1F0 1B0",
         "1SEND_F0-1",
         "1UNSHARD3",
         "(1F0;1SEND_B0)OVERLAP_F_B",
@@ -335,7 +299,6 @@ MESSAGES = """0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
     ("old", "new", "told"),
     [
         ("0SEND_F0,", "", "line 1: .* rank 0 .*too many: none; missing: 0SEND_F0"),
-        ("0SEND_F0,", "0SEND_F0,0SEND_F0,", "line 1: .* rank 0 .*too many: 0SEND_F0; missing: none"),
         ("0RECV_B0", "0RECV_B1", "line 1: .*too many: 0RECV_B1; missing: 0RECV_B0"),
         ("1SEND_B0", "9SEND_B0", "line 2: .* rank 1 .*too many: 9SEND_B0; missing: 1SEND_B0"),
     ],

@@ -98,19 +98,6 @@ def test_each_action_has_one_cell_in_its_ranks_row_to_scale(name: str) -> None:
                 assert cell.width == pytest.approx((stop - start) / end * row.width, abs=0.011)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_rows_stand_in_rank_order_and_nothing_overlaps(name: str) -> None:
-    for timeline in random_timelines(name):
-        drawn = read(svg(timeline))
-        assert len(drawn.rows) == len(timeline.schedule.rows)
-        for above, below in itertools.pairwise(drawn.rows):
-            assert above.y + above.height < below.y
-        for row in timeline.schedule.rows:
-            cells = [drawn.cells[action] for action in row]
-            for first, second in itertools.pairwise(cells):
-                assert first.x + first.width <= second.x + 1e-6
-
-
 def test_each_row_is_labelled_with_its_rank_and_stages() -> None:
     drawn = read(svg(build("1f1b", WORKED, 3, placement=[0, 1, 0, 1, 2], names=NAMES).simulate()))
     labels = [text for text in drawn.texts if text.startswith("rank") or text[3:] in NAMES]
@@ -121,16 +108,17 @@ def test_each_row_is_labelled_with_its_rank_and_stages() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize("ranks", [1, 17])
 def test_any_number_of_ranks_can_be_drawn(ranks: int) -> None:
     drawn = read(svg(build("1f1b", chain(ranks), 3, stages=ranks).simulate()))
     assert len(drawn.rows) == ranks
     assert [text for text in drawn.texts if text.startswith("rank ")] == [f"rank {rank}" for rank in range(ranks)]
     height = float(drawn.root.attrib["height"])
     assert all(row.y + row.height < height for row in drawn.rows)
+    assert all(above.y + above.height < below.y for above, below in itertools.pairwise(drawn.rows))
 
 
-@pytest.mark.parametrize("stages", [1, 3, 4, 8, 9, 40])
+@pytest.mark.parametrize("stages", [1, 9, 40])
 def test_all_stages_of_a_rank_are_named_within_its_row(stages: int) -> None:
     drawn = read(svg(bare(chain(stages), stages, (0,) * stages).build("1f1b", 2).simulate()))
     named = {text.text: float(text.attrib["y"]) for text in drawn.root.iter(f"{SVG}text")}
@@ -244,7 +232,7 @@ def test_a_pattern_that_is_used_is_defined() -> None:
 def test_the_legend_names_the_ops_that_occur() -> None:
     whole = read(svg(build("1f1b", chain(3), 4).simulate())).texts
     assert {"F: forward", "B: backward", "bubble", "critical path"} <= set(whole)
-    assert "I: input gradients" not in whole
+    assert not {"I: input gradients", "reduction"} & set(whole)
     halves = read(svg(build("zb_h1", chain(3), 4).simulate())).texts
     assert {"F: forward", "I: input gradients", "W: weight gradients"} <= set(halves)
 
@@ -342,11 +330,6 @@ def test_reductions_are_thin_bars_beneath_their_ranks_row_to_scale(ranks: int) -
         assert cell.x == pytest.approx(drawn.rows[0].x + start / end * width, abs=0.05)
         assert cell.width == pytest.approx((stop - start) / end * width, abs=0.05)
     assert "takes 7 F</title>" in html(timeline)
-
-
-def test_a_picture_without_reductions_shows_no_trace_of_them() -> None:
-    picture = svg(build("1f1b", WORKED, 3).simulate())
-    assert "reduction" not in picture
 
 
 def test_an_empty_timeline_with_a_reduction_can_be_drawn() -> None:

@@ -22,7 +22,7 @@ from fxpipe.schedules.lower import (
 )
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import execution_order
-from tests.graphs import FAMILIES, JOINED, WORKED, Value, bare, chain, gradient_of, joined, random_bare, values_of
+from tests.graphs import FAMILIES, JOINED, WORKED, Value, chain, gradient_of, joined, random_bare, values_of
 from tests.thinned import seeds
 
 Examples = list[tuple[Schedule, list[Value], tuple[tuple[Instruction, ...], ...]]]
@@ -155,17 +155,6 @@ def test_on_a_chain_an_activation_is_released_when_its_gradient_comes() -> None:
         elif isinstance(step, Release):
             told.append(f"release {step.message.op.value}{step.message.microbatch}")
     assert told == ["0F0", "0F1", "0B0", "release F0", "0F2", "0B1", "release F1", "0B2", "release F2"]
-
-
-def test_what_needs_no_gradient_sends_none_back() -> None:
-    schedule = bare(chain(3), 3, frozen=frozenset([0])).build("1f1b", 2)
-    assert pairs(schedule.instructions) == ((0, 1), (1, 2), (2, 1))
-
-
-def test_stages_on_one_rank_send_nothing() -> None:
-    schedule = bare(WORKED, 5, (0, 0, 0, 0, 0)).build("1f1b", 4)
-    assert pairs(schedule.instructions) == ()
-    assert all(isinstance(step, Compute) for step in schedule.instructions[0])
 
 
 def test_tied_stages_reduce_behind_all_else_on_each_rank_that_owns_one() -> None:

@@ -17,10 +17,10 @@ from fxpipe.schedules.families.interleaved import in_laps
 from fxpipe.schedules.families.limits import round_trip_caps
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, random_bare
-from tests.thinned import ALL, every, seeds
+from tests.thinned import ALL, in_turn, seeds
 
 every_schedule = pytest.mark.parametrize("name", FAMILIES)
-SEEDS = 400 if ALL else 60  # random graphs for a property
+SEEDS = 400 if ALL else 30  # random graphs for a property
 
 
 def random_costs(stages: int, draw: random.Random) -> Costs:
@@ -46,7 +46,7 @@ def problem_of(graph: Bare, costs: Costs, m: int = 8) -> Problem:
 
 @every_schedule
 def test_no_schedule_of_a_random_graph_is_below_the_lower_bound(name: str) -> None:
-    for seed in range(2000 if ALL else 100):
+    for seed in range(2000 if ALL else 40):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 4 == 0, one_each=seed % 5 == 0)
         costs = random_costs(graph.stages, draw)
@@ -64,6 +64,8 @@ def test_balanced_graphs_with_a_stage_a_rank_reach_the_lower_bound(name: str, fo
         for m in (1, 4, 9):
             timeline = graph.build(name, m).simulate(forward, backward)
             assert timeline.makespan == timeline.lower_bound == (m + max(depths) - 1) * (forward + backward)
+            if name == "1f1b":
+                assert timeline.peak_in_flight == tuple(min(m, depth) for depth in depths)
 
 
 def test_a_table_of_halves_has_a_bound_of_its_own_for_its_weight_gradients_may_come_last() -> None:
@@ -159,16 +161,12 @@ def test_more_memory_never_makes_a_longer_table_where_a_latency_is_to_hide() -> 
             {"memory": 24, "costs": Costs.of(3, activation_bytes=[10, 5, 15])},
             r"rank 1 may hold 24 bytes, but one micro-batch at each of its stages \[0, 2\] takes 25; use smaller",
         ),
-        (
-            {"memory": [50, 0], "costs": Costs.of(3, activation_bytes=1)},
-            r"rank 1 may hold 0 bytes, but one micro-batch at each of its stages \[0, 2\] takes 2",
-        ),
         ({"memory": [1, 2, 3], "costs": Costs.of(3, activation_bytes=1)}, "memory= has 3 entries for 2 ranks"),
         ({"in_flight": [1, 2]}, "in_flight= has 2 entries for 3 stages"),
         ({"in_flight": [1, 0, 2]}, r"in_flight=\(1, 0, 2\); at least 1 micro-batch must be in flight"),
         ({"costs": Costs.of(2)}, "costs.forward has 2 entries for 3 stages"),
     ],
-    ids=["no bytes known", "too little", "none at all", "per rank", "per stage", "none in flight", "other costs"],
+    ids=["no bytes known", "too little", "per rank", "per stage", "none in flight", "other costs"],
 )
 def test_limits_that_cannot_be_kept_are_refused_with_the_values(options: dict[str, object], fact: str) -> None:
     with pytest.raises(ScheduleError, match=fact):
@@ -227,10 +225,6 @@ def test_round_trip_caps_are_depths_where_costs_are_equal_and_nothing_is_late() 
     [
         # own costs 3, 15, 3; period 15; round trips 21, 18, 3
         (chain(3), (0, 1, 2), Costs.of(3, [1, 5, 1], [2, 10, 2]), (2, 2, 1)),
-        # own costs 6, 3; period 6; round trips 9, 3
-        (chain(2), (0, 1), Costs.of(2, [2, 1], [4, 2]), (2, 1)),
-        # 3 each, a hop there and one back of 1: round trips 8, 3
-        (chain(2), (0, 1), Costs.of(2, comm=1), (3, 1)),
         # a hop of 2 there and one back: round trips 10, 3; with one hop it would be 8, and three in flight
         (chain(2), (0, 1), Costs.of(2, comm=2), (4, 1)),
         # the same on one rank, which does 6 per micro-batch and needs no hop: round trips 6, 3
@@ -244,8 +238,6 @@ def test_round_trip_caps_are_depths_where_costs_are_equal_and_nothing_is_late() 
     ],
     ids=[
         "bottleneck",
-        "two uneven",
-        "latency",
         "both ways",
         "one rank",
         "two ranks",
@@ -386,9 +378,6 @@ TINY = {
 }
 
 
-every_tiny_graph = pytest.mark.parametrize("graph", TINY.values(), ids=TINY.keys())
-
-
 def linear_orders(actions: list[Action]) -> Iterator[tuple[Action, ...]]:
     """The orders of a rank's actions in which F stands before B, and F before I before W."""
     chains: dict[Half, list[Action]] = {}
@@ -425,18 +414,7 @@ def every_split(graph: Bare, m: int) -> list[tuple[Half, ...]]:
     return [chosen for count in range(len(trained) + 1) for chosen in itertools.combinations(trained, count)]
 
 
-@every_tiny_graph
-@pytest.mark.parametrize("comm", [0, 1])
-def test_no_table_at_all_is_below_the_lower_bound(graph: Bare, comm: int) -> None:
-    draw = random.Random(1)
-    for m in (1, 2):
-        forward, backward = ([draw.randint(1, 4) for _ in range(graph.stages)] for _ in range(2))
-        results = [table.simulate(forward, backward, comm=comm) for table in all_tables(graph, m, ())]
-        assert len({result.lower_bound for result in results}) == 1
-        assert 0 < results[0].lower_bound <= min(result.makespan for result in results)
-
-
-@pytest.mark.parametrize(("name", "comm"), every(5, list(itertools.product(TINY, [0, 1]))))
+@pytest.mark.parametrize(("name", "comm"), in_turn(list(TINY), [0, 1]))
 def test_no_table_with_halves_is_below_the_lower_bound_be_it_mixed_or_not(name: str, comm: int) -> None:
     graph = TINY[name]
     draw = random.Random(2)

@@ -177,9 +177,7 @@ def test_figures_are_in_the_unit_of_the_costs_and_f_is_named_where_it_is_1(
     ("scale", "line"),
     [
         (1, "measured: bubble 33.3%, makespan 9 s (lower bound 9 s)"),
-        (0.068, "measured: bubble 33.3%, makespan 612 ms (lower bound 612 ms)"),
         (0.0001234, "measured: bubble 33.3%, makespan 1.11 ms (lower bound 1.11 ms)"),
-        (13.71, "measured: bubble 33.3%, makespan 123 s (lower bound 123 s)"),
         (137.1, "measured: bubble 33.3%, makespan 1234 s (lower bound 1234 s)"),
         (0.11101, "measured: bubble 33.3%, makespan 999 ms (lower bound 999 ms)"),
     ],
@@ -334,14 +332,6 @@ def test_interleaved_1f1b_repeats_for_each_group_of_micro_batches(monkeypatch: p
     assert len(origin) > 0.8 * 4 * 40
 
 
-def test_one_micro_batch_in_flight_repeats_after_its_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    schedule = build("greedy", chain(3), 50, in_flight=1)
-    assert unfold(str(schedule)).notes == [
-        "⋯ steps 6–299 repeat steps 0–5 49 times, for the next micro-batch each time"
-    ]
-
-
 FOLDED = """\
 rank    stages    0    1    2    3    4    ⋯    199    200    201
 ------  --------  ---  ---  ---  ---  ---  ---  -----  -----  -----
@@ -423,10 +413,7 @@ def test_no_terminal_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     ("marked", "wanted"),
     [
         (["2F50"], {"2F50", "3B49", "0B47"}),  # and what the other ranks do about then
-        (["0F0"], {"0F0", "1F0"}),
-        (["0B199"], {"0B199", "1B199"}),
         (["0F0", "0B199"], {"0F0", "0B199", "1F0", "1B199"}),
-        (["1F70", "1F71"], {"1F70", "1F71"}),
     ],
     ids=lambda value: " ".join(sorted(value)),
 )
