@@ -436,7 +436,7 @@ def halved(topology: Topology, tied: bool, options: Mapping[str, Any]) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("precise", "way", "tied"), in_turn([True, False], ["zero_0", "zero_1_node", "zero_2_node"], [True, False])
+    ("precise", "way", "tied"), in_turn([True, False], ["zero_0", "zero_1_node", "zero_2_node"], [True])
 )
 def test_in_two_halves_replicas_stay_bit_identical_and_as_they_are_in_one(precise: bool, way: str, tied: bool) -> None:
     topology = topology_of(2, 2, ORDERS[0])
@@ -453,64 +453,16 @@ def test_in_two_halves_replicas_stay_bit_identical_and_as_they_are_in_one(precis
     ]
     assert len(alike) >= 2 * len(dict(Halving(tied).named_parameters()))
     assert all(torch.equal(*pair) for pair in alike)
+    if tied:
+        owners = [one[name] for one in held for name in ("embed.weight", "head.weight") if name in one]
+        assert len(owners) >= len(held), "each rank owns it"
+        assert all(torch.equal(tensor, owners[0]) for tensor in owners)
 
 
 # --- tied parameters ---
 
 
-def tied_after(steps: int, topology: Topology, way: Mapping[str, Any], precise: bool) -> list[Tensor]:
-    options = dict(way) if precise else way | {"precision": fxpipe.Precision(**BF16)}
-    forward_backward = fxpipe.compile(network(True), topology, microbatches=2, **options)
-    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        forward_backward(**batch(step, replica_here(topology)))
-        forward_backward.clip_grad_norm_(0.5)
-        optimizer.step()
-    named = forward_backward.module.named_parameters(remove_duplicate=False)
-    return [parameter.detach().clone() for name, parameter in named if name in ("embed.weight", "head.weight")]
-
-
-@pytest.mark.parametrize(("way", "precise"), in_turn(["zero_0", "zero_1_node", "zero_2_node"], [False, True]), ids=str)
-def test_owners_of_a_tied_parameter_stay_bit_identical(way: str, precise: bool) -> None:
-    topology = topology_of(2, 2, ORDERS[0])
-    held = on_strict(topology, lambda: tied_after(100 if ALL else 8, topology, WAYS[way], precise))
-    assert all(held), "each rank owns it"
-    for tensor in [tensor for of_a_rank in held for tensor in of_a_rank]:
-        assert torch.equal(tensor, held[0][0])
-    assert not torch.equal(held[0][0], network(True).embed.weight.to(held[0][0].dtype))
-
-
 # --- clearing and accumulating ---
-
-
-def accumulated(topology: Topology, way: Mapping[str, Any], syncs: Iterable[bool]) -> State:
-    """Two steps, each of as many calls as there are ``syncs``."""
-    forward_backward = fxpipe.compile(network(True), topology, microbatches=2, **way)
-    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
-    replica, call = replica_here(topology), 0
-    for _ in range(2):
-        optimizer.zero_grad()
-        for sync in syncs:
-            forward_backward.set_requires_gradient_sync(sync)
-            forward_backward(**batch(call, replica))
-            call += 1
-        optimizer.step()
-    return copies(forward_backward.state_dict(full=True))
-
-
-@pytest.mark.parametrize(
-    ("way", "syncs"), every(4, list(product(WAYS, [(False, False, True), (True, True, True), (True, False, True)])))
-)
-def test_calls_that_accumulate_are_one_bigger_batch(way: str, syncs: tuple[bool, ...]) -> None:
-    topology = topology_of(2, 2, ORDERS[1])
-    model = network(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    for first in (0, 3):
-        of_calls = [gradients_of(model, call, 2) for call in range(first, first + 3)]
-        plain_step(model, optimizer, {name: sum(one[name] for one in of_calls) for name in of_calls[0]})  # type: ignore[misc]
-    for state in on_strict(topology, lambda: accumulated(topology, WAYS[way], syncs)):
-        assert_near(state, model.state_dict())
 
 
 # --- hooks ---
@@ -560,7 +512,7 @@ def put_hooks(named: Iterable[tuple[str, nn.Parameter]], hook: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "early", "microbatches", "way"), every(7, list(product(HOOKS, [True, False], [1, 3], WAYS)))
+    ("hook", "early", "microbatches", "way"), every(9, list(product(HOOKS, [True, False], [1, 3], WAYS)))
 )
 def test_hooks_act_once_and_on_what_they_act_on_in_plain_pytorch(
     hook: str, early: bool, microbatches: int, way: str
@@ -619,7 +571,7 @@ def check_clipped(got: tuple[list[float], State], tied: bool, replicas: int) -> 
 
 @pytest.mark.parametrize(
     ("way", "tied", "shape"),
-    every(3, list(product(WAYS, [True, False], [(2, 2, ORDERS[0]), (2, 4, ORDERS[1])]))),
+    every(5, list(product(WAYS, [True, False], [(2, 2, ORDERS[0]), (2, 4, ORDERS[1])]))),
 )
 def test_the_norm_is_that_of_the_unsplit_model(way: str, tied: bool, shape: tuple[int, int, str]) -> None:
     pipe, data, order = shape
@@ -678,13 +630,17 @@ def poisoning(forward_backward: fxpipe.ForwardBackward, poison: float) -> Iterat
 def test_a_bad_number_in_one_ranks_gradient_skips_the_step_on_all(way: str, spoilt: tuple[int, float]) -> None:
     victim, poison = spoilt
     topology = topology_of(2, 2, ORDERS[0])
-    with pytest.warns(RuntimeWarning, match="skipped") as said:
+    # as the sum shows it: to both replicas, or to the one with the first half of the stage's bucket
+    first = victim // 2 * 2
+    bad = f"rank {first}" if WAYS[way]["zero"] else f"ranks {first}, {first + 1}"
+    says = rf"step 1 \(from 0\) was skipped on all ranks: the gradient on {bad} has"
+    with pytest.warns(RuntimeWarning, match=says) as said:
         ranks = on_strict(topology, lambda: poisoned(topology, WAYS[way], victim, poison))
-    assert len(said) == 1
-    for rank, ((first, second, third, fourth), skipped) in enumerate(ranks):
+    assert [warning.filename for warning in said] == [__file__]
+    for rank, ((one, second, third, fourth), skipped) in enumerate(ranks):
         assert skipped == 2
-        assert_near(second, first, 0.0)
-        assert_near(third, first, 0.0)
+        assert_near(second, one, 0.0)
+        assert_near(third, one, 0.0)
         assert all(tensor.isfinite().all() for tensor in fourth.values())
         assert all(not torch.equal(fourth[name], third[name]) for name in fourth)
         assert_near(fourth, ranks[rank // 2 * 2][0][-1], 0.0)  # the other replica's

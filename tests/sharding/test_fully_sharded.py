@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import wraps
 from itertools import product
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fxpipe
 from fxpipe import StageGraph
@@ -23,6 +21,7 @@ from fxpipe.graph.stage_graph import Edge, all_tensors
 from fxpipe.parameters.dtensors import whole_of
 from fxpipe.precision import Precision
 from tests.pool import Pool
+from tests.sharding.test_parallelize import in_a_new_world
 from tests.thinned import every, in_turn
 
 WIDTH, ROWS = 6, 24
@@ -147,18 +146,6 @@ def plain_gradients(build: Build, replicas: int, parts: int, weights: Sequence[f
 
 
 # --- and fxpipe ---
-
-
-def in_a_new_world(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions that a worker runs: DTensor keeps meshes, which it takes for equal to those of earlier worlds."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _clear_sharding_prop_cache()
-        fxpipe.init()
-        return function(*args, **kwargs)
-
-    return run
 
 
 def compiled(build: Build, topology: Topology, parts: int = 2, **options: Any) -> tuple[Any, Tensor]:
@@ -434,15 +421,3 @@ def hooked() -> tuple[list[Any], Any]:
 
 def test_hooks_and_attributes_of_parameters(pool: Pool) -> None:
     assert pool.run(hooked, ranks=2) == [([True], "no decay")] * 2
-
-
-@in_a_new_world
-def frozen_later() -> None:
-    forward_backward, x = compiled(two_stages, ONE_NODE)
-    dict(forward_backward.named_parameters())["a.linear.weight"].requires_grad_(False)
-    forward_backward(x)
-    check(forward_backward, plain_gradients(two_stages, 2, 2) | {"a.linear.weight": None})
-
-
-def test_a_parameter_may_be_frozen_after_compile(pool: Pool) -> None:
-    pool.run(frozen_later, ranks=2)

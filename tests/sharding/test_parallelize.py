@@ -317,10 +317,11 @@ def check_equal(results: Sequence[Any], expected: Any) -> None:
         (PIPE_DATA, parts_sharded, 2, EndsInSum),
         (PIPE_DATA, sharded_and_checkpointed, 2, Ends),
         (PIPE_DATA, nothing, 2, EndsInSum),
+        (PIPE_DATA, all_sharded, 2, Square),  # a stage without parameters is a stage, too
     ],
 )
 def test_training_equals_plain_pytorch(
-    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int, last: type[Block]
+    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int, last: type[nn.Module]
 ) -> None:
     build = partial(graph_of, last)
     check_equal(pool.run(trained, build, axes, parallelize), plain(build, replicas))
@@ -339,12 +340,6 @@ def test_mixed_precision_is_fsdps(pool: Pool) -> None:
         assert found_norms[0] == pytest.approx(norms[0], rel=0.01)
         assert found[0] != pytest.approx(losses[0], rel=1e-5)
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("parallelize", every(2, [all_sharded, nothing]))
-def test_a_stage_without_parameters_is_a_stage_too(pool: Pool, parallelize: Any) -> None:
-    build = partial(graph_of, Square)
-    check_equal(pool.run(trained, build, PIPE_DATA, parallelize), plain(build, 2))
 
 
 @pytest.mark.parametrize(
@@ -588,7 +583,7 @@ def test_captures_that_are_dropped_are_let_go_of(monkeypatch: pytest.MonkeyPatch
         model, Topology([("pipe", 2)]), parallelize=nothing, microbatches=1, example_args=(batch(0, 0),)
     )
     planner, seen = forward_backward._planner, WeakSet[Any]()
-    for rows in [2, 3, 4, 5, 6, 2, 3, ROWS]:
+    for rows in [2, 3, 4, 2, ROWS]:
         x = batch(0, 0)[:rows]
         assert forward_backward(x).item() == pytest.approx(plain(x).item(), rel=1e-6)
         seen.update(stage.module for graph in planner.graphs for stage in graph)
@@ -596,7 +591,7 @@ def test_captures_that_are_dropped_are_let_go_of(monkeypatch: pytest.MonkeyPatch
         gc.collect()
         homes = [stage.function._module for stage in planner.first.graph]  # type: ignore[attr-defined]
         assert sum("_of_capture_" in name for home in homes for name in dir(home)) <= 2
-    assert len(kept) < 16
+    assert len(kept) < 10
     assert {id(module) for module in seen} == kept, "what was dropped is gone"
 
 
