@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, namedtuple
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.graph.boundary import boundary, recording
+from fxpipe.graph.boundary import recording
 from fxpipe.graph.program import is_boundary
 from tests.capturing import captured
 from tests.work import steps
@@ -52,12 +52,6 @@ def test_outside_a_capture_it_costs_one_function_call() -> None:
     assert steps(fxpipe.stage_boundary, x) == steps(empty, x)
 
 
-def test_what_is_gathered_is_the_same_object_outside_a_capture() -> None:
-    value = torch.ones(2)
-    assert fxpipe.stage_boundary(value, gather="batch") is value
-    assert fxpipe.stage_boundary(value, gather="global", group=4) is value
-
-
 @pytest.mark.parametrize(
     ("given", "fact"),
     [
@@ -77,12 +71,6 @@ def test_no_way_to_gather_is_refused(given: dict[str, Any], fact: str) -> None:
 def test_a_number_or_a_text_is_refused(value: Any) -> None:
     with pytest.raises(fxpipe.TraceError, match=r"stage_boundary is given .*; give it the tensors that cross the cut"):
         fxpipe.stage_boundary(value)
-
-
-def test_a_type_checker_sees_the_type_of_its_argument() -> None:
-    hints = get_type_hints(fxpipe.stage_boundary)
-    assert isinstance(hints["value"], TypeVar)
-    assert hints["value"] is hints["return"]
 
 
 def test_another_thread_runs_eagerly_while_this_one_captures() -> None:
@@ -143,10 +131,3 @@ def assert_same_kind(given: Any, got: Any) -> None:
             assert_same_kind(one, other)
     elif not isinstance(given, torch.fx.Proxy):
         assert given is got
-
-
-def test_the_operator_of_an_uncut_graph_passes_its_values_on() -> None:
-    x, y = torch.ones(1), torch.ones(2)
-    got = boundary([x, y], "name")
-    assert got[0] is x
-    assert got[1] is y

@@ -98,17 +98,6 @@ def test_what_needs_no_gradient_at_all_leaves_nothing() -> None:
     assert deferred.kept == []
 
 
-def test_inputs_that_need_no_gradient_leave_the_parameters_theirs() -> None:
-    model, deferred = scaled(), Deferred()
-    loss = in_halves(model, deferred, batch().detach()).sum()
-    with deferred.collecting():
-        loss.backward()
-    deferred.accumulate()
-    reference = scaled()
-    whole(reference, batch().detach()).sum().backward()
-    assert all(map(torch.equal, gradients(model), gradients(reference)))
-
-
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_gradient_that_forward_takes_of_its_own_values_is_an_error_not_a_gradient_twice(create_graph: bool) -> None:
     x = batch()

@@ -37,8 +37,6 @@ OTHER_LOSSES: dict[str, Any] = {
     r"a fxpipe\.Sum in one {} and a mean in another": fxpipe.Sum(torch.tensor(1.0), 2),
     r"of torch\.float32 in one {} and of torch\.float64 in another": {"loss": torch.tensor(1.0).double(), "a": 1.0},
     r"metrics \['a'\] in one {} and with \['a', 'b'\]": {"loss": torch.tensor(1.0), "a": 1.0, "b": 2.0},
-    r"metrics \['a'\] in one {} and with \['b'\]": {"loss": torch.tensor(1.0), "b": 2.0},
-    r"metrics \['a'\] in one {} and with \[\]": torch.tensor(1.0),
 }
 
 

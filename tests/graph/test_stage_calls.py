@@ -82,11 +82,6 @@ def test_forward_prints_its_code_and_backward_what_it_returns(
     assert "return [d_image]" in backward
 
 
-def test_an_unknown_stage_is_told_with_the_nearest_name(towers: tuple[Towers, fxpipe.ForwardBackward]) -> None:
-    with pytest.raises(fxpipe.PartitionError, match=r"no stage is called 'txt'; did you mean \"text\""):
-        towers[1].stages["txt"]
-
-
 def test_an_output_that_autograd_did_not_save_is_free_once_it_has_been_sent() -> None:
     class Linears(nn.Module):
         def __init__(self) -> None:

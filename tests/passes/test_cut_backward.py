@@ -112,9 +112,3 @@ def test_what_writes_is_in_i() -> None:
     halves = halved(writing, numbers((3,), (3,)), later=[1])
     assert calls(halves.of_input) == [ATEN.mul.Tensor, ATEN.copy_.default]
     assert calls(halves.of_weights) == [ATEN.mul.Tensor]
-
-
-def test_where_all_is_for_w_nothing_is_left_for_i() -> None:
-    halves = halved(lambda dy, x: (None, dy.t().mm(x)), numbers((6, 3), (6, 4)), later=[1])
-    assert not halves.of_input.does_anything
-    assert halves.of_weights.takes == halves.given

@@ -26,10 +26,7 @@ RELU_IN_PLACE = {"part": nn.ReLU(inplace=True)}
 
 WRITES: list[tuple[str, Callable[..., Any], set[str], dict[str, nn.Module]]] = [
     ("add_", lambda m, x, y: x.add_(y), {"x"}, {}),
-    ("relu_", lambda m, x, y: torch.relu_(x), {"x"}, {}),
     ("index_put_", lambda m, x, y: x.index_put_((y,), x), {"x"}, {}),
-    ("copy_", lambda m, x, y: x.copy_(y), {"x"}, {}),
-    ("masked_fill_", lambda m, x, y: x.masked_fill_(y > 0, 1), {"x"}, {}),
     ("out=", lambda m, x, y: torch.add(x, x, out=y), {"y"}, {}),
     ("two outs", lambda m, x, y: torch.max(x, 0, out=(x, y)), {"x", "y"}, {}),
     ("F.relu(inplace=True)", lambda m, x, y: F.relu(x, inplace=True), {"x"}, {}),
@@ -44,12 +41,10 @@ WRITES: list[tuple[str, Callable[..., Any], set[str], dict[str, nn.Module]]] = [
         {},
     ),
     ("add", lambda m, x, y: x + y, set(), {}),
-    ("F.relu", lambda m, x, y: F.relu(x), set(), {}),
     ("F.relu(inplace=False)", lambda m, x, y: F.relu(x, inplace=False), set(), {}),
     ("nn.ReLU", lambda m, x, y: m.part(x), set(), {"part": nn.ReLU()}),
     ("F.embedding(max_norm=1)", lambda m, x, y: F.embedding(x, m.buffer, max_norm=1.0), {"buffer"}, {}),
     ("F.embedding", lambda m, x, y: F.embedding(x, m.buffer), set(), {}),
-    ("torch.where", lambda m, x, y: torch.where(x > 0, x, y), set(), {}),
 ]
 
 
@@ -58,34 +53,17 @@ def test_what_an_operation_writes(body: Callable[..., Any], targets: set[str], p
     assert names(effects.written(*last_node(body, **parts))) == targets
 
 
-def test_what_an_item_assignment_writes() -> None:
-    def body(m: Any, x: Tensor, y: Tensor) -> Any:
-        x[0] = y
-
-    assert names(effects.written(*last_node(body))) == {"x"}
-
-
 ALIASES: list[tuple[str, Callable[..., Any], dict[str, nn.Module]]] = [
     ("view", lambda m, x, y: x.view(-1), {}),
-    ("reshape", lambda m, x, y: x.reshape(2, -1), {}),
     ("getitem", lambda m, x, y: x[0], {}),
     ("chunk", lambda m, x, y: x.chunk(2), {}),
-    ("split", lambda m, x, y: torch.split(x, 2), {}),
-    ("unbind", lambda m, x, y: x.unbind(0), {}),
-    ("transpose", lambda m, x, y: torch.transpose(x, 0, 1), {}),
     ("x.T", lambda m, x, y: x.T, {}),
     ("x.data", lambda m, x, y: x.data, {}),
     ("detach", lambda m, x, y: x.detach(), {}),
     ("contiguous", lambda m, x, y: x.contiguous(), {}),
     ("to", lambda m, x, y: x.to(torch.float32), {}),
-    ("float", lambda m, x, y: x.float(), {}),
-    ("type_as", lambda m, x, y: x.type_as(x), {}),
     ("expand", lambda m, x, y: x.expand(4, 4), {}),
-    ("expand_as", lambda m, x, y: x.expand_as(x), {}),
-    ("squeeze", lambda m, x, y: x.squeeze(), {}),
     ("flatten", lambda m, x, y: torch.flatten(x), {}),
-    ("movedim", lambda m, x, y: x.movedim(0, 1), {}),
-    ("atleast_2d", lambda m, x, y: torch.atleast_2d(x), {}),
     ("broadcast_tensors", lambda m, x, y: torch.broadcast_tensors(x, x), {}),
     ("einsum", lambda m, x, y: torch.einsum("ij->ji", x), {}),
     ("dropout in eval", lambda m, x, y: F.dropout(x, 0.5, False), {}),
@@ -114,17 +92,12 @@ def test_what_may_share_memory_with_its_input_is_known_to(
 NEW: list[tuple[str, Callable[..., Any]]] = [
     ("add", lambda m, x, y: x + y),
     ("clone", lambda m, x, y: x.clone()),
-    ("matmul", lambda m, x, y: x @ y),
     ("F.relu", lambda m, x, y: F.relu(x)),
-    ("F.gelu", lambda m, x, y: F.gelu(x)),
-    ("softmax", lambda m, x, y: x.softmax(-1)),
     ("cat", lambda m, x, y: torch.cat([x, y])),
-    ("sum", lambda m, x, y: x.sum()),
     ("zeros_like", lambda m, x, y: torch.zeros_like(x)),
     ("linear", lambda m, x, y: m.linear(x)),
     ("shape", lambda m, x, y: x.shape),
     ("size", lambda m, x, y: x.size(0)),
-    ("layer_norm", lambda m, x, y: F.layer_norm(x, (4,))),
 ]
 
 
@@ -138,9 +111,7 @@ RANDOM: list[tuple[str, Callable[..., Any], bool, dict[str, nn.Module]]] = [
     ("rand_like", lambda m, x, y: torch.rand_like(x), True, {}),
     ("normal_", lambda m, x, y: x.normal_(), True, {}),
     ("bernoulli", lambda m, x, y: torch.bernoulli(x), True, {}),
-    ("multinomial", lambda m, x, y: torch.multinomial(x, 1), True, {}),
     ("F.dropout", lambda m, x, y: F.dropout(x, 0.5, True), True, {}),
-    ("F.dropout2d", lambda m, x, y: F.dropout2d(x), True, {}),
     ("attention", lambda m, x, y: F.scaled_dot_product_attention(x, x, x), False, {}),
     ("attention with dropout", lambda m, x, y: F.scaled_dot_product_attention(x, x, x, None, 0.1), True, {}),
     ("F.dropout in eval", lambda m, x, y: F.dropout(x, 0.5, False), False, {}),
@@ -148,9 +119,7 @@ RANDOM: list[tuple[str, Callable[..., Any], bool, dict[str, nn.Module]]] = [
     ("nn.Dropout", lambda m, x, y: m.part(x), True, {"part": nn.Dropout()}),
     ("nn.MultiheadAttention", lambda m, x, y: m.part(x, x, x), True, {"part": nn.MultiheadAttention(4, 1)}),
     ("add", lambda m, x, y: x + y, False, {}),
-    ("softmax", lambda m, x, y: F.softmax(x, -1), False, {}),
     ("nn.Linear", lambda m, x, y: m.linear(x), False, {}),
-    ("getitem", lambda m, x, y: x[0], False, {}),
 ]
 
 

@@ -64,11 +64,6 @@ def labels_beside(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(everyones(m.a(x)), y)
 
 
-def a_skip_around(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    h = m.a(x)
-    return F.mse_loss(m.b(batch(h.relu(), 2)), h)
-
-
 def a_stage_behind(m: Any, x: Tensor, y: Tensor) -> Tensor:
     h = stage_boundary(m.b(batch(m.a(x))))
     return F.mse_loss(m.head(h), y)
@@ -81,7 +76,6 @@ def global_behind_batch(m: Any, x: Tensor, y: Tensor) -> Tensor:
 TAKEN = {
     join: {"mse_loss": (None, {"batch"}, {"a": "batch", "b": "batch"})},
     labels_beside: {"mse_loss": (None, {"global"}, {"y": "global", "a": "global"})},
-    a_skip_around: {"b": (2, {"batch"}, {"a": "batch", "relu": "batch"})},
     a_stage_behind: {"b": (None, {"batch"}, {"a": "batch"}), "head": (None, {"batch"}, {"y": "batch", "b": None})},
     global_behind_batch: {
         "b": (None, {"batch"}, {"a": "batch"}),
@@ -136,18 +130,8 @@ def a_plain_boundary(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(batch(m.a(x)), stage_boundary(m.b(y)))
 
 
-def unmarked_into_a_later_stage(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    h = m.b(y)
-    v = stage_boundary(m.head(batch(m.a(x) + stage_boundary(h))))
-    return F.mse_loss(v, h)
-
-
 def two_sizes(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(batch(m.a(x), 2), batch(m.b(y), 4))
-
-
-def groups_of_groups(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(batch(m.b(batch(m.a(x), 2))), batch(m.head(y)))
 
 
 def an_input_in_neither_way(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -163,20 +147,13 @@ def a_batch_norm(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.norm(batch(m.a(x))).sum()
 
 
-def a_batch_norm_by_hand(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.batch_norm(batch(m.a(x)), m.mean, m.var, training=True).sum()
-
-
 REFUSED = {
     a_number_from_in_front: r"a number of each micro-batch; ask the gathered value for it: v = stage_boundary\(v",
     a_plain_boundary: r"is given b .*test_gather.*through no boundary that gathers.*write gather= there, too",
-    unmarked_into_a_later_stage: r"is given b .*through no boundary that gathers .*write gather= there, too",
     two_sizes: r"is given groups of several sizes, group=\[2, 4\]; write one",
-    groups_of_groups: r"is given groups of several sizes, group=\[2, None\]; write one",
     an_input_in_neither_way: r'is given y.*as "batch" and as "global"; say which this is: stage_boundary\(y, gather=',
     everyones_again: r'is given b .*through gather="global", which is of every replica\'s rows already',
     a_batch_norm: r"holds the batch norm 'norm'.*put it in front of the boundary, put it in eval\(\), or write a Layer",
-    a_batch_norm_by_hand: r"holds the batch norm 'batch_norm'.*put it in front of the boundary",
 }
 
 

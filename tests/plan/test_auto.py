@@ -93,16 +93,6 @@ def test_it_trains_and_evaluates_as_plain_pytorch(engine: str, tracer: str, requ
         assert {rank for place in placement for rank in ranks_of(place)} == set(range(count))
 
 
-def test_it_tells_its_choice_and_what_came_next(capsys: pytest.CaptureFixture[str]) -> None:
-    compiled("export", 2)
-    told = capsys.readouterr().err
-    lines = [line.split("  ")[0] for line in told.splitlines()]
-    assert "chosen" in lines
-    assert [line for line in lines if line.startswith("runner-up")] == ["runner-up 1", "runner-up 2", "runner-up 3"]
-    assert "makespan" in told
-    assert "peak of a rank" in told
-
-
 class Chain(nn.Module):
     """Six marked stages, of which the first is as costly as the rest together, though it has no more parameters."""
 

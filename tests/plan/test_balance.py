@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe import passes
 from fxpipe.errors import PartitionError
 from fxpipe.graph.like import TensorLike
-from fxpipe.graph.program import Program, called_in, is_boundary, is_compute
+from fxpipe.graph.program import Program, called_in, is_compute
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.analysis.blocks import Blocks, blocks
@@ -27,10 +27,9 @@ from fxpipe.plan.balance.choose import Balanced, balance, coarsened, place_stage
 from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts, costs_from_shapes
 from fxpipe.plan.balance.search import numbered, search
-from fxpipe.plan.balance.segments import Line, by_upward_rank, depth_first, entries, orders, partition, towers
+from fxpipe.plan.balance.segments import Line, depth_first, entries, partition
 from fxpipe.plan.balance.segments import balanced as cuts_of
 from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
-from fxpipe.plan.placement import place
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 from tests.capturing import run_stages
@@ -114,20 +113,6 @@ class Towers(nn.Module):
         return (x @ y.t()).square().mean()
 
 
-class Marked(nn.Module):
-    """Its marks cut it badly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = fxpipe.stage_boundary(self.layers[0](x), name="early")
-        for layer in self.layers[1:]:
-            x = layer(x)
-        return x.square().mean()
-
-
 class InPlace(nn.Module):
     """Writes that a cut must not separate from what reads around them."""
 
@@ -192,7 +177,6 @@ class Decoder(nn.Module):
 MODELS: dict[str, Any] = {
     "chain": lambda: Chain(6),
     "towers": lambda: Towers(4, 3),
-    "marked": Marked,
     "in place": InPlace,
     "statistics": Statistics,
     "shapes": Shapes,
@@ -265,12 +249,6 @@ def test_tied_layers_stay_together_where_that_costs_nothing() -> None:
         assert rank_of[0] == rank_of[sink]
 
 
-def test_a_frozen_tower_is_reckoned_without_its_backward() -> None:
-    model = Towers(1, 1)
-    model.image.requires_grad_(False)
-    assert balanced(model, 2).outcome.seconds < balanced(Towers(1, 1), 2).outcome.seconds
-
-
 @pytest.mark.parametrize("family", ["1f1b", "greedy"])
 def test_the_family_that_is_going_to_run_is_the_one_that_is_simulated(family: str) -> None:
     found = balanced(Towers(1, 1), 2, microbatches=4, schedule=family)
@@ -305,14 +283,6 @@ def test_peak_bytes_are_parameters_with_their_state_and_what_is_in_flight() -> N
     parameters = sum(parameter.numel() for parameter in model.parameters())
     saved = sum(found.outcome.costs.activation_bytes or ())
     assert found.outcome.peak_bytes == (16 * parameters + saved,)  # 1F1B on one rank holds one micro-batch
-
-
-def test_a_limit_of_memory_is_kept_at_the_cost_of_time() -> None:
-    free = balanced(Towers(2, 1, factor=4), 2, microbatches=4)
-    most = max(free.outcome.peak_bytes)
-    tight = balanced(Towers(2, 1, factor=4), 2, microbatches=4, memory_per_rank=0.9 * most)
-    assert max(tight.outcome.peak_bytes) <= 0.9 * most
-    assert tight.outcome.seconds >= free.outcome.seconds
 
 
 def test_where_nothing_fits_the_least_that_was_found_is_told() -> None:
@@ -352,18 +322,6 @@ def given_stages(model: nn.Module, ranks: int, **options: Any) -> tuple[Balanced
     return place_stages(program, ranks, 8, costs, **options), passes.split(program)
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
-def test_given_stages_are_placed_by_cost_and_not_by_parameters(ranks: int) -> None:
-    found, graph = given_stages(FiveStages(), ranks)
-    assert sorted(set(found.placement)) == list(range(ranks))
-    judge = Judge(work_of_stages(found.program, costs_of_program(found.program)), with_costs("1f1b"), 8, None)
-    by_parameters = judge.outcome(StageLayout(tuple(range(5)), place(graph, ranks, None)))
-    assert by_parameters is not None
-    assert found.outcome.seconds <= by_parameters.seconds
-    if 1 < ranks < 4:
-        assert found.outcome.seconds < by_parameters.seconds
-
-
 def costs_of_program(program: Program) -> NodeCosts:
     return costs_from_shapes(program, {name: like(4, 8) for name in program.inputs}, hardware=FLOPS)
 
@@ -397,10 +355,6 @@ def test_a_stage_is_reckoned_with_its_own_copies() -> None:
 
 
 # --- borders of modules, and names ---
-
-
-def names_of(found: Balanced) -> tuple[str, ...]:
-    return chain((passes.name_stages,), found.program).stage_names
 
 
 def layers_of(found: Balanced, layer: str) -> list[set[int]]:
@@ -497,16 +451,6 @@ def test_a_module_that_writes_its_buffers_twice_is_one_block_with_what_lies_betw
     assert "layers_0_0" not in block_with(found, "shared")
 
 
-def test_erasing_boundaries_changes_nothing_else() -> None:
-    program = capture(Request(Marked(), ("x",)))
-    erased = passes.erase_boundaries(program)
-    kept = [node.name for node in program.graph.nodes if is_compute(node)]
-    assert [node.name for node in erased.graph.nodes if is_compute(node)] == kept
-    assert any(is_boundary(node) for node in program.graph.nodes)
-    x = torch.randn(4, 8)
-    assert torch.equal(torch.fx.GraphModule(program.module, erased.graph)(x), program.module(x))
-
-
 # --- orders and segments, against all there are ---
 
 
@@ -557,32 +501,6 @@ def test_given_stages_fit_where_equal_bytes_of_parameters_do() -> None:
     assert max(found.best.peak_bytes) <= 45e6
 
 
-def test_orders_are_topological_and_complete() -> None:
-    draw = random.Random(1)
-    for _ in range(50):
-        work = random_work(draw, draw.randint(1, 9))
-        for order in orders(work):
-            place_of = {block: position for position, block in enumerate(order)}
-            assert sorted(order) == list(range(len(work)))
-            assert all(place_of[v.source] < place_of[target] for v in work.values for target in v.targets)
-
-
-def two_towers() -> BlockGraph:
-    """0-1-2 and 3-4-5 meet in 6."""
-    return work_of([1.0] * 7, [(0, 1), (1, 2), (2, 6), (3, 4), (4, 5), (5, 6)])
-
-
-def test_towers_are_found() -> None:
-    assert towers(two_towers()) == [frozenset({0, 1, 2}), frozenset({3, 4, 5})]
-
-
-def test_by_upward_rank_towers_end_together() -> None:
-    """0-1-2 takes 6 seconds and 3-4 takes 2: the short one begins when the long one has 2 left."""
-    work = work_of([2.0, 2.0, 2.0, 1.0, 1.0, 1.0], [(0, 1), (1, 2), (2, 5), (3, 4), (4, 5)])
-    assert by_upward_rank(work) == (0, 1, 2, 3, 4, 5)
-    assert by_upward_rank(work_of([1.0, 1.0, 3.0, 3.0, 1.0], [(0, 1), (2, 3), (1, 4), (3, 4)])) == (2, 3, 0, 1, 4)
-
-
 def cut_choices(count: int, segments: int) -> list[tuple[int, ...]]:
     return [(*ends, count) for ends in itertools.combinations(range(1, count), segments - 1)]
 
@@ -609,22 +527,6 @@ def test_segments_fit_their_room_with_what_they_hold_in_flight() -> None:
     line = Line(work_of([1.0] * 6, [(a, a + 1) for a in range(5)], saved=100), tuple(range(6)))
     assert next(cuts_of(line, 2)) == (3, 6)
     assert next(cuts_of(line, 2, 8, memory=400)) == (2, 6)  # 2 blocks × 2 in flight, 4 × 1
-
-
-def test_one_of_the_cuts_of_a_chain_has_the_least_lower_bound_of_all() -> None:
-    """A rank's seconds count from when the first micro-batch arrives, so that the last rank should have least."""
-    draw = random.Random(6)
-    for _ in range(20):
-        count, ranks, microbatches = draw.randint(5, 9), draw.randint(2, 4), draw.randint(2, 6)
-        work = work_of([draw.random() for _ in range(count)], [(block, block + 1) for block in range(count - 1)])
-        judge = Judge(work, with_costs("1f1b"), microbatches, None)
-
-        def bound(ends: Sequence[int], judge: Judge = judge, count: int = count, ranks: int = ranks) -> float:
-            stage_of = tuple(sum(block >= end for end in ends) for block in range(count))
-            return judge.staged(StageLayout(stage_of, tuple(range(ranks)))).lower_bound
-
-        found = [bound(cuts) for cuts in cuts_of(Line(work, tuple(range(count))), ranks, microbatches)]
-        assert min(found) == pytest.approx(min(map(bound, cut_choices(count, ranks))), rel=1e-3)
 
 
 def test_an_encoder_stays_apart_in_a_coarse_work_though_an_embedding_takes_next_to_nothing() -> None:

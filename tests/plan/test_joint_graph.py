@@ -177,13 +177,6 @@ def broken(part: nn.Module) -> Callable[[Tensor], Tensor]:
     return function
 
 
-def test_a_stage_of_several_graphs_and_its_shared_layer() -> None:
-    part, x = layer()
-    function = broken(part)
-    wanted = torch.autograd.grad(function(x), [x, *part.parameters()])
-    assert_halves(halves_of(function), part, x, wanted)
-
-
 def test_what_cannot_be_captured_stays_in_i() -> None:
     part, x = layer()
     apart = torch.compiler.disable(lambda value: part(value))

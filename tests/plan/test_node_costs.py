@@ -168,13 +168,6 @@ def test_what_is_kept_for_backward_is_what_autograd_keeps(model: type[nn.Module]
     assert costs.saved_bytes(costs.block(names).saved) == kept_by_autograd(module, torch.randn(5, 8))
 
 
-def test_what_two_nodes_keep_is_counted_once() -> None:
-    costs = costs_of(Two(), x=like(5, 8))
-    activation = 5 * 16 * 4
-    for names in (["relu"], ["relu", "second"]):
-        assert costs.saved_bytes(costs.block(names).saved) == activation
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_block_keeps_its_input_and_computes_again(reentrant: bool) -> None:
     class Block(nn.Module):
@@ -209,15 +202,6 @@ def test_tracers_agree_on_what_a_model_costs(tracer: str) -> None:
         return sum(node.flops for node in nodes), sum(node.backward for node in nodes)
 
     assert total(tracer) == total("symbolic")
-
-
-def test_costs_of_a_model_on_the_meta_device_are_those_of_the_real_one() -> None:
-    with torch.device("meta"):
-        model = Mixed()
-    unreal = costs_of(model, x=like(5, 8))
-    assert all(parameter.is_meta for parameter in model.parameters())
-    real = costs_of(Mixed(), x=like(5, 8))
-    assert [node.forward for node in unreal.nodes.values()] == [node.forward for node in real.nodes.values()]
 
 
 def test_the_model_is_left_as_it_was() -> None:

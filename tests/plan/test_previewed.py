@@ -62,13 +62,6 @@ def test_a_frozen_stage_holds_two_micro_batches_of_what_it_sends() -> None:
     assert preview(model=Layers(frozen=True)).ranks[0].messages == 2 * value
 
 
-def test_what_a_frozen_stage_makes_for_its_own_rank_counts_until_it_is_taken() -> None:
-    """With the list schedule of 1F1B one is made and taken at a time; GPipe makes all of them first."""
-    value, alone = ROWS // MICROBATCHES * (4 * WIDTH + 8), Topology([("pipe", 1)])
-    held = {name: preview(alone, Layers(frozen=True), schedule=name).ranks[0].messages for name in ("1f1b", "gpipe")}
-    assert held == {"1f1b": value, "gpipe": MICROBATCHES * value}
-
-
 def test_without_a_batch_what_needs_its_shapes_is_left_open() -> None:
     told = preview(example_args=None)
     assert [rank.activations for rank in told.ranks] == [None, None]
@@ -107,11 +100,9 @@ def test_what_fits_is_told_against_memory_per_rank(share: float, fits: bool) -> 
     ("optimizer", "states"),
     [
         ("adamw", 2),
-        ("AdamW", 2),
         ("sgd", 0),
         (functools.partial(torch.optim.SGD, momentum=0.9), 1),
         (torch.optim.Adagrad, 1),
-        ("asgd", 1),
     ],
 )
 def test_the_optimizers_state_is_counted(optimizer: Any, states: int) -> None:
@@ -198,12 +189,6 @@ def test_a_limit_needs_no_figure_that_only_time_does() -> None:
     options = {"microbatches": MICROBATCHES, "example_args": (torch.randn(ROWS, WIDTH),)}
     with pytest.warns(UserWarning, match="data 2 of the topology is left out"):
         fxpipe.compile(Layers(), across, hardware="l40s", memory_per_rank=1e9, **options)
-
-
-def test_a_preview_in_inference_mode_is_the_same() -> None:
-    with torch.inference_mode():
-        told = preview()
-    assert told.ranks == preview().ranks
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -316,12 +301,6 @@ def test_a_gathered_stage_takes_the_time_of_its_group_at_once() -> None:
     assert "what loss computes between rows of several micro-batches counts as within each" in str(told)
 
 
-def test_seconds_need_hardware() -> None:
-    told = preview()
-    assert (told.seconds, told.flops, told.utilisation) == (None, None, None)
-    assert "seconds need hardware=" in str(told)
-
-
 class ManyResults(Layers):
     """The loss is put together with what an early stage makes."""
 
@@ -346,9 +325,7 @@ class Scaled(Layers):
         return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "options"), [(Layers, {}), (ManyResults, {"recompute": True}), (Scaled, {"schedule": "greedy"})]
-)
+@pytest.mark.parametrize(("model", "options"), [(ManyResults, {"recompute": True}), (Scaled, {"schedule": "greedy"})])
 def test_the_bubble_of_the_search_is_that_of_the_table(
     model: type[nn.Module],
     options: dict[str, Any],
@@ -424,13 +401,9 @@ def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
     ("options", "told"),
     [
         ({"hardware": "h1000"}, "hardware is 'h1000'; write one of"),
-        ({"hardware": 1e12}, "hardware is 1000000000000.0; it is the name of a GPU"),
         ({"hardware": Hardware(flops=1.0)}, "hardware has no link, bytes a second, which a message between ranks"),
         ({"optimizer": "adamv"}, "optimizer is 'adamv', which torch.optim has not; did you mean"),
-        ({"optimizer": 3}, 'optimizer is 3; write a name such as "adamw"'),
-        ({"optimizer": nn.Linear}, "cannot step a matrix"),
         ({"optimizer": "lbfgs"}, "torch.optim.LBFGS takes the parameters of the whole model as one vector"),
-        ({"optimizer": "sparseadam", "precision": fxpipe.Precision()}, "torch.optim.SparseAdam "),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], told: str) -> None:

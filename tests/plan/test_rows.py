@@ -32,7 +32,6 @@ def zeros(*shape: int) -> Any:
         ({"x": zeros(())}, 0, None),
         ({"x": zeros(8, 2)}, {"x": Packed(4)}, 2),
         ({"x": [zeros(2), zeros(5), zeros(1)]}, {"x": Packed(1)}, 3),
-        ({"x": ["a", "b"]}, {"x": Packed(1)}, 2),
         ({"cu": torch.tensor([0, 2, 3])}, {"cu": Offsets()}, 2),
         ({"x": zeros(1, 5)}, {"x": Packed(lambda x: [2, 0, 3], dim=1)}, 3),
         ({"images": torch.tensor([1, 0, 2]), "grid": torch.ones(3, 3).int(), "patches": zeros(3)}, PATCHES, 3),
@@ -124,10 +123,8 @@ def test_a_nested_tensor_without_a_shape_is_refused() -> None:
         (["a", "b", "c"], 0, ["n"]),
         ([4, 7, 1], {"x": 0}, ["n"]),
         ((224, 224, 3), 0, []),
-        (("a", "b", "c"), 0, ["n"]),
         ({"ids": ["a", "b", "c"], "m": [1]}, 0, ["n.ids"]),
         ({"ids": ["a", "b", "c"]}, {"n": {"ids": None}}, []),
-        (["a", "b", "c"], {"n": None}, []),
         (["a", "b", "c"], {"n": Packed(1)}, []),
     ],
 )

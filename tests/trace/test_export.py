@@ -124,17 +124,6 @@ class Buffers(Two):
         return self.loss(h, y) * self.row[1].tanh().mean() + self.calls
 
 
-class Autocast(Two):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.a(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            h = self.b(self.b(h))
-            with torch.no_grad():
-                shift = self.b(h)
-            h = h + shift
-        return F.mse_loss(stage_boundary(h).float(), y) + self.a.weight.sum()
-
-
 class AutocastAround(Two):
     """Boundaries inside autocast regions, one nested in another."""
 
@@ -153,39 +142,11 @@ class AutocastAround(Two):
         return h.float().sum() + y.sum()
 
 
-class NoGrad(Two):
-    @torch.no_grad()
-    def target(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            kept = self.b(x)
-        return self.a(x) + kept
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = stage_boundary(self.a(x) * self.target(x))
-        return self.loss(h, y)
-
-
 class Noisy(Two):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = F.dropout(self.a(x), 0.5, self.training) + torch.randn(WIDTH) + torch.rand_like(x)
         attended = F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.3)[0]
         return self.loss(attended, y)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inner, self.head = (
-            nn.Embedding(50, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, 50, False),
-        )
-        self.head.weight = self.embed.weight
-        self.list = [self.inner.weight]
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        h = F.linear(self.inner(self.embed(input_ids)), self.list[0])
-        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
 
 
 class Keywords(Two):
@@ -226,24 +187,6 @@ class Constants(Two):
         return self.loss(h, y)
 
 
-class Hooked(Two):
-    """Forward hooks are traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a.register_forward_hook(lambda module, args, output: output * 2)
-        self.b.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-
-
-class Numbers(Two):
-    """Python numbers that are the values of tensors, used as numbers and not for shapes or branches."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first, *_ = x.sum(1).tolist()
-        h = stage_boundary(self.a(x) * y.sum().item())
-        return self.loss(h + first, y)
-
-
 class InPlaceBehind(Two):
     """What crosses a boundary is made by a batch norm, and written behind it; another is called twice."""
 
@@ -256,22 +199,6 @@ class InPlaceBehind(Two):
         h = self.relu(stage_boundary(self.norm(self.a(x))))
         h = stage_boundary(self.twice(self.twice(h).tanh()))
         return self.loss(h.mul(2).tanh_(), y)
-
-
-class Recurrent(nn.Module):
-    """Layers of torch.nn that keep lists of their weights, compute them from others, or hold their state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-        self.attention = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h, _ = self.lstm(x[:, None])
-        h = self.attention(stage_boundary(self.normed(h)))
-        return F.mse_loss(self.spectral(stage_boundary(h))[:, 0], y)
 
 
 class WritesInput(Two):
@@ -347,25 +274,16 @@ class Case:
 
 
 CASES = {
-    "plain": Case(Two),
-    "residual with batch norm": Case(Residual),
     "writes to views": Case(ShiftRight, tokens, 3),
     "buffers": Case(Buffers),
-    "autocast inside": Case(Autocast),
     "boundaries inside autocast": Case(AutocastAround, stages=3),
-    "no_grad": Case(NoGrad),
     "random": Case(Noisy, stages=1),
-    "tied": Case(Tied, tokens, stages=1),
     "keywords, none, scalars": Case(Keywords, keyword_batch),
     "containers": Case(Containers, container_batch),
     "constants": Case(Constants),
-    "forward hooks": Case(Hooked),
-    "numbers": Case(Numbers),
     "operators of the user's": Case(OwnOperators),
     "written behind a boundary": Case(InPlaceBehind, stages=3),
-    "layers with state": Case(Recurrent, stages=3),
     "inputs written and returned": Case(WritesInput),
-    "skips": Case(Unet, stages=3),
     "cut from outside": Case(Unet, stages=4, options={"cuts": {"up.0": "before"}}),
 }
 
@@ -442,18 +360,8 @@ def test_in_training_the_loss_and_the_scalars_beside_it_are_returned() -> None:
     assert evaluated["cache"] is None
 
 
-class WeightedLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.rand(50))
-        self.weight: Tensor
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, self.weight)
-
-
 def test_a_loss_module_is_captured_too_and_its_buffers_are_constants() -> None:
-    model, loss = nn.Sequential(nn.Linear(WIDTH, 50)), WeightedLoss()
+    model, loss = nn.Sequential(nn.Linear(WIDTH, 50)), nn.CrossEntropyLoss(torch.rand(50))
     batch = {"input": torch.randn(4, WIDTH), "target": torch.randint(0, 50, (4,))}
     program = exported(model, batch, loss_fn=loss)
     assert [constant is loss.weight or torch.equal(constant, loss.weight) for constant in program.constants.values()]
@@ -517,18 +425,6 @@ def test_autocast_around_the_call_is_no_part_of_the_program() -> None:
         result = run_stages(graph, batch)
         expected = plain(**batch)
     assert torch.equal(result, expected)
-
-
-def test_what_nothing_uses_is_dropped_unless_it_does_something() -> None:
-    class Wasteful(Two):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            self.b(x).sin()
-            torch.relu_(self.b(x))
-            return (self.a(x) - y).sum()
-
-    program = passes.drop_unused(exported(Wasteful(), vectors()))
-    names = [node.name for node in program.graph.nodes if node.op == "call_function"]
-    assert names == ["linear_2", "sub", "sum_1"]
 
 
 def test_numbers_in_the_result_are_those_of_the_call() -> None:
@@ -621,44 +517,29 @@ def _condition(model: Does, h: Tensor) -> Tensor:
     return torch.cond(h.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (h,))  # type: ignore[no-any-return]
 
 
-def _forked(h: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        return h + torch.rand(WIDTH)
-
-
 GENERATOR = torch.Generator()
 STRANGER, LEAF = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH, requires_grad=True)
 
 REFUSED: dict[str, tuple[Callable[[Does, Tensor], Any], str]] = {
     "autograd.Function": (lambda m, h: Double.apply(h), "Double is applied.*record"),
     "checkpoint": (lambda m, h: checkpoint(m.b, h, use_reentrant=False), "activation checkpointing.*record"),
-    "reentrant checkpoint": (lambda m, h: checkpoint(m.b, h, use_reentrant=True), "activation checkpointing.*record"),
     "random": (lambda m, h: h * random.random(), "random numbers"),
-    "numpy": (lambda m, h: h * float(np.random.rand()), "random numbers"),
-    "seeded": (lambda m, h: torch.manual_seed(0), "random numbers"),
-    "attribute": (lambda m, h: setattr(m, "last", h + getattr(m, "last", 0.0)), "sets self.last"),
-    "count": (lambda m, h: setattr(m, "count", m.count + 1), "sets self.count"),
     "submodule's": (lambda m, h: setattr(m.a, "last", h + getattr(m.a, "last", 0.0)), "sets a.last"),
     "deleted": (lambda m, h: delattr(m, "count"), "changes Does.count"),
-    "list": (lambda m, h: m.log.append(1), "changes Does.log"),
     "buffer's shape": (lambda m, h: setattr(m, "buffer", h.sum(0)), r"buffer self.buffer of torch.float32 \[2\]"),
     "tensor hook": (lambda m, h: h.register_hook(lambda g: 2 * g), "hook on a tensor.*record"),
     "gradient": (_gradient, "gradients are computed inside"),
     "branch": (_branch, "branches on the value of a tensor"),
     "nonzero": (lambda m, h: h + h.nonzero().sum(), "shape depends on the values"),
-    "size": (lambda m, h: h + torch.zeros(int(h.sum()), 1), "shape depends on the values|branches on the value"),
     "stranger": (lambda m, h: STRANGER(h), "parameter that is not the model's"),
     "leaf": (lambda m, h: h * LEAF, "needs a gradient and is no parameter"),
     "view": (lambda m, h: h + m.head, "view of a.weight that was made outside"),
     "cond": (_condition, "cannot be cut into stages"),
     "vmap": (lambda m, h: torch.vmap(torch.sin)(h), "outside of the function around it.*record"),
     "inference mode": (lambda m, h: h + torch.inference_mode()(torch.sin)(h).sum(), "inference mode is entered"),
-    "forked": (lambda m, h: _forked(h), "random numbers"),
     "generator": (lambda m, h: h + torch.rand(WIDTH, generator=GENERATOR), "a Generator that is no input"),
     "data set": (lambda m, h: setattr(m.b.weight, "data", h[:, :1]), "sets .data"),
     "numpy of a tensor": (lambda m, h: h + torch.from_numpy(h.detach().numpy()), "numpy"),
-    "shapes": (lambda m, h: h @ h, "RuntimeError: a and b must have same reduction dim"),
-    "key": (lambda m, h: {}["absent"], "KeyError: 'absent'"),
     "no tensor": (lambda m, h: stage_boundary(3), "in which there is no tensor"),
 }
 
@@ -692,29 +573,6 @@ def test_an_object_among_the_inputs_is_refused() -> None:
         exported(Two(), {"x": torch.randn(4, WIDTH), "y": [Snapshot(Two())]})
 
 
-def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
-    loss = nn.Linear(WIDTH, 1)
-    with pytest.raises(TraceError, match="or loss_fn, uses a parameter that is not the model's"):
-        exported(
-            nn.Linear(WIDTH, WIDTH),
-            {"input": torch.randn(4, WIDTH), "target": torch.randn(4)},
-            loss_fn=lambda output, target: loss(output).sum(),
-        )
-
-
-def test_after_a_capture_the_model_is_as_it_was() -> None:
-    model = Buffers()
-    held = [dict(vars(part)) for part in model.modules()]
-    tensors = [(tensor, tensor.clone()) for tensor in model.state_dict(keep_vars=True).values()]
-    exported(model, vectors())
-    for now, before in zip((vars(part) for part in model.modules()), held, strict=True):
-        assert all(now[name] is value for name, value in before.items())
-        assert now.keys() == before.keys()
-    for (tensor, numbers), now in zip(tensors, model.state_dict(keep_vars=True).values(), strict=True):
-        assert now is tensor
-        assert torch.equal(now, numbers)
-
-
 # ---- what the passes know of operators ----
 
 aten = torch.ops.aten
@@ -729,24 +587,14 @@ def node_of(target: Any, *args: Any, **kwargs: Any) -> tuple[Program, fx.Node]:
 
 
 OPERATORS: dict[str, tuple[tuple[Any, ...], str, str, bool]] = {
-    "add": ((aten.add.Tensor, "x", "y"), "", "", False),
     "add_": ((aten.add_.Tensor, "x", "y"), "x", "x", False),
-    "copy_": ((aten.copy_.default, "x", "y"), "x", "x", False),
     "slice": ((aten.slice.Tensor, "x", 0, 0, 1), "", "x", False),
-    "view": ((aten.view.default, "x", [2]), "", "x", False),
     "reshape": ((aten.reshape.default, "x", [2]), "", "x", False),
-    "contiguous": ((aten.contiguous.default, "x"), "", "x", False),
-    "to": ((aten.to.dtype, "x", torch.float), "", "x", False),
     "type_as": ((aten.type_as.default, "x", "y"), "", "x y", False),
-    "detach": ((aten.detach.default, "x"), "", "x", False),
-    "chunk": ((aten.chunk.default, "x", 2), "", "x", False),
-    "clone": ((aten.clone.default, "x"), "", "", False),
-    "lift_fresh_copy": ((aten.lift_fresh_copy.default, "x"), "", "", False),
     "index_put_": ((aten.index_put_.default, "x", ["y"], "z"), "x", "x", False),
     "batch_norm": ((aten.batch_norm.default, "x", "w", "b", "m", "v", True, 0.1, 1e-5, False), "m v", "m v", False),
     "dropout": ((aten.dropout.default, "x", 0.1, True), "", "x", True),
     "dropout in eval": ((aten.dropout.default, "x", 0.1, False), "", "x", False),
-    "dropout of nothing": ((aten.dropout.default, "x", 0.0, True), "", "x", False),
     "attention": ((aten.scaled_dot_product_attention.default, "x", "y", "z"), "", "", False),
     "dropping attention": ((aten.scaled_dot_product_attention.default, "x", "y", "z", None, 0.1), "", "", True),
     "randn": ((aten.randn.default, [4]), "", "", True),

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -66,39 +64,9 @@ class Model(nn.Module):
 # --- sizes ---
 
 
-class RepeatedRows(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return h + self.inner(h).repeat_interleave(ids, 0).sum(0)
-
-
 class SelectedRows(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         return h + self.inner(h)[ids == 3].sum(0)
-
-
-class SelectedByValue(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return h + self.inner(h)[h > 0].sum()
-
-
-class Nonzero(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return h.index_add(0, (ids > 2).nonzero().squeeze(1), self.inner(h[ids > 2]))
-
-
-class MaskedSelect(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return h + torch.masked_select(self.inner(h), (ids > 2).unsqueeze(1)).sum()
-
-
-class Unique(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * torch.unique(ids).numel()
-
-
-class AsManyAsTheData(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return h + self.inner(h).topk(int(ids.max()), 1).values.sum(1, keepdim=True)
 
 
 class Packed(Part):
@@ -109,24 +77,6 @@ class Packed(Part):
         steps = h.unsqueeze(1).expand(-1, WIDTH, -1)
         packed = pack_padded_sequence(steps, ids, batch_first=True, enforce_sorted=False)
         return self.inner(h) + self.recurrent(packed)[1][0]
-
-
-class LongestOfTheBatch(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        longest = ids.max().item()
-        return self.inner(h) + h[:, :longest].sum(1, keepdim=True)
-
-
-class RangeOfData(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) + torch.arange(int(ids.sum())).sum()
-
-
-class SplitByData(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        few = int((ids > 3).sum())
-        one, other = torch.split(self.inner(h), [few, h.shape[0] - few])
-        return h + one.sum(0) - other.sum(0)
 
 
 class Experts(Part):
@@ -147,43 +97,6 @@ class Experts(Part):
 class Branch(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         return self.inner(h) if h.sum() > 0 else h
-
-
-class BranchOnAnInput(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) if bool((ids > 1).all()) else h * 2
-
-
-class Item(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * ids.float().mean().item()
-
-
-class EarlyExit(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        for _ in range(5):
-            h = torch.tanh(self.inner(h))
-            if h.abs().max() < 0.7:
-                break
-        return h
-
-
-class While(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        h = self.inner(h)
-        while h.norm() > 3:
-            h = h / 2
-        return h
-
-
-class Caught(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        try:
-            if ids[0] > 2:
-                raise ValueError("too many")
-        except ValueError:
-            return self.inner(h) * 2
-        return self.inner(h)
 
 
 class BranchOnAParameter(Part):
@@ -230,19 +143,6 @@ class WrittenOnlyIf(Part):
         return h
 
 
-class WrittenWhere(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        h = self.inner(h).clone()
-        h[ids > 2] = 0
-        return h
-
-
-class SortedInPython(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        order = sorted(range(h.shape[0]), key=lambda row: ids[row].item())
-        return self.inner(h) + h[order]
-
-
 class AsksForAType(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         return self.inner(h) * 2 if isinstance(h, Tensor) else self.inner(h)
@@ -261,11 +161,6 @@ class ThroughNumpy(Part):
         return self.inner(h) + torch.from_numpy(h.detach().numpy().cumsum(1))
 
 
-class ThroughALoop(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * torch.tensor([float(number) for number in ids]).unsqueeze(1)
-
-
 class ThroughAList(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         return self.inner(h) * torch.tensor(ids.tolist()).unsqueeze(1)
@@ -282,14 +177,6 @@ class PythonsRandom(Part):
 class ForwardHook(Part):
     def start(self) -> None:
         self.inner.register_forward_hook(lambda module, args, output: output * (2 if args[0].sum() > 0 else 1))
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h)
-
-
-class PreHook(Part):
-    def start(self) -> None:
-        self.register_forward_pre_hook(lambda module, args: (args[0] / args[0].detach().abs().max().item(), args[1]))
 
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         return self.inner(h)
@@ -331,15 +218,6 @@ class Counter(Part):
         return self.inner(h) * self.step
 
 
-class WarmUp(Part):
-    def start(self) -> None:
-        self.calls = 0
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        self.calls += 1
-        return self.inner(h) if self.calls > 3 else h
-
-
 class _WarmUp(_Rare):
     calls = 0
 
@@ -353,29 +231,6 @@ class SkippedFirst(SkippedAsARule):
         self.skipped = _WarmUp()
 
 
-class _OwnNumbers(_Rare):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = random.Random(3)
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return h if self.numbers.random() < 0.5 else self.layer(h)
-
-
-class SkippedByOwnNumbers(SkippedAsARule):
-    def start(self) -> None:
-        self.skipped = _OwnNumbers()
-
-
-class CounterInAList(Part):
-    def start(self) -> None:
-        self.count = [0]
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        self.count[0] += 1
-        return self.inner(h) * self.count[0]
-
-
 class CounterInABuffer(Part):
     def start(self) -> None:
         self.register_buffer("n", torch.zeros(()))
@@ -383,28 +238,6 @@ class CounterInABuffer(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         self.n += 1
         return self.inner(h) * self.n
-
-
-class Stream(Part):
-    def start(self) -> None:
-        self.stream = itertools.count(1)
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * next(self.stream)
-
-
-class Environment(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        os.environ["HIDDEN_CALLS"] = str(int(os.environ["HIDDEN_CALLS"]) + 1)
-        return self.inner(h) * int(os.environ["HIDDEN_CALLS"])
-
-
-class ClassAttribute(Part):
-    calls = 0
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        type(self).calls += 1
-        return self.inner(h) * self.calls
 
 
 calls = 0
@@ -439,16 +272,6 @@ class Closure(Part):
 # --- caches ---
 
 
-class FirstCall(Part):
-    def start(self) -> None:
-        self.mean: Tensor | None = None
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        if self.mean is None:
-            self.mean = h.detach().mean(0)
-        return self.inner(h - self.mean)
-
-
 class ByShape(Part):
     def start(self) -> None:
         self.cache: dict[Any, Tensor] = {}
@@ -469,25 +292,6 @@ class KeysAndValues(Part):
         return self.inner(h) + self.past.mean(0)
 
 
-@functools.lru_cache
-def _factor(number: int) -> float:
-    return 1.0 + number / 10
-
-
-class Memoised(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * _factor(int(ids.sum()))
-
-
-class History(Part):
-    def start(self) -> None:
-        self.seen: deque[Any] = deque(maxlen=3)
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        self.seen.append(h.detach().mean())
-        return self.inner(h) * sum(self.seen)
-
-
 class DataDependentStart(Part):
     """As ActNorm does."""
 
@@ -500,15 +304,6 @@ class DataDependentStart(Part):
             self.shift.copy_(h.detach().mean(0))
             self.initialised.fill_(True)
         return self.inner(h - self.shift)
-
-
-class Swapped(Part):
-    def start(self) -> None:
-        self.other = linear()
-
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        self.inner, self.other = self.other, self.inner
-        return self.inner(h)
 
 
 # --- gradients ---
@@ -532,23 +327,6 @@ class FunctionWithState(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         scaled: Tensor = _Scaled.apply(self.inner(h))  # type: ignore[no-untyped-call]
         return scaled
-
-
-class _Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        ctx.scale = 2.0 if h.sum() > 0 else 1.0
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * ctx.scale
-
-
-class FunctionThatBranches(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        clipped: Tensor = _Clipped.apply(self.inner(h))  # type: ignore[no-untyped-call]
-        return clipped
 
 
 class GradientInside(Part):
@@ -576,8 +354,7 @@ def batch(step: int) -> Inputs:
 def built(name: str, inline: bool) -> Model:
     """The model; and what it depends on beside itself as it is at the start."""
     global calls
-    calls, ClassAttribute.calls, _Scaled.calls = 0, 0, 0
-    os.environ["HIDDEN_CALLS"] = "0"
+    calls, _Scaled.calls = 0, 0
     random.seed(0)
     torch.manual_seed(0)
     return Model(PARTS[name](), inline)
@@ -634,10 +411,6 @@ def assert_right(got: list[Step], wanted: list[Step]) -> None:
             assert_same(gradient, wanted_gradients[name], f"the gradient of {name} in step {step}", TOLERANCE)
 
 
-def test_there_are_forty() -> None:
-    assert len(PARTS) >= 40
-
-
 @pytest.mark.parametrize(("name", "tracer"), every(4, list(itertools.product(PARTS, [*TRACERS, "record inline"]))))
 def test_it_is_right_or_refused_on_one_process(name: str, tracer: str) -> None:
     inline = tracer.endswith("inline")
@@ -649,8 +422,8 @@ def test_it_is_right_or_refused_on_one_process(name: str, tracer: str) -> None:
 
 
 def all_trained(tracer: str) -> dict[str, Any]:
-    """Of a seventh: in several processes tracers see what they see in one."""
-    return {name: trained(name, tracer) for name in every(7, list(PARTS))}
+    """Of a third: in several processes tracers see what they see in one."""
+    return {name: trained(name, tracer) for name in every(3, list(PARTS))}
 
 
 @pytest.mark.parametrize("tracer", TRACERS if ALL else ["auto"])  # which is any of them

@@ -216,17 +216,6 @@ class Dropped(nn.Module):
         return F.dropout(self.b(h), 0.3, self.training) + noise + torch.randn_like(h)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = fxpipe.stage_boundary(self.mix(self.embed(x)))
-        return self.head(h) + F.linear(h, self.embed.weight)
-
-
 class Containers(nn.Module):
     """Nested inputs and outputs, None, scalars, keyword-only arguments."""
 
@@ -241,20 +230,6 @@ class Containers(nn.Module):
         return {"out": (low * factor, [high.T, None, 3]), "best": high.max(-1), "extra": extra}
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = fxpipe.stage_boundary(self.layer(x))
-        h, _ = self.attend(h, h, h)
-        h, (last, _) = self.lstm(h)
-        return h.sum(1) + last[0] + torch.stack([row.mean() for row in h]).sum() + 1 - (2 - h[:, 0])
-
-
 @pytest.mark.parametrize(
     ("model", "inputs", "fresh"),
     [
@@ -262,8 +237,6 @@ class Attention(nn.Module):
         (Ema, batch(4, 8), batch(4, 8, seed=1)),
         (Modes, batch(4, 8), batch(4, 8, seed=1)),
         (Dropped, batch(4, 8), batch(4, 8, seed=1)),
-        (Tied, {"x": torch.arange(6).view(2, 3)}, {"x": torch.ones(2, 3, dtype=torch.long)}),
-        (Attention, batch(2, 3, 8), batch(2, 3, 8, seed=1)),
         (
             Containers,
             {"batch": {"x": torch.ones(2, 8), "parts": [1, torch.ones(8)]}, "extra": None, "factor": 3.0},
@@ -401,20 +374,6 @@ def test_control_flow_on_values_inside_a_submodule_is_kept() -> None:
     assert (effects.writes, effects.draws_random, effects.shares) == (("branch.seen",), True, (0,))
 
 
-def test_control_flow_on_values_between_submodules_is_refused() -> None:
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = fxpipe.stage_boundary(self.a(x))
-            return self.b(h) if h.sum() > 0 else h
-
-    with pytest.raises(TraceError, match=r"looks at the values of a tensor(.|\n)*return self.b\(h\) if h.sum\(\) > 0"):
-        recorded(Between(), batch(4, 8))
-
-
 class Collected(nn.Module):
     """Reads what a submodule has put aside, and a parameter of another one."""
 
@@ -513,10 +472,6 @@ class Deep(nn.Module):
         return self.tower(x)
 
 
-def test_without_a_boundary_no_submodule_swallows_the_model() -> None:
-    assert called(recorded(Deep(), batch(4, 8))) == [f"tower.{place}" for place in range(40)]
-
-
 def test_a_named_cut_leaves_the_submodule_behind_it_whole() -> None:
     program = recorded(Deep(), batch(4, 8), cuts={"tower.20": "before", "tower.30.inner": "after"})
     assert called(program)[20] == "tower.20"
@@ -607,7 +562,6 @@ def write_in_checkpoint(model: Refused, h: Tensor) -> Any:
     [
         (lambda model, h: h.sum().item(), "looks at the values of a tensor (item)"),
         (lambda model, h: h.detach().numpy(), "looks at the values of a tensor (numpy)"),
-        (lambda model, h: h[h > 0].sum(), "looks at the values of a tensor"),
         (lambda model, h: h * model.outside, "needs a gradient and is no parameter"),
         (lambda model, h: model.table.add_(1), "writes a tensor that is no buffer"),
         (draw, "random numbers are drawn or seeded in forward"),
@@ -617,7 +571,6 @@ def write_in_checkpoint(model: Refused, h: Tensor) -> Any:
         (lambda model, h: setattr(h, "data", h * 2), "sets .data of a tensor"),
         (lambda model, h: setattr(model, "last", h + getattr(model, "last", 0.0)), "not made by an operation of torch"),
         (lambda model, h: torch.vmap(lambda row: row * 2)(h), "uses torch.vmap on tensors that need a gradient"),
-        (lambda model, h: h @ torch.ones(3, 3), "mat1 and mat2 shapes cannot be multiplied"),
         (lambda model, h: model.nothing, "no attribute 'nothing'"),
         (lambda model, h: fxpipe.stage_boundary([1, 2]), "in which there is no tensor"),
         (boundary_in_checkpoint, "amid a function given to torch.utils.checkpoint"),
@@ -704,15 +657,6 @@ def test_what_is_said_of_a_node_is_there() -> None:
     assert nodes["first"].meta["val"].shape == (4, 8)
     assert [path for path, _ in nodes["first"].meta["nn_module_stack"].values()] == ["first"]
     assert "h = fxpipe.stage_boundary(self.first(x))" in nodes["first"].stack_trace
-
-
-def test_evaluation_is_recorded_with_its_own_branches() -> None:
-    model = Dropped().eval()
-    program = recorded(model, batch(4, 8), training=False)
-    torch.manual_seed(3)
-    expected = model(**batch(4, 8))
-    torch.manual_seed(3)
-    assert_same(staged(program, batch(4, 8)), expected)
 
 
 class _Parts(nn.Module):
@@ -822,16 +766,6 @@ def test_a_plain_result_that_changes_from_step_to_step_is_refused(part: type[nn.
         recorded(UsesPlain(part()), batch(4, 8))
 
 
-class Steps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.calls
-
-
 class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + random.random())
@@ -855,7 +789,7 @@ class InTwoStages(_Parts):
         return self.b(fxpipe.stage_boundary(self.a(z))) + z
 
 
-@pytest.mark.parametrize("part", [Steps, Noise, Previous])
+@pytest.mark.parametrize("part", [Noise, Previous])
 def test_a_submodule_with_python_state_runs_once(part: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = InTwoStages(part())
@@ -875,13 +809,6 @@ class HooksItsArgument(nn.Module):
         return y * 2
 
 
-class HooksItsOwn(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = x * y
-        h.register_hook(lambda gradient: gradient * 0.1)
-        return h
-
-
 class Hooking(_Parts):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -891,4 +818,3 @@ class Hooking(_Parts):
 def test_a_gradient_hook_on_an_argument_of_a_submodule_is_refused() -> None:
     with pytest.raises(TraceError, match=r"register_hook[\s\S]*x\.register_hook"):
         recorded(Hooking(HooksItsArgument()), batch(4, 8))
-    check(Hooking(HooksItsOwn()), batch(4, 8))
