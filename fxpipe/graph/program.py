@@ -65,6 +65,9 @@ class Program:
     """What forward has asked about its inputs, and the answers for which the program holds."""
     sets: frozenset[tuple[int, str]] = frozenset()
     """The attributes that forward sets before it reads them: the identity of a module's ``__dict__``, and a name."""
+    computed_with: tuple[tuple[str, Tensor, int], ...] = ()
+    """Tensors of the model, no parameters or buffers, whose numbers the capture has computed with: their names, they,
+    and how often they had been written in place."""
     copied: frozenset[str] = frozenset()
     """Nodes that every stage needing them computes for itself."""
     written: tuple[frozenset[str], ...] = ()

@@ -155,6 +155,22 @@ def test_what_changes_between_steps_counts_as_in_plain_pytorch(change: str, trac
             CHANGES[change](model)
 
 
+class Scaled(Model):
+    def factor(self) -> Any:
+        return 2.0 * self.schedule.tensor
+
+
+def test_numbers_that_a_symbolic_capture_has_computed_with_are_not_used_once_they_are_others() -> None:
+    model = Scaled()
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, tracer="symbolic")
+    forward_backward(*batch(0))
+    model.schedule.tensor = torch.tensor(0.5)  # which is captured anew
+    assert torch.equal(forward_backward(*batch(1)), step(copy.deepcopy(model), *batch(1), train=False))
+    model.schedule.tensor.fill_(0.25)
+    with pytest.raises(RunError, match="schedule, a tensor that is no buffer, was written"):
+        forward_backward(*batch(2))
+
+
 def test_a_model_that_goes_back_and_forth_is_captured_once_for_each(capfd: pytest.CaptureFixture[str]) -> None:
     _, model, forward_backward = compiled()
     plans = forward_backward._planner.plans  # one for each capture that was made

@@ -306,7 +306,7 @@ class Captures:
         }
         targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
         called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
-        self.reads.keep(noted - own, roots, called, program.sets)
+        self.reads.keep(noted - own, roots, called, program.sets, program.computed_with)
         cut, made = accepted[-1]
         self.first = self.first or cut
         parts = shares() if by_itself else {}

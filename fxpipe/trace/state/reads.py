@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
+from fxpipe.torch_compat import version_of
 from fxpipe.trace.patching import ASIDE, patched
 from fxpipe.trace.state.contents import alike, contents
 
@@ -38,6 +39,7 @@ class Reads:
         """What captures of any state hold by a name, where it is a buffer's; None where there was none."""
         self._set: frozenset[Key] = frozenset()
         """What forward sets before it reads it, in captures of any state."""
+        self._computed_with: tuple[tuple[str, Tensor, int], ...] = ()
         self._now = 0
         self._glance: _Glance | None = None
 
@@ -61,9 +63,11 @@ class Reads:
         roots: Iterable[nn.Module],
         live: Iterable[nn.Module],
         sets: frozenset[Key] = frozenset(),
+        computed_with: Iterable[tuple[str, Tensor, int]] = (),
     ) -> None:
         """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole;
-        ``sets``: what forward sets before it reads it. TraceError for what is set in some captures and read in others.
+        ``sets``: what forward sets before it reads it; ``computed_with``: as in Program. TraceError for what is set in
+        some captures and read in others.
         """
         for root in roots:
             for path, module in root.named_modules():
@@ -74,6 +78,7 @@ class Reads:
         self._check_not_carried(wanted)
         self._states[self._now] |= {key: self._value(key) for key in wanted}
         self._buffers |= {key: self._buffer(key) for key in (*wanted, *self._saved(live))}
+        self._computed_with += tuple(computed_with)
         self._glance = None
 
     def _check_not_carried(self, wanted: Iterable[Key]) -> None:
@@ -111,7 +116,14 @@ class Reads:
 
     def state(self) -> int:
         """The number of the state that the model is in; RunError where it has been in too many, or has other buffers
-        than captures hold."""
+        than captures hold, or other numbers than they have computed with."""
+        for name, tensor, version in self._computed_with:
+            if version_of(tensor) != version:
+                raise RunError(
+                    f"{name}, a tensor that is no buffer, was written since the model was captured, and the capture "
+                    "has computed with the numbers that it had; register it (register_buffer), set another tensor in "
+                    'its place, or pass tracer="record"'
+                )
         if self._glance is not None and self._glance.finds_nothing():
             return self._now
         self._check_buffers()

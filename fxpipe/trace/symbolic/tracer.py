@@ -20,7 +20,7 @@ from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.modes import Modes, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Program
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
+from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import (
@@ -70,6 +70,7 @@ def _captured(request: Request) -> Program:
         tracer="symbolic",
         opaque=tracer.regions.opaque,
         sets=tracer.guard.own.taken,
+        computed_with=tracer.guard.computed_with(),
         effects={node.name: effects[node.target] for node in graph.nodes if node.target in effects},
     )
 
@@ -324,12 +325,17 @@ class _SymbolicGuard(CaptureGuard):
         with self.preserving():
             for snapshot in self.snapshots.values():
                 self._state.names = snapshot.storages() | self._state.names
+            self._state.held = frozenset(self._state.names)
             try:
                 with self._state, self.forward(patches, _RETURN_IT, lambda name: False):
                     yield
                     self.check()
             finally:
                 torch.set_grad_enabled(grad_mode)
+
+    def computed_with(self) -> tuple[tuple[str, Tensor, int], ...]:
+        """What of the model the capture has computed with, and what would be so ever after."""
+        return tuple((name, tensor, version_of(tensor)) for name, tensor in self._state.computed_with.values())
 
     def keep(self, tensor: Tensor) -> None:
         """A tensor has become a constant of the program: from now on it may not be written either."""
@@ -364,6 +370,9 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changing = changing
         self.names: dict[int, str] = {}
         """Memory that may not be written, and what the user calls it."""
+        self.held: frozenset[int] = frozenset()
+        """The model's own of that."""
+        self.computed_with: dict[int, tuple[str, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -375,10 +384,10 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor):
-                    self._check(func, storage_of(tensor), argument.is_write)
+                    self._check(func, tensor, storage_of(tensor), argument.is_write)
         return func(*args, **(kwargs or {}))
 
-    def _check(self, func: Any, storage: int, is_write: bool) -> None:
+    def _check(self, func: Any, tensor: Tensor, storage: int, is_write: bool) -> None:
         if is_write and storage in self.names:
             raise refuse(
                 f"forward writes {self.names[storage]} while tracing, which would happen once",
@@ -390,6 +399,8 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "be the same ever after",
                 "use it as self.<name>, which is recorded",
             )
+        if storage in self.held and func not in _ALIASES:
+            self.computed_with.setdefault(storage, (self.names[storage], tensor))
 
 
 def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
