@@ -238,12 +238,13 @@ class ForwardBackward:
             which = f" of optimizer {number}" if number else ""
             facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
             facts[f"the class of optimizer {number}"] = optimizer.made
-        pairs = [(optimizer, group) for optimizer in own for group in optimizer.param_groups]
-        for place, (optimizer, group) in enumerate(pairs):
-            for key in sorted(optimizer.given.union(_SCHEDULED)):
+        compared = [sorted(one.given.union(_SCHEDULED)) for one in own]
+        pairs = [(names, group) for one, names in zip(own, compared, strict=True) for group in one.param_groups]
+        for place, (names, group) in enumerate(pairs):
+            for key in names:
                 value = group.get(key)
                 # a device would be waited for a tensor's
-                is_plain = isinstance(value, bool | str) or is_number(value) or list_of(is_number)(value)
+                is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)
                 facts[f"{key} of parameter group {place}"] = value if is_plain else None
         digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
         return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
