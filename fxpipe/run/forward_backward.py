@@ -41,8 +41,8 @@ class ForwardBackward:
     Every rank of a pipe group passes the same batch, or None for inputs that are not in its ``required_inputs``. The
     loss comes back detached, 0-dimensional, on every rank, on the device and without waiting for it; gradients are
     complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``. The first loss that is inf or
-    nan is reported in one warning, by the call after it or ``evaluate``, and by ``state_dict(full=True)`` where there is
-    one replica: by then it is known without having waited for it.
+    nan is reported in one warning, by the call after it or ``evaluate``, and by ``state_dict(full=True)`` where
+    there is one replica: by then it is known without having waited for it.
     """
 
     def __init__(self, topology: Topology, transport: Metered, state: RankState) -> None:
