@@ -20,6 +20,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from fxpipe.errors import ScheduleError
@@ -83,7 +84,8 @@ def _lines(path: StrPath) -> list[list[str]]:
     """The cells of each rank. Empty lines at the end are no ranks."""
     try:
         with open(path, "rb") as file:
-            content = file.read(_MOST + 1)  # of a pipe that never ends, too
+            pieces = iter(partial(file.read, 2**20), b"")  # of a pipe that never ends, too
+            content = b"".join(itertools.islice(pieces, _MOST // 2**20 + 1))
         if len(content) > _MOST:
             raise ScheduleError(f"{os.fspath(path)} is no table: it has more than {_MOST:,} bytes")
         return list(csv.reader(content.decode("utf-8-sig").rstrip().splitlines(), strict=True))
