@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
     from fxpipe.parameters.materialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
-    from fxpipe.plan.preview.previewed import Preview
+    from fxpipe.plan.preview import Preview
     from fxpipe.precision import Precision
     from fxpipe.run.checkpoint.loading import load
     from fxpipe.run.checkpoint.saving import save
@@ -92,7 +92,7 @@ _LATER = {
     "ForwardBackward": "run.forward_backward",
     "Hardware": "hardware",
     "Precision": "precision",
-    "Preview": "plan.preview.previewed",
+    "Preview": "plan.preview",
     "StageGraph": "graph.stage_graph",
     "Sum": "graph.loss",
     "Traffic": "distributed.traffic",

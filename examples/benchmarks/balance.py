@@ -4,7 +4,7 @@
     python examples/benchmarks/balance.py --models vit-b/32 --ranks 4 8
 
 Needs transformers. The models are built on the meta device and captured by `export`, so that nothing of their size is
-allocated; what a node takes follows from its shapes (see plan/balance/hardware.py for the reference). Every
+allocated; what a node takes follows from its shapes (see fxpipe/hardware.py for the reference). Every
 placement is simulated with the same costs, hops and table, 1F1B on the graph with 4 micro-batches a rank. Placements
 by hand cut between layers, as one does with stage_boundary; where a rank then has two parts that are not connected,
 the better of one stage and of two counts for them; - where there are too few layers. Times are of the processor, in one

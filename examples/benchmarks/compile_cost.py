@@ -48,7 +48,7 @@ PHASES = {
     "cut": ("fxpipe.passes", "split"),
     "check": ("fxpipe.plan.capture.captures", "check"),
     "costs": ("fxpipe.plan.balance.choose", "costs_from_shapes"),
-    "search": ("fxpipe.plan.balance.choose", "place_stages"),
+    "search": ("fxpipe.plan.balance.choose", "balance"),
     "table": ("fxpipe.plan.tables", "build"),
     "verify": ("fxpipe.schedules.schedule", "Schedule.verify"),
     "lower": ("fxpipe.plan.planner", "lower"),

@@ -23,7 +23,7 @@ from fxpipe.passes.analysis.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
 from fxpipe.plan.balance import choose
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
-from fxpipe.plan.balance.choose import Balanced, balance, coarsened, place_stages, whole_modules
+from fxpipe.plan.balance.choose import Balanced, balance, coarsened, whole_modules
 from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts, costs_from_shapes
 from fxpipe.plan.balance.search import numbered, search
@@ -319,7 +319,7 @@ def given_stages(model: nn.Module, ranks: int, **options: Any) -> tuple[Balanced
     example = {name: like(4, 8) for name in Request.signature(model, None).parameters}
     program = chain(passes.default(), capture(Request(model, tuple(example), example=example)))
     costs = costs_from_shapes(program, example, hardware=FLOPS)
-    return place_stages(program, ranks, 8, costs, **options), passes.split(program)
+    return balance(program, ranks, 8, costs, **options), passes.split(program)
 
 
 def costs_of_program(program: Program) -> NodeCosts:

@@ -1,4 +1,4 @@
-"""Balance: ``balance`` chooses the stages of a program and their ranks, ``place_stages`` the ranks of given stages.
+"""Balance: ``balance`` chooses the stages of a program and their ranks, or only the ranks of given stages.
 
 A graph of thousands of nodes is first made one of hundreds of pieces, where the fewest bytes cross; pieces that are
 whole modules put cuts at borders of modules.
@@ -92,68 +92,47 @@ def balance(
     recompute: Recompute = False,
     several: bool = False,
 ) -> Balanced:
-    """The program cut into stages for so many ranks, and placed, for the least makespan by simulation.
+    """The program with stages and their ranks, for the least makespan by simulation.
 
-    ``program``: without boundaries, after ``passes.before_balance()``. ``memory_per_rank``: bytes. ``recompute``: as
-    ``compile`` has it; "auto", or names, which stages have none yet: all are, if nothing fits without. ``several``:
-    a stage may be on all ranks. PartitionError where the program has fewer pieces than there are ranks, or none of the
-    layouts fits the memory.
+    ``program``: without boundaries, after ``passes.before_balance()``, and then this cuts it; or after ``partition``,
+    and then its stages stay. ``memory_per_rank``: bytes. ``recompute``: as ``compile`` has it; "auto", or the names of
+    stages that do not exist yet: all stages recompute if no layout fits without. ``several``: a stage may be on all
+    ranks. PartitionError where there are fewer pieces or stages than ranks, or no layout fits the memory.
     """
-    fine = work_of_program(program, costs)
-    if len(fine) < ranks:
-        raise PartitionError(
-            f"{ranks} pipe ranks, but the program has {len(fine)} pieces that a cut may separate; use fewer ranks"
-        )
+    given = bool(program.stage_of)
+    work = work_of_stages(program, costs) if given else work_of_program(program, costs)
+    if len(work) < ranks:
+        has = "the model has {} stages" if given else "the program has {} pieces that a cut may separate"
+        raise PartitionError(f"{ranks} pipe ranks, but {has.format(len(work))}; use fewer ranks")
     family, found, refused = with_costs(schedule), None, None
-    for piece_of, how in _pieces(program, fine, ranks):
-        work = fine.merged(piece_of)
-        again = Rerun.of(recompute, [""] * len(work))
+    for piece_of, how in [(tuple(range(len(work))), "")] if given else _pieces(program, work, ranks):
+        merged = work.merged(piece_of)
+        again = Rerun.of(recompute, program.stage_names if given else [""] * len(merged))
         try:
-            one = search(work, ranks, microbatches, family, memory_per_rank, again, several)
+            one = search(merged, ranks, microbatches, family, memory_per_rank, again, several)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
+        # A coarser cut is searched first; a finer one replaces it where it gains enough.
         found = one.of_blocks(piece_of, how).unless(found, GAIN)
     if found is None:
         raise refused or AssertionError
-    stage_of = found.best.layout.stage_of
-    stages = {name: stage_of[number] for number, block in enumerate(fine.blocks) for name in block.nodes}
-    return Balanced.of(program.replace(stage_of=stages), found, costs)
+    if not given:
+        stage_of = found.best.layout.stage_of
+        stages = {name: stage_of[number] for number, block in enumerate(work.blocks) for name in block.nodes}
+        program = program.replace(stage_of=stages)
+    return Balanced.of(program, found, costs)
 
 
 def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """What cuts may separate, block → piece, with words for it: modules that take no more than a rank's part, then
-    what they are made of."""
+    """What cuts may separate, as block → piece, and words for it: first modules that take no more than a rank's part,
+    then the operators inside of them."""
     modules = whole_modules(program, fine, fine.seconds() / ranks)
     again = coarsened(fine.merged(modules), ranks)
     pieces = tuple(again[module] for module in modules)
     if ranks <= len(set(pieces)) < len(fine):
         yield pieces, BETWEEN
     yield coarsened(fine, ranks), ""
-
-
-@paused()
-def place_stages(
-    program: Program,
-    ranks: int,
-    microbatches: int,
-    costs: NodeCosts,
-    schedule: ScheduleName | Family = "1f1b",
-    memory_per_rank: float | None = None,
-    recompute: Recompute = False,
-    several: bool = False,
-) -> Balanced:
-    """The ranks of a program's given stages, of which there are at least as many, for the least makespan.
-
-    ``program``: after ``partition``. ``recompute``: as ``compile`` has it; "auto": all are, if nothing fits without.
-    PartitionError where there are fewer stages than ranks, or no placement fits.
-    """
-    work = work_of_stages(program, costs)
-    if len(work) < ranks:
-        raise PartitionError(f"{ranks} pipe ranks, but the model has {len(work)} stages; use fewer ranks")
-    again = Rerun.of(recompute, program.stage_names)
-    found = search(work, ranks, microbatches, with_costs(schedule), memory_per_rank, again, several)
-    return Balanced.of(program, found, costs)
 
 
 def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int, ...]:
@@ -309,9 +288,8 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            search = balance if self.finds_cuts else place_stages
             several = self.options.zero != 3 and self.options.parallelize is None
-            found = search(*given, self.options.memory_per_rank, self.options.recompute, several)
+            found = balance(*given, self.options.memory_per_rank, self.options.recompute, several)
         if found.others:
             log(str(found))
         return found

@@ -271,17 +271,19 @@ def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
 
 
 def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> list[LayoutOutcome]:
-    """The outcomes of layouts that fit, the best first, until enough has been simulated: of each way in turn the one
-    of the least lower bound, unless its bound shows that it is no better."""
-    ways: dict[str, list[StageLayout]] = {}
-    for layout in sorted(layouts, key=judge.lower_bound):
-        ways.setdefault(layout.origin, []).append(layout)
+    """The outcomes of layouts that fit, the best first, until so many actions have been simulated.
+
+    Of each way of finding a layout the one of the least lower bound is simulated, then all by their bounds until these
+    show that none is better.
+    """
+    ranked = sorted(layouts, key=judge.lower_bound)
+    firsts = {layout.origin: layout for layout in reversed(ranked)}
     found: list[LayoutOutcome] = []
-    for layout in filter(None, itertools.chain(*itertools.zip_longest(*ways.values()))):
+    for layout in dict.fromkeys([*sorted(firsts.values(), key=judge.lower_bound), *ranked]):
         if found and judge.actions >= most:
             break
-        if layout is not ways[layout.origin][0] and found and judge.lower_bound(layout) >= found[0].seconds:
-            continue
+        if found and layout is not firsts[layout.origin] and judge.lower_bound(layout) >= found[0].seconds:
+            break
         if (outcome := judge.fitting(layout)) is not None:
             found = sorted([*found, outcome], key=_merit)
     return found

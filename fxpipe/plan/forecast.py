@@ -6,7 +6,8 @@ What a rank sends over the data axis in a step follows from the formulas of a ri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.distributed.topology import Topology
-from fxpipe.graph.ranks import RankOf
-from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
+from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.notebook import listed
 from fxpipe.options import Options
@@ -25,10 +25,11 @@ from fxpipe.plan.balance.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.capture.sizes import bytes_of_inputs
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.planner import Planner
-from fxpipe.plan.preview.previewed import Preview, RankPreview
-from fxpipe.schedules.action import Action, Op
+from fxpipe.plan.preview import Preview, RankPreview
+from fxpipe.schedules.action import Op
+from fxpipe.schedules.dependency import groups_of
 from fxpipe.schedules.in_flight import peak_bytes
-from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send
+from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,12 @@ class _Forecast:
         for rank, mine in enumerate(stages):
             held = self._held(self._tensors[rank])
             inputs = {name for stage in mine for name in stage.batch_inputs}
-            row, rank_of = self.plan.instructions[rank], self.schedule.rank_of
             found.append(
                 RankPreview(
                     tuple(stage.name for stage in mine),
-                    held.parameters,
-                    held.gradients,
-                    held.optimizer,
-                    held.whole,
+                    **vars(held),
                     activations=activations[rank] if known else None,
-                    messages=most_under_way(row, self.graph, rank_of, self._size) if known else None,
+                    messages=self._most_under_way(self.plan.instructions[rank]) if known else None,
                     batch=float(sum(sizes[name] for name in inputs & sizes.keys())) if known else None,
                 )
             )
@@ -172,6 +169,27 @@ class _Forecast:
 
     def _size(self, message: Message) -> float:
         return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
+
+    def _most_under_way(self, row: Sequence[Instruction]) -> float:
+        """The most bytes of buffers that a rank holds for messages at once."""
+        groups = groups_of(self.schedule.rows)
+        now = most = 0.0
+        # A buffer to receive into is held from its post until the action that uses it begins, one to send from until
+        # the receiver is known to have the message.
+        coming: defaultdict[Use | None, float] = defaultdict(float)
+        for instruction in row:
+            match instruction:
+                case Receive(message):
+                    coming[user_of(message, self.graph.edges, groups)] += self._size(message)
+                    now += self._size(message)
+                case Compute(action):
+                    now -= coming.pop(use_of(action), 0.0)
+                case Send(message):
+                    now += self._size(message)
+                case Release(message):
+                    now -= self._size(message)
+            most = max(most, now)
+        return most
 
     # time
 
@@ -238,56 +256,6 @@ class _Forecast:
             left.append("what parallelize= spreads over the tensor axis counts whole")
         beside = () if self.planner.captures is None else self.planner.captures.beside
         return "\n".join(filter(None, [f"{self.account}", *left, *beside]))
-
-
-def most_under_way(
-    row: Sequence[Instruction], graph: StageGraph, rank_of: RankOf, size: Callable[[Message], float]
-) -> float:
-    """The most bytes of a rank's messages: of those to come, from their post until the action that takes them, and of
-    those sent, until they are known to have been received. What a stage without backward makes for one of its own rank
-    is one, too."""
-    now = most = 0.0
-    coming: dict[Message, float] = {}
-    for instruction in row:
-        match instruction:
-            case Receive(message):
-                coming[message] = size(message)
-                now += coming[message]
-            case Compute(action):
-                now -= sum(coming.pop(message) for message in list(coming) if _takes(action, message, graph))
-                kept = {message: size(message) for message in _kept(action, graph, rank_of)}
-                coming |= kept
-                now += sum(kept.values())
-            case Send(message):
-                now += size(message)
-            case Release(message):
-                now -= size(message)
-        most = max(most, now)
-    return most
-
-
-def _kept(action: Action, graph: StageGraph, rank_of: RankOf) -> list[Message]:
-    """What an action makes that no backward holds, and that stays on its rank until it is taken."""
-    stage, rank = graph.stages[action.stage], rank_of(action.stage, action.microbatch)
-    if action.op is not Op.F or stage.has_backward:
-        return []
-    places = action.microbatches[:1] if stage.gathered else action.microbatches
-    return [
-        Message(graph.edges.index(edge), Op.F, place, rank, rank)
-        for edge in stage.outputs
-        for place in places
-        if rank_of(edge.target, place) == rank
-    ]
-
-
-def _takes(action: Action, message: Message, graph: StageGraph) -> bool:
-    """Whether a message is for this action."""
-    edge = graph.edges[message.edge]
-    if message.op is Op.F:
-        takes = action.op is Op.F and edge.target == action.stage
-    else:
-        takes = action.op in (Op.B, Op.I) and edge.source == action.stage
-    return takes and message.microbatch in action.microbatches
 
 
 @dataclass(frozen=True)

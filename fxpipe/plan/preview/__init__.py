@@ -1,1 +1,0 @@
-"""Preview: what a plan holds and takes, without running it."""
