@@ -33,7 +33,7 @@ FLOORS = """
     sharding
     run
     compiler
-    __init__ command_line __main__
+    __init__ __main__
 """
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS.split("\n")) for package in packages.split()}
 SHOWS_ITSELF = "fxpipe/schedules/schedule.py"

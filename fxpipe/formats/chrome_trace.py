@@ -127,22 +127,12 @@ def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
 def _counters(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float) -> Iterator[Event]:
     """Per stage, the micro-batches whose forward has run and whose backward has not ended."""
     in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}
-    for stage in in_flight:
-        yield _counter(timeline, rank, stage, 0, 0)
+    counts = [(stage, 0.0, 0) for stage in in_flight]
     for action in row:
-        change = held(timeline.schedule, action)
-        if not change:
-            continue
-        in_flight[action.stage] += change
-        ended = round(timeline.spans[action].end * nanoseconds)
-        yield _counter(timeline, rank, action.stage, ended, in_flight[action.stage])
-
-
-def _counter(timeline: Timeline, rank: int, stage: int, nanosecond: int, count: int) -> Event:
-    return {
-        "ph": "C",
-        "name": f"rank {rank}: in flight in stage {timeline.schedule.label(stage)}",
-        "pid": PROCESS,
-        "ts": nanosecond / 1000,
-        "args": {"microbatches": count},
-    }
+        if change := held(timeline.schedule, action):
+            in_flight[action.stage] += change
+            counts.append((action.stage, timeline.spans[action].end, in_flight[action.stage]))
+    for stage, time, count in counts:
+        name = f"rank {rank}: in flight in stage {timeline.schedule.label(stage)}"
+        at = {"pid": PROCESS, "ts": round(time * nanoseconds) / 1000}
+        yield {"ph": "C", "name": name, **at, "args": {"microbatches": count}}

@@ -20,7 +20,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from fxpipe.errors import ScheduleError
@@ -31,6 +30,7 @@ from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import execution_order
+from fxpipe.small_file import read_small
 
 _MOST = 2**26  # bytes; a million actions with their messages have less
 _MESSAGE = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
@@ -48,7 +48,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
 
     ScheduleError, with line and cell (both count from 1), where something is no cell, or where a line has other
     messages than its rank has in the lowered table; and where the file holds no action, leaves a stage number out, or
-    is not UTF-8. OSError where it cannot be read.
+    is not UTF-8. OSError where it cannot be read, or is a device or a pipe.
     """
     name = os.fspath(path)
     rows: list[tuple[Action, ...]] = []
@@ -83,12 +83,8 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
 def _lines(path: StrPath) -> list[list[str]]:
     """The cells of each rank. Empty lines at the end are no ranks."""
     try:
-        with open(path, "rb") as file:
-            pieces = iter(partial(file.read, 2**20), b"")  # of a pipe that never ends, too
-            content = b"".join(itertools.islice(pieces, _MOST // 2**20 + 1))
-        if len(content) > _MOST:
-            raise ScheduleError(f"{os.fspath(path)} is no table: it has more than {_MOST:,} bytes")
-        return list(csv.reader(content.decode("utf-8-sig").rstrip().splitlines(), strict=True))
+        text = read_small(path, _MOST).decode("utf-8-sig")
+        return list(csv.reader(text.rstrip().splitlines(), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{os.fspath(path)} is no CSV file in UTF-8: {error}") from None
 

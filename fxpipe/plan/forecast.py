@@ -82,7 +82,8 @@ class _Forecast:
             cost, group = self.work.nodes[edge.value], self.schedule.groups[edge.source]
             self.sizes[edge] = group * cost.bytes_out, group * cost.gradient_bytes
         again = {stage for stage, _ in self.schedule.dependencies.recomputed}
-        self.timeline = self.work.simulated(self.schedule, [stage in again for stage in range(len(self.graph))])
+        costs = self.work.costs([stage in again for stage in range(len(self.graph))])
+        self.timeline = self.schedule.planned(costs)
 
     def preview(self, timed: bool) -> Preview:
         """``timed``: with seconds, for which figures of the hardware are needed."""

@@ -151,7 +151,7 @@ class Tables:
         before, after = without.planned(), table.planned()
         if work is not None:
             flags = tuple(stage.index in again for stage in graph)
-            before, after = work.simulated(without, none), work.simulated(table, flags)
+            before, after = without.planned(work.costs(none)), table.planned(work.costs(flags))
             peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
             pairs = enumerate(zip(*peaks, strict=True))
             sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
@@ -210,8 +210,8 @@ def _fewest(graph: StageGraph, make: Make, work: StageWork, memory: float) -> Ma
     @cache
     def figures(flags: Marked) -> tuple[float, tuple[float, ...], float]:
         """Seconds, each rank's bytes, and those that do not fit, over all ranks."""
-        plan = work.simulated(make(flags), flags)
-        peaks = work.peaks(plan)
+        plan = make(flags).planned(work.costs(flags))
+        peaks = work.plain.peaks(plan.schedule, plan.costs)
         return plan.makespan, peaks, sum(max(peak - memory, 0.0) for peak in peaks)
 
     flags = (False,) * len(graph)

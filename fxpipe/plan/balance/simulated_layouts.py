@@ -17,7 +17,7 @@ from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.recompute import solved, worthwhile
 from fxpipe.schedules.in_flight import peak_bytes
-from fxpipe.schedules.schedule import Schedule, Timeline
+from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.simulate import lower_bound
 
 
@@ -259,10 +259,8 @@ class Judge:
         return self._outcomes[layout]
 
     def _simulated(self, layout: StageLayout) -> LayoutOutcome:
-        staged, own = self.staged(layout), self.family.costs
-        splits = own is None or own.deferred_bytes is not None  # as the table will be that is made in the end
-        costs = staged.costs if splits else dataclasses.replace(staged.costs, deferred_bytes=None)
-        family = dataclasses.replace(self.family, costs=costs)
+        staged = self.staged(layout)
+        family = dataclasses.replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
         if self.again is not None and self.again.worthwhile:
             without = dataclasses.replace(problem, recompute=None)
@@ -321,11 +319,3 @@ class StageWork:
             activation_bytes=chosen("activation_bytes"),
             deferred_bytes=None if one.deferred_bytes is None else chosen("deferred_bytes"),
         )
-
-    def simulated(self, schedule: Schedule, recomputed: Sequence[bool]) -> Timeline:
-        """When each action of a table would run."""
-        return schedule.planned(self.costs(recomputed))
-
-    def peaks(self, plan: Timeline) -> tuple[float, ...]:
-        """Per rank the most bytes of parameters with gradients and optimizer state, and of activations."""
-        return self.plain.peaks(plan.schedule, plan.costs)
