@@ -86,18 +86,13 @@ def materialise(
             f"{name} is on the meta device, and nothing says what its values are; pass checkpoint=, or {hint}, "
             "fxpipe.reset_parameters for modules of torch.nn)"
         )
-    new = {id(held.tensor): _real(held, device) for held in missing}
+    new = {id(held.tensor): _real(held, device) for held in mine if held.tensor.is_meta}
     replace_tensors(model, new)
     if missing and init_fn is not None:
-        initialise(model, {held.names: new[id(held.tensor)] for held in missing}, init_fn, seed, device)
-    found = [held for held in mine if held.key is not None and held.tensor.is_meta]
-    new |= {id(held.tensor): _real(held, device) for held in found}
-    replace_tensors(model, new)
-    loaded = [held for held in mine if held.key is not None]
-    for held in loaded:
-        assert weights is not None
-        assert held.key is not None
-        weights.read_into(held.key, new.get(id(held.tensor), held.tensor).detach())
+        _initialise(model, {held.names: new[id(held.tensor)] for held in missing}, init_fn, seed, device)
+    for held in mine:
+        if weights is not None and held.key is not None:
+            weights.read_into(held.key, new.get(id(held.tensor), held.tensor).detach())
     return new
 
 
@@ -219,13 +214,14 @@ def init_weights_of(model: nn.Module) -> InitFn:
     return lambda module: rules[id(module)](module)
 
 
-def initialise(
+def _initialise(
     model: nn.Module, missing: Mapping[tuple[str, ...], Tensor], init_fn: InitFn, seed: int, device: torch.device
 ) -> None:
     """Calls ``init_fn`` on every submodule around a missing tensor, innermost first, as ``model.apply`` would.
 
     ``missing``: all names of a tensor → the tensor, which the model holds already. RunError where one is not written.
     """
+    # What is NaN afterwards was not written. Integers have no such value: of them it is known whether any was.
     for tensor in missing.values():
         tensor.detach().fill_(math.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
     around = {path for names in missing for name in names for path in _around(name)}

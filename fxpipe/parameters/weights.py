@@ -114,12 +114,12 @@ class _Safetensors:
             return {name: self._entry(file, name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
 
     def read_into(self, name: str, target: Tensor) -> None:
-        for rows in _pieces(target):
+        def read(rows: slice | None) -> Tensor:
             with self._open() as file:
-                if rows is None:
-                    target.copy_(file.get_tensor(name))
-                else:
-                    target[rows].copy_(file.get_slice(name)[rows])
+                part: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+                return part
+
+        _copy_by_rows(target, read)
 
     @staticmethod
     def _entry(file: Any, name: str) -> tuple[torch.Size, torch.dtype]:
@@ -147,13 +147,7 @@ class _TorchFile:
         return {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
 
     def read_into(self, name: str, target: Tensor) -> None:
-        for rows in _pieces(target):
-            tensor = self._load()[name]
-            if rows is None:
-                target.copy_(tensor)
-            else:
-                target[rows].copy_(tensor[rows])
-            del tensor  # before the file is mapped anew
+        _copy_by_rows(target, lambda rows: self._load()[name][... if rows is None else rows])
 
     def _load(self) -> Mapping[str, Any]:
         try:
@@ -201,15 +195,17 @@ class _Folder:
         self._values.plan({name: target.detach()})()
 
 
-def _pieces(tensor: Tensor) -> Iterator[slice | None]:
-    """The rows of a tensor, ``PIECE`` bytes or one row at a time; None for a number."""
-    if not tensor.dim():
-        yield None
+def _copy_by_rows(target: Tensor, read: Callable[[slice | None], Tensor]) -> None:
+    """Fills a tensor by ``PIECE`` bytes, or one row, at a time. ``read``: gives these rows; None: a number."""
+    if not target.dim():
+        target.copy_(read(None))
         return
-    in_row = max(1, tensor[:1].numel() * tensor.element_size())
+    in_row = max(1, target[:1].numel() * target.element_size())
     step = max(1, PIECE // in_row)
-    for start in range(0, len(tensor), step):
-        yield slice(start, start + step)
+    # Each piece opens the file anew: the pages of one mapping stay in memory for as long as it is open.
+    for start in range(0, len(target), step):
+        rows = slice(start, start + step)
+        target[rows].copy_(read(rows))
 
 
 @dataclass(frozen=True)
@@ -241,7 +237,7 @@ class Weights:
         Raises:
             CheckpointError: there is no such file, it is of no known kind, or two tensors are given one name.
         """
-        if not isinstance(path, (str, os.PathLike)) or path == "":  # which Path takes for the working folder
+        if not isinstance(path, (str, os.PathLike)) or path == "":  # Path("") is the working folder
             hint = "; load_state_dict() takes a state dict" if isinstance(path, Mapping) else ""
             raise CheckpointError(f"the checkpoint is {shown(path)}; it is the path of a file or folder{hint}")
         if rename is not None and not callable(rename):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from fxpipe.run.actions.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
 from fxpipe.sharding.gradients import Gradients
-from fxpipe.sharding.parallelise import parallelise_stages, tensor_groups
+from fxpipe.sharding.parallelise import ParallelGradients, parallelise_stages, tensor_groups
 from fxpipe.sharding.reducer import Reducer, reducer_for
 
 
@@ -153,7 +153,7 @@ def make_rank_state(
     options, parallel, originals = planner.options, None, dict[str, Tensor]()
     gradients: Gradients
     if options.zero == 3 and transport.data_size > 1:
-        from fxpipe.sharding.fsdp_gradients import fully_sharded  # it imports FSDP2, which takes its time
+        from fxpipe.sharding.fsdp import fully_sharded  # it imports FSDP2, which takes its time
 
         mesh = topology.data_mesh(options.zero_scope)
         gradients = fully_sharded(planner.module, planner.graphs, mesh, transport, owners, options.precision)
@@ -169,7 +169,9 @@ def make_rank_state(
         graph, rows, rank = planner.first.graph, planner.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
         way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
-        make = Reducer if parallel is None else partial(parallel.gradients, owners=owners, module=module)
+        make: Callable[..., Reducer] = Reducer
+        if parallel is not None:
+            make = partial(ParallelGradients, parallel=parallel, owners=owners, module=module)
         gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes, make)
     device = _device_of(planner.first, owners, transport)
     return RankState(planner, module, gradients, originals, owners, device, seed)

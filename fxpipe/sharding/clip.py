@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
-from fxpipe.sharding.flat_bucket import Piece
-from fxpipe.sharding.held_gradient import plain
+from fxpipe.parameters.dtensors import is_dtensor, whole_of
+from fxpipe.sharding.gradients import Piece
 from fxpipe.validation import is_flag, shown
 
 
@@ -48,7 +47,8 @@ def clip_grad_norm_(
     if not is_flag(error_if_nonfinite):
         raise RunError(f"error_if_nonfinite is {shown(error_if_nonfinite)}; it is True or False")
     max_norm, norm_type = float(max_norm), float(norm_type)
-    gradients = [(piece, gradient) for piece in pieces if (gradient := gradient_of(piece)) is not None]
+    gradients = [(piece, gradient) for piece in pieces if (gradient := piece.current_gradient()) is not None]
+    # The norm of norms is the norm of all, of whatever order: first over tensors, then over shards, then over stages.
     total = _norm([gradient for piece, gradient in gradients if piece.counts], norm_type, transport.device)
     for scope in ("shard", "pipe") if sharded else ("pipe",):
         total = _over(scope, transport, total, norm_type)
@@ -60,19 +60,12 @@ def clip_grad_norm_(
             "look for the first inf or nan, or write error_if_nonfinite=False to go on"
         )
     for group in _alike(gradient for _, gradient in gradients):
-        holders = [gradient.detach() for gradient in group]  # torch scales what it finds in .grad of something
+        # torch scales what it finds in the .grad of something, by the norm in float64, whatever types a rank has.
+        holders = [gradient.detach() for gradient in group]
         for holder, gradient in zip(holders, group, strict=True):
             holder.grad = gradient
-        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)  # in float64, whatever types a rank has
+        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)
     return norm
-
-
-def gradient_of(piece: Piece) -> Tensor | None:
-    """A piece's gradient, unless the user has cleared it: a tensor of its own, in the same memory."""
-    gradient = piece.gradient() if piece.parameter.grad is not None else None
-    if gradient is None:
-        return None
-    return plain(gradient if piece.is_whole else local(gradient)).detach()
 
 
 def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:

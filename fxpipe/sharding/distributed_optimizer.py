@@ -24,9 +24,7 @@ from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.errors import CheckpointError, FxpipeError, RunError
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
-from fxpipe.sharding.clip import gradient_of
-from fxpipe.sharding.flat_bucket import Piece
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import (
     Entry,
     OptimizerMaker,
@@ -144,8 +142,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups, failure = [], None
         try:
             groups = resolve_groups(params, self._held, self._all)
-            mine: Any = [[self._name_of(entry) for entry in group["params"]] for group in groups]
-        except Exception as error:
+            mine: Any = [self._names_in(group) for group in groups]
+        except Exception as error:  # which the other ranks wait to hear of
             failure, mine = error, f"{type(error).__name__}: {error}"
         with announced("optimizer"), self._together():
             everyone = self._transport.gather("pipe", mine)
@@ -163,6 +161,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_names += names
         self.given.update(key for group in groups for key, value in options_of(group).items() if value is not None)
         return groups
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        """The names of a group's parameters; RunError where one of them is not this rank's."""
+        names = []
+        for entry in group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if id(parameter) not in self._names:
+                raise RunError(
+                    f"a parameter of shape {list(parameter.shape)} is not among this rank's; "
+                    "take it from forward_backward.named_parameters()"
+                )
+            names.append(self._canonical[self._names[id(parameter)][0]])
+        return names
 
     def _check_alone(self) -> None:
         """Refuses, on all ranks, a step that looks at all parameters together where a rank steps only some."""
@@ -182,15 +193,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if former is not self:
                 former._replaced = former._replaced or name
             self._steppers[name] = self
-
-    def _name_of(self, entry: Any) -> str:
-        parameter = entry[1] if isinstance(entry, tuple) else entry
-        if id(parameter) not in self._names:
-            raise RunError(
-                f"a parameter of shape {list(parameter.shape)} is not among this rank's; "
-                "take it from forward_backward.named_parameters()"
-            )
-        return self._canonical[self._names[id(parameter)][0]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters may be given as to the constructor. A collective call of all ranks."""
@@ -313,7 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _broken_ranks(self) -> tuple[int, ...]:
         """The ranks of the world whose gradients have an inf or nan, the same on all."""
-        found = [local(g) for piece in self._store.pieces() if (g := gradient_of(piece)) is not None]
+        found = [local(g) for piece in self._store.pieces() if (g := piece.current_gradient()) is not None]
         largest = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient.numel()], math.inf)
         flags = self._transport.gather_int("all", int(not math.isfinite(largest.item())))
         return tuple(rank for rank, flag in zip(self._transport.ranks("all"), flags, strict=True) if flag)
@@ -379,11 +381,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for target in targets:
                 if not target.tensor.numel() and not target.whole:
                     continue  # a shard of none of its rows
-                parameter = target.piece.parameter
-                name, entry = self._name_of(parameter), dict(self.state.get(target.tensor) or {})
-                if not entry and (name in saved or parameter.requires_grad):
+                name = self._canonical[target.piece.name]
+                entry = dict(self.state.get(target.tensor) or {})
+                if not entry and (name in saved or target.piece.parameter.requires_grad):
                     entry = initial_state(self._make, options_of(group), target.tensor)
-                entries[name] = entry_to_save(name, entry, target, self._has_master(target))
+                entries[name] = entry_to_save(name, entry, target)
         return {
             "state": {name: entry for name, entry in entries.items() if entry},
             "param_groups": [
@@ -391,9 +393,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for names, group in zip(self._group_names, self.param_groups, strict=True)
             ],
         }
-
-    def _has_master(self, target: Target) -> bool:
-        return self._precision is not None and target.tensor.is_floating_point()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
@@ -415,12 +414,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         for mine, new, targets in zip(own, options, self._targets, strict=True):
             for target in targets:
-                name = self._name_of(target.piece.parameter)
+                name = self._canonical[target.piece.name]
                 there = saved.get(name, {})
                 initial = asked = initial_state(self._make, new, target.tensor)
                 if not there.keys() - {MASTER}:  # it was frozen: are these options content without a state?
                     asked = initial_state(self._make, mine, target.tensor)
-                entry = entry_to_load(name, there, initial, asked, target, self._has_master(target))
+                entry = entry_to_load(name, there, initial, asked, target)
                 loaded.append((target, entry))
                 kept = {key: value for key, value in entry.items() if key != MASTER}
                 # an optimizer that makes a state in its first step has none of what was never stepped
@@ -428,10 +427,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     state[target.tensor] = kept or initial
         self._store.settle()  # what the step before has sent may still be on its way
         masters = [(target, entry[MASTER]) for target, entry in loaded if MASTER in entry]
-        self._exact = [(target, master) for target, master in masters if not target.master]
+        # Where the parameter itself is stepped it takes the master's bits; but the model may be loaded after this.
+        self._exact = [(target, master) for target, master in masters if not target.is_copy]
         with torch.no_grad():
             for target, master in masters:
-                if target.master:
+                if target.is_copy:
                     target.tensor.copy_(master)
             self._restore_exact()
         self._inner.__setstate__({"state": state, "param_groups": self._inner.param_groups})

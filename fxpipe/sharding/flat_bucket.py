@@ -17,38 +17,16 @@ from fxpipe.errors import RunError
 from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.data_axis import BucketLayout, GradientSums, Slot
-from fxpipe.sharding.held_gradient import held
+from fxpipe.sharding.gradients import Piece, held
 from fxpipe.torch_compat import ZERO
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one rank steps of one parameter: its elements ``start`` to ``stop``, in the order of its memory.
-
-    ``data`` is a view of the parameter's memory, 1-dimensional, or of the parameter's own shape where the rank steps
-    all of it. ``counts``: whether this rank counts it in a norm over all ranks.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    start: int
-    stop: int
-    data: Tensor
-    counts: bool
-    gradient: Callable[[], Tensor | None]
-    """The summed gradient, shaped like ``data``; None where nobody used the parameter."""
-
-    @property
-    def is_whole(self) -> bool:
-        return (self.start, self.stop) == (0, self.parameter.numel())
 
 
 @dataclass(eq=False)
 class FlatBucket:
     """One bucket of this rank, from the first gradient that arrives to their sum over all replicas and owners.
 
-    Between calls it may hold gradients that are not summed yet (of calls without synchronisation), and summed ones,
-    which later ones are added to, but which must not be summed again.
+    Between calls everything lies in one place, the buffer or this rank's section of it: gradients that are summed, or
+    those of calls without synchronisation, which are not summed yet. In a call the earlier ones may stand aside.
     """
 
     layout: BucketLayout
@@ -67,12 +45,14 @@ class FlatBucket:
         self.device = first.device
         self.begins, self.ends = self._steps = self.layout.section(self.way.rank, self.way.shards)
         owners = self.layout.kind.owners
-        if self.way.sharded and self.transport.pipe_rank in owners and self.layout.root is None:  # each steps a part
+        # The owners of tied parameters have the same section of the sum. Each of them steps an equal part of it.
+        if self.way.sharded and self.transport.pipe_rank in owners and self.layout.root is None:
             length = (self.ends - self.begins) // len(owners)
             begins = self.begins + owners.index(self.transport.pipe_rank) * length
             self._steps = begins, begins + length
         self.values: Tensor | None = None
-        if self.way.sharded:  # the parameters in one tensor, so that they can be gathered at once
+        if self.way.sharded:
+            # One tensor holds all parameters, so that a single all-gather brings what every rank has stepped.
             self.values = torch.zeros(self.layout.size, dtype=first.dtype, device=self.device)
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
@@ -101,10 +81,10 @@ class FlatBucket:
     def forget(self) -> None:
         """Drops all gradients; the buffers stay."""
         self.part = None
-        self._summed = False
-        self._earlier: Tensor | None = None  # the summed gradients of earlier calls
-        self._aside: Tensor | None = None  # those not summed, where this call's are going to be scaled
-        self._had = [False] * len(self.parameters)
+        self._summed = False  # whether what is here is the sum over all ranks
+        self._aside: Tensor | None = None  # in a call: what earlier calls have left
+        self._aside_is_summed = False
+        self._had = [False] * len(self.parameters)  # of which parameters there are summed gradients aside
         self.present = [False] * len(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
@@ -124,25 +104,24 @@ class FlatBucket:
                 parameter.grad = None
             else:
                 self.collect(place)
-        if self._summed:
-            self._earlier, self._had, self._summed = self._take(), self.present, False
-            self.present = [False] * len(self.parameters)
-        elif scales:
-            self._aside = self._take()
+        # What is summed must not be summed again, and what is not of this call must not be scaled with it.
+        if self._summed or scales:
+            self._aside, self._aside_is_summed = self._take(), self._summed
+        if self._summed:  # gradients that are not summed yet count as used until they are
+            self._had, self.present = self.present, [False] * len(self.parameters)
+        self._summed = False
 
     def _drop(self, place: int) -> None:
         """The user has cleared the gradient of this parameter alone."""
-        start, stop = self._overlap(place, (self.begins, self.ends))
-        for buffer in (self.part, self._earlier):
-            if buffer is not None:
-                offset = self.begins if self.way.sharded else 0
-                buffer[start - offset : stop - offset].zero_()
-        self._had[place] = self.present[place] = False
+        if self.part is not None:
+            start, stop = self._overlap(place, (self.begins, self.ends))
+            self.part[start - self.begins : stop - self.begins].zero_()
+        self.present[place] = False
 
-    def _take(self) -> Tensor | None:
+    def _take(self) -> Tensor:
         """What is here from earlier calls; what comes now is collected apart from it."""
         if self.way.zero == 2 or (self.way.sharded and self._summed):
-            content, self.part = self.part, None
+            content, self.part = self._content(self._summed), None
             return content
         content = self._collected().clone()
         for parameter in self.parameters:
@@ -287,14 +266,22 @@ class FlatBucket:
         """Multiplies this call's gradients, ``summed`` or not; then those that were set aside join them."""
         if factor is not None:
             self._content(summed).mul_(factor)
-        if self._aside is not None:
-            content = self._content(summed).add_(self._aside)
-            self._aside = None
-            if content is self._flat:
-                for place, parameter in enumerate(self.parameters):
-                    parameter.grad = self._view(place) if self.present[place] else None
+        if self._aside is None:
+            return
+        content, share = self._content(summed), 1.0
+        if self._aside_is_summed and not summed:
+            # All ranks will be summed, so each gets a share: over shards, where each has all of it, nodes and owners.
+            shards = 1 if self.way.sharded else self.way.shards
+            share /= shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
+        is_section = self._aside.numel() < content.numel()
+        (content[self.begins : self.ends] if is_section else content).add_(self._aside, alpha=share)
+        self._aside = None
+        if content is self._flat:
+            for place, parameter in enumerate(self.parameters):
+                parameter.grad = self._view(place) if self.present[place] or self._had[place] else None
 
     def _content(self, summed: bool) -> Tensor:
+        """Where this call's gradients are: the buffer, or this rank's section."""
         if not self.way.sharded and summed:
             assert self._flat is not None
             return self._flat
@@ -306,26 +293,13 @@ class FlatBucket:
 
     def finish(self, summed: bool) -> None:
         """Gives each parameter that has a gradient its own, or the mark that there is one."""
-        if self._earlier is not None and (summed or self.way.zero < 2):
-            # not summed now, it is in all the ranks' gradients, where users may clear it: each has its part of it
-            content = self._content(summed)
-            if self.way.zero == 1 and not summed:
-                content = content[self.begins : self.ends]
-            shards = 1 if self.way.sharded else self.way.shards  # of a section, or of all
-            copies = shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
-            content.add_(self._earlier, alpha=1.0 if summed else 1.0 / copies)
-            self._earlier = None
-            self.present = [now or before for now, before in zip(self.present, self._had, strict=True)]
         self._summed = summed
+        self.present = [now or before for now, before in zip(self.present, self._had, strict=True)]
+        self._had = [False] * len(self.parameters)
         shows = not self.way.sharded or (self.way.zero == 1 and not summed)
         for place, parameter in enumerate(self.parameters):
-            before = self._earlier is not None and self._had[place]
-            if shows and before and not self.present[place]:
-                self._view(place).zero_()
-            if self.present[place] or before:
-                parameter.grad = self._view(place) if shows else self._marks[place]
-            else:
-                parameter.grad = None
+            is_there = self.present[place]
+            parameter.grad = (self._view(place) if shows else self._marks[place]) if is_there else None
 
     # for the optimizer
 

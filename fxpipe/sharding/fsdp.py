@@ -1,4 +1,4 @@
-"""FSDP: all that fxpipe has torch's FSDP2 do; parameters that it gathers, reduces and frees together.
+"""FSDP: all that fxpipe has torch's FSDP2 do: ``zero=3``, and what ``parallelize`` has sharded with ``fully_shard``.
 
 A pipeline runs a stage's forward and backward once for each micro-batch, in the order of a table. By itself FSDP2 would
 gather parameters for each of them. Here, whatever ``reshard_after_forward`` says, they are gathered ahead of a stage's
@@ -6,24 +6,43 @@ first forward, stay whole until its last backward, and are reduced and freed the
 order on all replicas, also where a replica has other micro-batches, or leaves a backward out.
 
   FsdpUnit    zero=3: parameters in a shell of their own; collectives go through fxpipe's transport
-  FsdpStage   what the user has sharded with ``fully_shard`` in ``parallelize``; collectives are torch's own
+  FsdpStage   what the user has sharded in ``parallelize``; collectives are torch's own
+
+With ``zero=3`` the model holds shards between steps, as DTensors. A *unit* is the parameters of one type that the same
+stages of this rank use. It is FSDP2 on a shell, a module that holds these parameters and nothing else and is never
+called. So the user's modules keep their classes and hooks, raw parameters are as good as those of modules, and which
+collectives run, and in which order, follows from the row alone: not from what autograd does, what the data takes part
+in, or which micro-batches have no weight.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from torch.distributed.tensor import DTensor
 
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
+from fxpipe.errors import RunError
+from fxpipe.graph.opaque_call import opaque_calls
+from fxpipe.graph.stage_graph import Stage, StageGraph
+from fxpipe.parameters.dtensors import local
+from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
+from fxpipe.schedules.action import Action, Op
+from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
 
 
@@ -42,10 +61,10 @@ class _FsdpModules:
     def _post_backward(self) -> list[nn.Parameter]:
         """Starts the reduction of what the backwards have left, and frees the whole parameters.
 
-        Returns the shards whose parameters this replica has used. The others add zeros, so that the buffers of all
-        replicas match.
+        Returns the shards whose parameters this replica has used.
         """
         used = []
+        # FSDP2 reduces what has a gradient, in one buffer. Zeros for the others make the buffers of all replicas match.
         for managed in self._managed:
             whole: nn.Parameter = managed.unsharded_param
             if whole.grad is not None or managed.unsharded_accumulated_grad is not None:
@@ -58,113 +77,7 @@ class _FsdpModules:
         return used
 
 
-class FsdpUnit(_FsdpModules):
-    """Parameters in a shell, a module that holds these and nothing else and is never called.
-
-    ``stages``: those that use them. ``shards``: by name, what the model holds between calls.
-    """
-
-    def __init__(
-        self,
-        stages: frozenset[int],
-        parameters: Mapping[str, nn.Parameter],
-        mesh: DeviceMesh,
-        transport: Transport,
-        precision: Precision | None,
-    ) -> None:
-        self.stages, self.names = stages, tuple(parameters)
-        self._precision = precision
-        shell = nn.Module()
-        for place, parameter in enumerate(parameters.values()):
-            shell.register_parameter(str(place), parameter)
-        what = self.names[0] + f" and {len(self.names) - 1} more" * (len(self.names) > 1)
-        policy = MixedPrecisionPolicy()
-        if precision is not None and parameter.is_floating_point():  # as all of them
-            policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-        self.shell: FSDPModule = fully_shard(shell, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
-        self._all_gather = _Through(transport, "all_gather", "gather", f"parameters {what}", waits=False)
-        self.shell.set_custom_all_gather(cast(Any, self._all_gather))
-        scatter = _Through(transport, "reduce_scatter", "shard", f"gradients {what}")
-        self.shell.set_custom_reduce_scatter(cast(Any, scatter))
-        super().__init__([self.shell])
-        if mesh.size(0) > 1:
-            # the sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter
-            self.shell.set_all_reduce_hook(_Through(transport, "all_reduce", "replica", f"gradients {what}"))
-        self.shards = dict(zip(self.names, self.parameters, strict=True))
-        for shard, old in zip(self.parameters, parameters.values(), strict=True):
-            vars(shard).update(vars(old))
-        self._handle: Any = None
-        self._reduced = False
-
-    def gather(self) -> None:
-        self._handle = self.shell.unshard(async_op=True)
-
-    def gathered(self) -> dict[str, nn.Parameter]:
-        """Waits for the all-gather; the whole parameters, the same objects in every call."""
-        self._all_gather.wait()
-        self._handle.wait()
-        whole = [accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
-        return dict(zip(self.names, whole, strict=True))
-
-    def free(self) -> None:
-        self.shell.reshard()
-
-    def reduce(self, gradients: Mapping[str, Tensor] | None = None) -> None:
-        """Starts the reduction of what the backwards left, or of these gradients, and frees the whole parameters."""
-        if gradients is not None:
-            for name, managed in zip(self.names, self._managed, strict=True):
-                managed.unsharded_param.grad = gradients.get(name)
-        self._post_backward()
-        self._reduced = True
-
-    def finish(self) -> None:
-        """The shards' ``.grad`` may be used."""
-        if self._reduced:
-            fsdp_end_backward(self.shell)
-        self._reduced = False
-
-
-class _Through:
-    """A collective of FSDP2's, through the transport, so that it is ordered, counted and aborted like all others.
-
-    ``waits``: FSDP2 uses the result at once; else it runs beside the caller, and who needs it waits.
-    """
-
-    def __init__(self, transport: Transport, operation: str, scope: str, what: str, waits: bool = True) -> None:
-        self._transport, self._operation, self._scope = transport, operation, scope
-        self._what, self._waits = what, waits
-        self._work: Work | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor | None = None, **options: Any) -> None:
-        """``options``: its group, what it sums by and whether it waits, which are the transport's to say."""
-        step = Collective(self._operation, self._scope, output_tensor, input_tensor)
-        self._work = self._transport.start([step], self._what)
-        if self._waits:
-            self.wait()
-
-    def wait(self) -> None:
-        if self._work is not None:  # none where a shard group is one rank
-            self._work.wait()
-        self._work = None
-
-
-def finish_setup(units: Sequence[FsdpUnit]) -> None:
-    """One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has."""
-    share_comm_ctx([unit.shell for unit in units])
-    for unit in units:
-        fsdp_set_up(unit.shell)
-
-
-def accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:
-    """The parameter, whose gradients add up over micro-batches in no less than float32."""
-    if precision is not None and parameter.requires_grad and parameter.is_floating_point():
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        if parameter.grad_dtype != wide:
-            parameter.grad_dtype = wide
-    return parameter
+# --- what parallelize has sharded
 
 
 class FsdpStage(_FsdpModules):
@@ -240,3 +153,383 @@ def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
         return
     for child in module.children():
         yield from _roots_in(child)
+
+
+# --- zero=3
+
+
+class FsdpUnit(_FsdpModules):
+    """Parameters in a shell, a module that holds these and nothing else and is never called.
+
+    ``stages``: those that use them. ``shards``: by name, what the model holds between calls.
+    """
+
+    def __init__(
+        self,
+        stages: frozenset[int],
+        parameters: Mapping[str, nn.Parameter],
+        mesh: DeviceMesh,
+        transport: Transport,
+        precision: Precision | None,
+    ) -> None:
+        self.stages, self.names = stages, tuple(parameters)
+        self._precision = precision
+        shell = nn.Module()
+        for place, parameter in enumerate(parameters.values()):
+            shell.register_parameter(str(place), parameter)
+        what = self.names[0] + f" and {len(self.names) - 1} more" * (len(self.names) > 1)
+        policy = MixedPrecisionPolicy()
+        if precision is not None and parameter.is_floating_point():  # as all of them
+            policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+        self.shell: FSDPModule = fully_shard(shell, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
+        self._all_gather = _Through(transport, "all_gather", "gather", f"parameters {what}", waits=False)
+        self.shell.set_custom_all_gather(cast(Any, self._all_gather))
+        scatter = _Through(transport, "reduce_scatter", "shard", f"gradients {what}")
+        self.shell.set_custom_reduce_scatter(cast(Any, scatter))
+        super().__init__([self.shell])
+        if mesh.size(0) > 1:
+            # the sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter
+            self.shell.set_all_reduce_hook(_Through(transport, "all_reduce", "replica", f"gradients {what}"))
+        self.shards = dict(zip(self.names, self.parameters, strict=True))
+        for shard, old in zip(self.parameters, parameters.values(), strict=True):
+            vars(shard).update(vars(old))
+        self._handle: Any = None
+        self._reduced = False
+
+    def gather(self) -> None:
+        self._handle = self.shell.unshard(async_op=True)
+
+    def gathered(self) -> dict[str, nn.Parameter]:
+        """Waits for the all-gather; the whole parameters, the same objects in every call."""
+        self._all_gather.wait()
+        self._handle.wait()
+        whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
+        return dict(zip(self.names, whole, strict=True))
+
+    def free(self) -> None:
+        self.shell.reshard()
+
+    def reduce(self, gradients: Mapping[str, Tensor] | None = None) -> None:
+        """Starts the reduction of what the backwards left, or of these gradients, and frees the whole parameters."""
+        if gradients is not None:
+            for name, managed in zip(self.names, self._managed, strict=True):
+                managed.unsharded_param.grad = gradients.get(name)
+        self._post_backward()
+        self._reduced = True
+
+    def finish(self) -> None:
+        """The shards' ``.grad`` may be used."""
+        if self._reduced:
+            fsdp_end_backward(self.shell)
+        self._reduced = False
+
+
+class _Through:
+    """A collective of FSDP2's, through the transport, so that it is ordered, counted and aborted like all others.
+
+    ``waits``: FSDP2 uses the result at once; else it runs beside the caller, and who needs it waits.
+    """
+
+    def __init__(self, transport: Transport, operation: str, scope: str, what: str, waits: bool = True) -> None:
+        self._transport, self._operation, self._scope = transport, operation, scope
+        self._what, self._waits = what, waits
+        self._work: Work | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor | None = None, **options: Any) -> None:
+        """``options``: its group, what it sums by and whether it waits, which are the transport's to say."""
+        step = Collective(self._operation, self._scope, output_tensor, input_tensor)
+        self._work = self._transport.start([step], self._what)
+        if self._waits:
+            self.wait()
+
+    def wait(self) -> None:
+        if self._work is not None:  # none where a shard group is one rank
+            self._work.wait()
+        self._work = None
+
+
+def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:
+    """The parameter, whose gradients add up over micro-batches in no less than float32."""
+    if precision is not None and parameter.requires_grad and parameter.is_floating_point():
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.grad_dtype != wide:
+            parameter.grad_dtype = wide
+    return parameter
+
+
+def fully_sharded(
+    model: nn.Module,
+    graphs: Sequence[StageGraph],
+    mesh: DeviceMesh,
+    transport: Transport,
+    owners: Ownership,
+    precision: Precision | None = None,
+) -> FullyShardedGradients:
+    """Shards the parameters of this rank's stages, in ``model`` and in the modules of all ``graphs``' stages alike.
+
+    A collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``. ``transport``
+    has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage uses, stays
+    whole. Afterwards, the model's old parameters are in use nowhere, and an optimizer must be made of the new ones.
+    """
+    assert transport.pipe_rank is not None
+    every, kept = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
+    names = {id(parameter): name for name, parameter in reversed(every.items())}
+    for parameter in [parameter for name, parameter in every.items() if name in kept]:
+        if precision is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(precision.master)
+        parameter.data = parameter.data.contiguous()  # plain strides are all that FSDP2 can shard
+    users: dict[nn.Parameter, set[int]] = {}
+    for stage in _stages_of(graphs[0], transport.pipe_rank):
+        for parameter in stage.parameters.values():
+            users.setdefault(parameter, set()).add(stage.index)
+    grouped: dict[tuple[frozenset[int], torch.dtype], dict[str, nn.Parameter]] = {}  # in order of use
+    for parameter, stages in users.items():
+        if parameter.ndim:
+            group = grouped.setdefault((frozenset(stages), parameter.dtype), {})
+            group[names[id(parameter)]] = parameter
+    units = [FsdpUnit(stages, parameters, mesh, transport, precision) for (stages, _), parameters in grouped.items()]
+    # One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has.
+    share_comm_ctx([unit.shell for unit in units])
+    for unit in units:
+        fsdp_set_up(unit.shell)
+    shards = {id(every[name]): shard for unit in units for name, shard in unit.shards.items()}
+    for module in [model, *_modules_of(graphs, transport.pipe_rank)]:
+        replace_tensors(module, shards)
+    held = {name: parameter for name, parameter in model.named_parameters() if name in kept}
+    return FullyShardedGradients(held, units, mesh, transport, owners, precision)
+
+
+class FullyShardedGradients(Gradients):
+    """``Gradients`` of a rank whose parameters are sharded."""
+
+    def __init__(
+        self,
+        held: dict[str, nn.Parameter],
+        units: Sequence[FsdpUnit],
+        mesh: DeviceMesh,
+        transport: Transport,
+        owners: Ownership,
+        precision: Precision | None,
+    ) -> None:
+        way = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
+        super().__init__(held, transport, way, owners.tied)
+        self._units, self._precision = units, precision
+        self._names = {id(parameter): name for name, parameter in held.items()}
+        self._whole = {name: p for name, p in held.items() if not isinstance(p, DTensor)}
+        self._kept: dict[str, Tensor] = {}  # unreduced gradients of calls without synchronisation, by name
+        self._behind = False  # whether there has been such a call, on whatever replica it left gradients
+        self._call = _CallState()
+
+    # a call
+
+    def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
+        """``scales`` changes nothing here: earlier gradients are always kept out."""
+        # What the user has cleared since: its .grad held zeros that stood for it.
+        for name in [name for name in self._kept if self._own[name].grad is None]:
+            del self._kept[name]
+        self._set_earlier_aside()
+        self._start(graphs, row, _CallState(training=True, sync=sync, deferred=self._behind or not sync))
+
+    @contextlib.contextmanager
+    def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> Iterator[None]:
+        self._start(graphs, [action for action in row if action.op is Op.F], _CallState())
+        yield
+        self.flush()
+        self._stop()
+
+    def _start(self, graphs: Sequence[StageGraph], row: Sequence[Action], call: _CallState) -> None:
+        """A call begins that runs this row, all of it or its forwards."""
+        self._call = call
+        for module in _modules_of(graphs, self._transport.pipe_rank):
+            for submodule in module.modules():
+                for leaf, parameter in submodule._parameters.items():
+                    if id(parameter) in self._names:
+                        call.homes.setdefault(self._names[id(parameter)], []).append((submodule, leaf))
+        # A dict keeps the place of a key's first assignment, and the value of the last: units in the order of their
+        # first use, each with its last action.
+        for action in row:
+            call.last |= dict.fromkeys(self._of(action), action)
+        call.waiting = list(call.last)
+        for name, parameter in self._whole.items():  # a copy stands in its place, whose gradient is this call's alone
+            data = parameter.detach()
+            if self._precision is not None and data.is_floating_point():
+                data = data.to(self._precision.compute)
+            self._swap(name, _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision))
+        self._gather_next()
+
+    def settle(self, stage: int | None = None) -> None:
+        """In a call: what a stage needs lies whole in its modules. Between calls nothing is under way."""
+        for unit in self._units if stage is not None else ():
+            if stage not in unit.stages or unit not in self._call.last or unit in self._call.ready:
+                continue
+            self._call.ready.add(unit)
+            # All replicas gather in the order of first use, also what this one needs earlier.
+            while unit in self._call.waiting:
+                self._gather_next()
+            for name, parameter in unit.gathered().items():
+                self._swap(name, parameter)
+            self._gather_next()
+
+    def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return [self._call.now.get(self._names.get(id(one), ""), one) for one in parameters]
+
+    def before(self, action: Action) -> None:
+        self.settle(action.stage)
+
+    def after(self, action: Action) -> None:
+        """What no later action needs is reduced and freed."""
+        for unit in self._of(action):
+            if self._call.last[unit] == action:
+                self._let_go(unit)
+
+    def flush(self) -> None:
+        """A stage without backward still has its parameters whole."""
+        for unit in [unit for unit in self._units if unit in self._call.last and unit not in self._call.over]:
+            self.settle(min(unit.stages))
+            self._let_go(unit)
+
+    def end(self, factor: Tensor | None) -> None:
+        """This call's gradients, summed over the data axis and the owners; None where no rank used a parameter."""
+        call = self._call
+        self._stop()
+        if call.deferred:
+            self._settle_local(call, factor)
+        if call.sync:
+            for unit in self._units:
+                unit.finish()
+            for name, parameter in self._whole.items():
+                parameter.grad = call.local.get(name)
+            used = self._ask_who_used(call.used | call.local.keys()).wait()
+            self._sum_used(used, self._whole, None if call.deferred else factor)
+        self._leave_gradients()
+
+    def _stop(self) -> None:
+        """The modules hold what they held before the call, and ``local`` the gradients of what was never sharded."""
+        for name, parameter in self._whole.items():
+            gradient = self._call.now[name].grad
+            if gradient is not None:
+                self._call.local[name] = gradient.to(parameter.dtype)
+            self._swap(name, parameter)
+        self._call = _CallState()
+
+    def _of(self, action: Action) -> list[FsdpUnit]:
+        return [unit for unit in self._units if action.stage in unit.stages]
+
+    def _gather_next(self) -> None:
+        """Starts the next unit's all-gather, in the order of first use: one ahead, to keep few buffers."""
+        if self._call.waiting:
+            self._call.waiting.pop(0).gather()
+
+    def _swap(self, name: str, parameter: nn.Parameter) -> None:
+        """Puts a parameter into the modules of this call's stages."""
+        self._call.now[name] = parameter
+        for module, leaf in self._call.homes.get(name, ()):
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[leaf] = parameter
+            else:  # such as nn.LSTM's, which keeps a list of its own
+                setattr(module, leaf, parameter)
+
+    def _let_go(self, unit: FsdpUnit) -> None:
+        call = self._call
+        call.over.add(unit)
+        found = {name: p.grad for name in unit.names if (p := call.now[name]).grad is not None}
+        # Unsummed gradients of earlier calls are not scaled with this call's. So where there are some, this call's are
+        # kept in full until the factor is known, and reduced at the end.
+        if call.deferred:
+            call.local |= found
+            for name in found:
+                call.now[name].grad = None
+        for name, shard in unit.shards.items():
+            self._swap(name, shard)
+        if not call.training or call.deferred:
+            unit.free()
+        else:
+            call.used |= found.keys()
+            unit.reduce()
+
+    def _settle_local(self, call: _CallState, factor: Tensor | None) -> None:
+        """The unreduced gradients of this call, scaled, and those of the calls before it."""
+        for name, gradient in call.local.items():
+            if factor is not None:
+                gradient.mul_(factor)
+            if name in self._kept:
+                gradient.copy_(self._kept.pop(name).add_(gradient))
+        self._kept |= call.local
+        self._behind = True
+        if not call.sync:
+            for name in call.local:  # where it is gone, the next call knows that gradients were cleared
+                self._earlier.setdefault(name, torch.zeros_like(self._own[name]))
+            return
+        call.local, self._kept, self._behind = self._kept, {}, False
+        call.used = {name for name in call.local if name not in self._whole}
+        for unit in self._units:
+            if unit in call.last:
+                unit.reduce({name: call.local[name] for name in unit.names if name in call.local})
+
+    # what an optimizer sees
+
+    def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
+        """This rank's shard of a parameter."""
+        if name in self._whole:
+            piece = super()._piece(name, parameter)
+            return dataclasses.replace(piece, counts=piece.counts and self.way.rank == 0)
+
+        def gradient() -> Tensor | None:
+            return None if parameter.grad is None else local(parameter.grad).view(-1)
+
+        # FSDP2 cuts along the first dimension, into chunks of as many rows; the last ones may be shorter, or empty.
+        data = local(parameter.detach()).view(-1)
+        rows, length = parameter.shape[0], math.prod(parameter.shape[1:])
+        chunk, place = -(-rows // self.way.shards), self.way.rank
+        start, stop = (min(row, rows) * length for row in (place * chunk, (place + 1) * chunk))
+        return Piece(name, parameter, start, stop, data, self._is_first_owner(name), gradient)
+
+    def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
+        """RunError where parameters are to be stepped ``whole``, and some are sharded."""
+        wanted = set(names)
+        sharded = [name for name in self._own if name in wanted and name not in self._whole]
+        if whole and sharded:
+            raise RunError(
+                f"the optimizer steps {sharded[0]} as a whole, which zero=3 shards; write zero=2, or take an "
+                "element-wise optimizer such as AdamW"
+            )
+        return OptimizerPieces(0, tuple(piece for piece in self.pieces() if piece.name in wanted))
+
+    def clear(self) -> None:
+        super().clear()
+        self._kept.clear()
+        self._behind = False
+
+
+@dataclass
+class _CallState:
+    """All that changes in a call."""
+
+    training: bool = False
+    sync: bool = True
+    deferred: bool = False
+    """Whether gradients are reduced at the end, after scaling, and not where a unit's last action was."""
+    homes: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+    """Where a parameter is registered."""
+    last: dict[FsdpUnit, Action] = field(default_factory=dict)
+    waiting: list[FsdpUnit] = field(default_factory=list)
+    ready: set[FsdpUnit] = field(default_factory=set)
+    over: set[FsdpUnit] = field(default_factory=set)
+    now: dict[str, nn.Parameter] = field(default_factory=dict)
+    """What stands in a parameter's place."""
+    local: dict[str, Tensor] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+
+def _stages_of(graph: StageGraph, rank: int | None) -> list[Stage]:
+    return [stage for stage in graph if rank in graph.ranks(stage.index)]
+
+
+def _modules_of(graphs: Sequence[StageGraph], rank: int | None) -> list[nn.Module]:
+    """The modules that a rank's stages run, each once, and those whose methods are opaque."""
+    modules = [stage.module for graph in graphs for stage in _stages_of(graph, rank)]
+    modules += [call.owner for module in modules for call in opaque_calls(module)]
+    return list({id(module): module for module in modules if isinstance(module, nn.Module)}.values())

@@ -7,11 +7,13 @@ ParallelGradients       a reducer that knows the DTensors that ``parallelize`` h
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +21,57 @@ from torch import Tensor, nn
 from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport, in_flat_buffers
+from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.flat_bucket import Piece
-from fxpipe.sharding.held_gradient import held
+from fxpipe.torch_compat import FOREACH_NORM, plain_results, pytree, recast
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank steps of one parameter: its elements ``start`` to ``stop``, in the order of its memory.
+
+    ``data`` is a view of the parameter's memory, 1-dimensional, or of the parameter's own shape where the rank steps
+    all of it. ``counts``: whether this rank counts it in a norm over all ranks.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    data: Tensor
+    counts: bool
+    gradient: Callable[[], Tensor | None]
+    """The summed gradient, shaped like ``data``; None where nobody used the parameter."""
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.start, self.stop) == (0, self.parameter.numel())
+
+    @property
+    def memory(self) -> Tensor:
+        """The piece itself; of a DTensor that ranks share, this rank's shard."""
+        return self.data.detach() if self.is_whole else local(self.data.detach())
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """The elements of a whole tensor that this piece has, shaped like ``memory``."""
+        memory = self.memory
+        if values.shape == memory.shape:
+            return values
+        # Pieces count in the order of the parameter's memory, so the values must lie in that order first.
+        ordered = torch.empty_like(self.parameter, dtype=values.dtype, device=values.device)
+        if ordered.stride() != values.stride():
+            values = ordered.copy_(values)
+        return values.detach().as_strided((values.numel(),), (1,))[self.start : self.stop].view(memory.shape)
+
+    def current_gradient(self) -> Tensor | None:
+        """Its gradient, unless the user has cleared it: a tensor of its own, in the same memory."""
+        gradient = self.gradient() if self.parameter.grad is not None else None
+        if gradient is None:
+            return None
+        return plain(gradient if self.is_whole else local(gradient)).detach()
 
 
 @dataclass(frozen=True)
@@ -236,3 +283,66 @@ class WhoUsed:
 def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
     """Stage → the last of its backwards in a row."""
     return {action.stage: action for action in row if action.op is not Op.F}
+
+
+# --- .grad on one of several pipe ranks, where a norm over all that is at hand is this rank's alone
+
+
+_NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
+_MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}  # type: ignore[attr-defined]
+
+
+class HeldGradient(Tensor):
+    """A gradient on one of several pipe ranks. A norm over several of them (torch's ``clip_grad_norm_``, SAM) is a
+    RunError; everything else that is computed with one is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = plain_results(func, types, args, kwargs or {})
+        if func in _NORMS:
+            given = args[0] if args else next(iter(kwargs.values()))
+            if isinstance(given, Tensor):
+                return _HeldNorm.of(found, given)
+            return [_HeldNorm.of(norm, gradient) for norm, gradient in zip(found, given, strict=True)]
+        return held(found) if func in _MULTIPLES else found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(plain(self), memo)
+
+
+class _HeldNorm(Tensor):
+    """The norm of a gradient that this rank holds, or a number computed from it."""
+
+    gradient: Tensor
+
+    @staticmethod
+    def of(norm: Tensor, gradient: Tensor) -> Tensor:
+        made = recast(norm, _HeldNorm)
+        made.gradient = gradient  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gradients = {id(one.gradient): one.gradient for one in pytree.tree_leaves(args) if isinstance(one, _HeldNorm)}
+        if len(gradients) > 1:
+            raise RunError(
+                "a norm over several gradients (torch.nn.utils.clip_grad_norm_, SAM) would count this rank's alone; "
+                "forward_backward.clip_grad_norm_(max_norm) clips by the whole model's, and returns it"
+            )
+        found = plain_results(func, types, args, kwargs or {})
+        return _HeldNorm.of(found, *gradients.values()) if isinstance(found, Tensor) and not found.ndim else found
+
+
+def held(gradient: Tensor) -> Tensor:
+    """The gradient, in the same memory, as one of several pipe ranks'; a sparse one itself: torch cannot alias it."""
+    is_dense = type(gradient) is Tensor and gradient.layout is torch.strided
+    is_spread = is_dtensor(gradient) and not isinstance(gradient, HeldGradient)
+    return recast(gradient, HeldGradient) if is_dense or is_spread else gradient
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """The gradient, in the same memory, as a plain tensor or DTensor."""
+    return recast(gradient, Tensor) if isinstance(gradient, HeldGradient) else gradient

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +21,7 @@ from torch import Tensor
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.precision import Precision, merged
-from fxpipe.sharding.clip import gradient_of
-from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.gradients import Piece
 from fxpipe.sharding.optimizer_class import Entry
 from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.torch_compat import TO_COPY, plain_results, pytree, storage_id, wrapper
@@ -35,26 +34,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """``tensor`` is stepped. ``master``: it is a copy, of another type or on another device, to be written back."""
+    """``tensor`` is stepped. ``is_copy``: it is one, of another type or on another device, to be written back.
+    ``saves_master``: whether a state dict has its values, too, since parameters may be rounded."""
 
     piece: Piece
     tensor: Tensor
-    master: bool
+    is_copy: bool
+    saves_master: bool
 
     @property
     def whole(self) -> bool:
         """Whether all of the parameter is stepped here, in its own shape."""
         return self.tensor.shape == self.piece.parameter.shape
 
-    def part_of(self, values: Tensor) -> Tensor:
-        """The elements of a whole tensor that are stepped here, shaped like ``tensor``."""
-        return _part_of(values, self.piece)
-
     def take_gradient(self) -> bool:
         """Shows the optimizer the piece's gradient, or None, and says whether there is one."""
         if self.tensor is self.piece.parameter:
             return self.tensor.grad is not None
-        gradient = gradient_of(self.piece)
+        gradient = self.piece.current_gradient()
         if gradient is not None:
             # a copy to the CPU is pinned, and under way until the stream is waited for
             gradient = gradient.to(self.tensor.device, self.tensor.dtype, non_blocking=True)
@@ -68,17 +65,17 @@ class Target:
 
     def write_back(self) -> None:
         """The parameter's memory becomes what the optimizer has made of the master."""
-        if self.master:
-            _data(self.piece).copy_(self.tensor, non_blocking=True)
+        if self.is_copy:
+            self.piece.memory.copy_(self.tensor, non_blocking=True)
 
     def follow(self) -> None:
-        """A master takes what somebody has written into the parameter by hand since the last step.
+        """A copy takes what somebody has written into the parameter by hand since the last step.
 
         RunError where it has other memory by now, which ``write_back`` would not reach, nor the ranks that share it.
         """
         if self.tensor is self.piece.parameter:
             return
-        if storage_id(local(self.piece.parameter.detach())) != storage_id(_data(self.piece)):
+        if storage_id(local(self.piece.parameter.detach())) != storage_id(self.piece.memory):
             raise RunError(
                 f"{self.piece.name} was given other memory, as by parameter.data = ..., and the optimizer steps what "
                 "it had; write into it, as parameter.data.copy_(...) does"
@@ -86,30 +83,31 @@ class Target:
         self.refresh(None)
 
     def refresh(self, original: Tensor | None) -> None:
-        """The master becomes ``original``, or the parameter's value where there is none; but it keeps its bits where
+        """The copy becomes ``original``, or the parameter's value where there is none; but it keeps its bits where
         they round to that, so that rounded values undo no exact ones that were loaded before."""
-        if self.master:
-            values = _data(self.piece) if original is None else _part_of(original, self.piece)
+        if self.is_copy:
+            values = self.piece.memory if original is None else self.piece.part_of(original)
             self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
 
 
 def target_of(
     piece: Piece, original: Tensor | None, precision: Precision | None, offload: bool, sharded: bool
 ) -> Target:
-    """``original``: the parameter before it was rounded. ``offload``: the master is on the CPU. ``sharded``: ranks
+    """``original``: the parameter before it was rounded. ``offload``: a copy on the CPU is stepped. ``sharded``: ranks
     step parts, so that ``parameter.grad`` is not what is stepped with."""
-    data = _data(piece)
-    dtype = precision.master if precision is not None and data.is_floating_point() else data.dtype
+    data = piece.memory
+    saves_master = precision is not None and data.is_floating_point()
+    dtype = precision.master if precision is not None and saves_master else data.dtype
     if dtype == data.dtype and not offload:
         plain = precision is None and not sharded
-        return Target(piece, piece.parameter if plain else data, False)
+        return Target(piece, piece.parameter if plain else data, False, saves_master)
     device = torch.device("cpu") if offload else data.device
     tensor = torch.empty_like(data, dtype=dtype, device=device)
     if offload and data.device.type == "cuda":
         tensor = tensor.pin_memory()
-    target = Target(piece, tensor, True)
+    target = Target(piece, tensor, True, saves_master)
     with torch.no_grad():
-        tensor.copy_(data if original is None else _part_of(original, piece))
+        tensor.copy_(data if original is None else piece.part_of(original))
         target.refresh(None)  # where the parameter has been written since, it counts
     return target
 
@@ -119,45 +117,27 @@ def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | 
     return next((originals[name] for name in names if name in originals), None)
 
 
-def _data(piece: Piece) -> Tensor:
-    """A piece's memory; of a DTensor that ranks share, this rank's shard."""
-    return piece.data.detach() if piece.is_whole else local(piece.data.detach())
-
-
-def _part_of(original: Tensor, piece: Piece) -> Tensor:
-    """The elements of a whole tensor that a piece has, shaped like its data."""
-    data, parameter = _data(piece), piece.parameter
-    if original.shape == data.shape:
-        return original
-    alike = torch.empty_like(parameter, dtype=original.dtype, device=original.device)
-    if alike.stride() != original.stride():  # pieces count in the order of the parameter's memory
-        original = alike.copy_(original)
-    return original.detach().as_strided((original.numel(),), (1,))[piece.start : piece.stop].view(data.shape)
-
-
 MASTER = "master"
 """The key of a parameter in the type that it is stepped in."""
 
 
-def entry_to_save(name: str, entry: Entry, target: Target, has_master: bool) -> Entry:
+def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
     """What a state dict has for a target, out of what the optimizer keeps of it."""
-    if has_master:
-        entry = {**entry, MASTER: target.tensor if target.master else target.tensor.detach().clone()}
+    if target.saves_master:
+        entry = {**entry, MASTER: target.tensor if target.is_copy else target.tensor.detach().clone()}
     return {
         key: pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), value)
         for key, value in entry.items()
     }
 
 
-def entry_to_load(
-    name: str, saved: Mapping[str, Any], initial: Entry, asked: Entry, target: Target, master: bool
-) -> Entry:
+def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: Entry, target: Target) -> Entry:
     """A copy of a saved entry, where and of the types that this optimizer has its own.
 
     ``initial``: the state that the saved options ask for. ``asked``: that of this optimizer's own options, under which
-    a checkpoint is asked for entries, so that it cannot have more. ``master``: whether there may be one.
+    a checkpoint is asked for entries, so that it cannot have more.
     """
-    like = {**initial, MASTER: target.tensor} if master else initial
+    like = {**initial, MASTER: target.tensor} if target.saves_master else initial
     keys = saved.keys() - {MASTER}  # none where it was frozen
     if (keys or asked.keys()) != initial.keys() or MASTER in saved.keys() - like.keys():
         raise CheckpointError(
@@ -213,7 +193,7 @@ def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
         return value.local if fits and value.shape == target.piece.parameter.shape else None
     if target.whole or not mine.ndim or is_dtensor(mine):
         return value if value.shape == mine.shape else None
-    return target.part_of(value) if value.shape == target.piece.parameter.shape else None
+    return target.piece.part_of(value) if value.shape == target.piece.parameter.shape else None
 
 
 def check_saves_all(optimizer: torch.optim.Optimizer) -> None:
@@ -236,35 +216,24 @@ def check_saves_all(optimizer: torch.optim.Optimizer) -> None:
 def read_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]], parameters: Mapping[str, Tensor]
 ) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """The entries of a state dict by name, and its hyperparameters for groups of these names.
+    """The entries of a state dict by name, and its hyperparameters for groups of these names; {} for an empty group.
 
-    CheckpointError where it does not fit a model of these parameters.
+    Raises:
+        CheckpointError: it is of another model; a name was not saved; or names of one group were saved in several, or
+            of several in one.
     """
     check(CheckpointError, _KINDS, state_dict=state_dict)
     check(CheckpointError, _KINDS, state=state_dict["state"], param_groups=state_dict["param_groups"])
-    saved = state_dict["state"]
-    options = group_options(state_dict["param_groups"], groups, lambda name: parameters[name].requires_grad)
-    unknown = [name for name in saved if name not in parameters]
+    entries, saved = state_dict["state"], state_dict["param_groups"]
+    unknown = [name for name in entries if name not in parameters]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(parameters))}")
-    return saved, options
-
-
-def group_options(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]], trained: Callable[[str], bool]
-) -> list[dict[str, Any]]:
-    """The hyperparameters saved for groups of these names, group by group; {} for a group that has no names.
-
-    ``trained``: whether a parameter is; others need not have been saved.
-
-    Raises:
-        CheckpointError: a name was not saved, or names of one group were saved in several, or of several in one.
-    """
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     taken_by: dict[int, int] = {}
-    found = []
+    options: list[dict[str, Any]] = []
     for number, names in enumerate(groups):
-        missing = [name for name in names if name not in home and trained(name)]
+        # A frozen parameter need not have been saved.
+        missing = [name for name in names if name not in home and parameters[name].requires_grad]
         if missing:
             raise CheckpointError(
                 f"the state dict's parameter groups lack {missing[0]!r}{nearest(missing[0], home)}; {_SAVE}"
@@ -275,8 +244,8 @@ def group_options(
                 f"parameter group {number} has {' and '.join(homes.values())}, of the groups {list(homes)} that were "
                 "saved, and each of these belongs to one; make the optimizer with the groups that it was saved with"
             )
-        found.append(options_of(saved[next(iter(homes))]) if homes else {})
-    return found
+        options.append(options_of(saved[next(iter(homes))]) if homes else {})
+    return entries, options
 
 
 _SAVE = 'save {"model": forward_backward, "optim": optimizer}, or a plain one by torch\'s get_optimizer_state_dict'

@@ -30,8 +30,8 @@ from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
-from fxpipe.sharding.flat_bucket import FlatBucket, Piece
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, WhoUsed, last_backwards
+from fxpipe.sharding.flat_bucket import FlatBucket
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
 
 FIRST_BUCKET = 2**20
 """Bytes. The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
@@ -84,6 +84,8 @@ class Reducer(Gradients):
     # buckets
 
     def _add_buckets(self, shared: Sequence[Shared], claim: int, whole: bool) -> None:
+        # Buckets stand in the order in which their last parameter was to be filled, whoever has claimed them: all
+        # replicas start their sums in that order.
         items = [Item(one.name, one.parameter.numel(), _kind(one, whole)) for one in shared]
         layouts = lay_out(items, self.way.shards, self._capacity, min(self._capacity, FIRST_BUCKET))
         known = {one.name: one for one in self._shared}
@@ -135,6 +137,8 @@ class Reducer(Gradients):
                 hook = partial(_arrived, weakref.ref(self), one.name)
                 self._hooks[one.name] = one.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._sync = sync
+        # Unsummed gradients of earlier calls must not be scaled with this call's. So nothing is summed until the factor
+        # is known: this call's are scaled, the earlier ones join them, and one sum takes both.
         self._hold = sync and scales and self._unsummed
         # what was frozen since a call that was not summed has gradients of it
         self._live = [
@@ -312,10 +316,11 @@ def reducer_for(
     """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to ``make``."""
     parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not is_dtensor(p)}
     names = {id(parameter): name for name, parameter in reversed(parameters.items())}
-    # parameter → the stages that use it, in the order of their last backward in this row
-    finished = list(dict.fromkeys(action.stage for action in reversed(row) if action.op is not Op.F))[::-1]
+    # Gradients come stage by stage in the order of the last backwards in this row, and in a stage those of the last
+    # parameters first. Buckets are filled in that order.
+    ends = {action.stage: place for place, action in enumerate(row) if action.op is not Op.F}
     users: dict[int, dict[int, None]] = {}
-    for stage in dict.fromkeys([*finished, *range(len(graph))]):
+    for stage in dict.fromkeys([*sorted(ends, key=ends.__getitem__), *range(len(graph))]):
         for parameter in reversed(graph[stage].parameters.values()):
             if id(parameter) in names:
                 users.setdefault(id(parameter), {})[stage] = None
@@ -331,6 +336,8 @@ def reducer_for(
         if transport.data_size > 1 or key in tied
     ]
     shared = [one for one in shared if one.parameter.is_floating_point() or one.parameter.is_complex()]
+    # What several stages use is complete behind all of them. Owners of tied parameters see different rows: they agree
+    # on the order of names.
     shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.owners, one.name if one.owners else ""))
     for one in shared:
         del by_name[one.name]

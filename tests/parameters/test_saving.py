@@ -138,7 +138,7 @@ def altered(folder: Path, change: Callable[[Any], None]) -> None:
 ALTERED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "outside": (lambda m: setattr(places(m)["model.count"], "relative_path", "../x"), "'../x', which is no file"),
     "absolute": (lambda m: setattr(places(m)["model.count"], "relative_path", "/etc/hosts"), "'/etc/hosts', which is"),
-    "number": (lambda m: setattr(places(m)["model.count"], "offset", -1), "'-1' stands where a size should"),
+    "number": (lambda m: setattr(places(m)["model.count"], "offset", -1), "'-1' stands where a number should"),
     "too far": (lambda m: setattr(places(m)["model.count"], "offset", 2**40), "bytes, and .* are expected"),
     "huge": (lambda m: setattr(m.state_dict_metadata["model.weight"], "size", torch.Size([2**50])), "does not fit"),
     "hole": (lambda m: m.state_dict_metadata["model.weight"].chunks.clear(), "have 0 elements of 15"),

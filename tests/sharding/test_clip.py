@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
-from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.gradients import Piece
 from tests.pool import Pool
 from tests.strict_transport import run_strict
 

@@ -20,8 +20,7 @@ from fxpipe.errors import CheckpointError, RunError
 from fxpipe.precision import Precision, cast_parameters
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
-from fxpipe.sharding.flat_bucket import Piece
-from fxpipe.sharding.gradients import OptimizerPieces
+from fxpipe.sharding.gradients import OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
 from fxpipe.sharding.optimizer_state import Slice
 from fxpipe.sharding.parameter_groups import resolve_groups, whole_groups

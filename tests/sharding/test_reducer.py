@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import broadcast
-from fxpipe.sharding.flat_bucket import Piece
+from fxpipe.sharding.gradients import Piece
 from tests.strict_transport import run_strict
 from tests.thinned import ALL, every
 

@@ -159,11 +159,11 @@ def _parsed(path: Path, read: Any) -> Manifest:
     if read["crc32"] != _crc_of(content):
         raise ValueError(f"its crc32 is {_crc_of(content):08x}, and it says {int(read['crc32']):08x}")
     return Manifest(
-        step=_natural(content["step"]),
-        number=_natural(content["number"]),
+        step=natural(content["step"]),
+        number=natural(content["number"]),
         saved_at=str(content["saved_at"])[:100],
         run=str(content["run"])[:100],
-        axes=tuple((str(name), _natural(size)) for name, size in content["axes"]),
+        axes=tuple((str(name), natural(size)) for name, size in content["axes"]),
         versions={str(name): str(version) for name, version in content["versions"].items()},
         files={_plain_name(name): _written(*one) for name, one in content["files"].items()},
         ties={str(name): str(first) for name, first in content.get("ties", {}).items()},
@@ -171,13 +171,14 @@ def _parsed(path: Path, read: Any) -> Manifest:
 
 
 def _written(size: Any, crc32s: Any) -> Written:
-    written = Written(_natural(size), tuple(map(_natural, crc32s)))
+    written = Written(natural(size), tuple(map(natural, crc32s)))
     if len(written.crc32s) != -(-written.size // PIECE):
         raise ValueError(f"{written.size} bytes have {len(written.crc32s)} checksums")
     return written
 
 
-def _natural(value: Any) -> int:
+def natural(value: Any) -> int:
+    """A number that was read; ValueError for what is none, or could not be a size on a disk."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"{str(value)[:40]!r} stands where a number should")
     return value

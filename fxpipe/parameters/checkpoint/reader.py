@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import pickletools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, pieces_of
+from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, natural, pieces_of
 from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
 from fxpipe.small_file import read_small
@@ -132,7 +132,13 @@ class ModelValues:
     def __init__(self, reader: FolderReader, ties: Mapping[str, str], leave: Collection[str] = ()) -> None:
         self._reader, tensors = reader, reader.tensors
         self._own = {name.removeprefix(MODEL): one for name, one in tensors.items() if name.startswith(MODEL)}
-        found = {parameter: name for name in tensors if name not in leave for parameter in _mastered(name)}
+        found: dict[str, str] = {}
+        for name in tensors:
+            # "optim.state.NAME.master", or "optim.one.state.NAME.master" of the optimizer "one" of several
+            optimizer, _, parameter = name.removesuffix(_MASTER).partition(_STATE)
+            is_master = name.endswith(_MASTER) and optimizer.partition(".")[0] == _OPTIMIZER
+            if is_master and name not in leave:
+                found[parameter] = name
         firsts = {name: found.get(ties.get(name, name), "") for name in self._own}
         self.masters = {name: master for name, master in firsts.items() if master and self._is_finer(name, master)}
         self.tensors = {name: tensors[self.masters.get(name, MODEL + name)] for name in firsts}
@@ -165,21 +171,9 @@ class ModelValues:
         return run
 
 
-def _mastered(name: str) -> Iterator[str]:
-    """The parameters whose master bears this name in a checkpoint: of an optimizer, or of one of several."""
-    if not (name.startswith(_OPTIMIZER) and name.endswith(_MASTER)):
-        return
-    parts: list[Any] = name.removesuffix(_MASTER).split(_STATE)
-    for place in range(1, len(parts)):
-        optimizer = _STATE.join(parts[:place])
-        if optimizer == _OPTIMIZER or optimizer.startswith(f"{_OPTIMIZER}."):
-            yield _STATE.join(parts[place:])
-
-
 # --- torch's .metadata, as data
 
 METADATA = ".metadata"
-_LARGEST = 2**62
 _MOST = 2**30  # bytes of what is read
 
 _OPCODES = frozenset(
@@ -274,14 +268,8 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
     return fields
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ValueError(f"{str(value)[:40]!r} stands where a size should")
-    return value
-
-
 def _sizes(value: Any) -> torch.Size:
-    return torch.Size(map(_natural, _the(tuple, value)))
+    return torch.Size(map(natural, _the(tuple, value)))
 
 
 def _index(key: Any) -> MetadataIndex:
@@ -290,7 +278,7 @@ def _index(key: Any) -> MetadataIndex:
     return MetadataIndex(
         _the(str, fields["fqn"]),
         None if offset is None else _sizes(offset),
-        None if index is None else _natural(index),
+        None if index is None else natural(index),
     )
 
 
@@ -298,7 +286,7 @@ def _place(read: Any, lengths: Mapping[str, int]) -> Any:
     fields = _fields(read, "_StorageInfo")
     if fields.get("transform_descriptors"):
         raise ValueError("its tensors were written through extensions")
-    file, offset, length = _the(str, fields["relative_path"]), _natural(fields["offset"]), _natural(fields["length"])
+    file, offset, length = _the(str, fields["relative_path"]), natural(fields["offset"]), natural(fields["length"])
     if file not in lengths:
         raise ValueError(f"it names {file[:80]!r}, which is no file of its folder")
     if offset + length > lengths[file]:
