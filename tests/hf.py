@@ -414,4 +414,4 @@ def request_of(model: nn.Module, batch: Inputs, boundaries: Boundaries = ()) -> 
     given = describe(batch, exact=True)
     inputs = {name: value.like for name, value in given if value.kind == "input"}
     fixed = {name: value.detail for name, value in given if value.kind != "input"}
-    return Request(model, tuple(inputs), fixed, example=inputs, cuts=resolve(model, boundaries))
+    return Request(model, tuple(inputs), fixed, example=inputs, cuts=resolve(model, boundaries).cuts)

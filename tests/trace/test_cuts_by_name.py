@@ -36,7 +36,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Cut]]] = {
     "auto is for others": ("auto", {}),
     "a list": (["image.layers.2", "head"], {"image.layers.2": "before", "head": "before"}),
     "one name": ("head", {"head": "before"}),
-    "a dict": ({"head": "after", "text.tail": "before"}, {"text.tail": "before", "head": "after"}),
+    "a dict": ({"head": {"cut": "after"}, "text.tail": "before"}, {"text.tail": "before", "head": "after"}),
     "a pattern": (["image.layers.[13]"], {"image.layers.1": "before", "image.layers.3": "before"}),
     "a star is one level": ({"image.layers.5.*": "after"}, {"image.layers.5.0": "after", "image.layers.5.1": "after"}),
     "before and after add up": (
@@ -67,13 +67,13 @@ GIVEN: dict[str, tuple[Any, dict[str, Cut]]] = {
 @pytest.mark.parametrize("given", GIVEN)
 def test_names_mean_submodules(given: str) -> None:
     boundaries, wanted = GIVEN[given]
-    found = resolve(Tree(), boundaries)
+    found = resolve(Tree(), boundaries).cuts
     assert list(found.items()) == list(wanted.items())
 
 
 WRONG: dict[str, tuple[Any, str]] = {
     "an unknown name": (["image.layer.2"], "names 'image.layer.2', which is no submodule of the model; did you mean"),
-    "a name below a leaf": (["head.qqqqqqqqqqqqqqq"], '"head" has no submodules'),
+    "a name below a leaf": (["head.qqqqqqqqqqqqqqq"], "which is no submodule of the model; known: "),
     "auto misspelt": ("atuo", 'did you mean "auto"'),
     "a pattern that matches nothing": (["image.blocks.*"], "names 'image.blocks.*', which matches no submodule; did"),
     "the model": ([""], "names '', the model itself"),
@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no boundaries": (4, "boundaries= is 4; give a list of names"),
     "a wrong rule": ({"head": "behind"}, "gives 'behind' for 'head'; give \"before\""),
     "every none": ({"image.layers.*": {"every": 0}}, r"gives {'every': 0} for 'image.layers.*'"),
-    "every what": ({"image.layers.*": {"cut": "after"}}, r"gives {'cut': 'after'}"),
+    "every what": ({"image.layers.*": {"every": 2, "by": 3}}, "gives {'every': 2, 'by': 3}"),
     "gathers what": ({"head": {"gather": "all"}}, "gives 'head' gather='all'; write \"batch\", or \"global\""),
     "gathers and more": ({"head": {"gather": "batch", "form": 1}}, "gives 'form' for 'head'; beside gather="),
     "gathers on no side": (
@@ -112,7 +112,7 @@ def test_a_module_list_with_a_forward_of_its_own_may_be_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    assert resolve(nn.Sequential(Stack()), ["0"]) == {"0": "before"}
+    assert resolve(nn.Sequential(Stack()), ["0"]).cuts == {"0": "before"}
 
 
 def test_a_function_is_called_once() -> None:

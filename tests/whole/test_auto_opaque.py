@@ -209,7 +209,7 @@ def test_cuts_found_around_regions_train_as_plain_pytorch(
             ["auto", "region"],
             r'"auto" where a submodule is named; write "auto", or.*\{"\*": "auto"',
         ),
-        ({"region": "auto"}, "\"auto\" for 'region'; it is for all of the model"),
+        ({"region": "auto"}, "'auto' for 'region'; give"),
         ({"*": "auto", "head": "before"}, '.before. for .head. beside "auto"'),
         ({"*": "auto", "region": ["whole", "after"]}, '.after. for .region. beside "auto"'),
         ({"*": "auto", "region": "whole", "region.first": "whole"}, "inside of 'region'"),

@@ -12,7 +12,7 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import held
 from fxpipe.trace import Request, Uncaptured, capture
-from fxpipe.trace.cuts.cuts_by_name import regions
+from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.regions import WHOLE
 
 MOST_PARTS = 8
@@ -74,7 +74,7 @@ def capture_in_part(
 
 def _with_regions(request: Request, part: str) -> Request:
     """With the regions that a rule for ``part`` names, in place of those inside of them."""
-    new = regions(request.module, {part: WHOLE})
+    new = resolve(request.module, {part: WHOLE}).whole
     inside = tuple(f"{region.path}." for region in new if region.method == "__call__")
     others = (region for region in request.whole if not f"{region.name}.".startswith(inside))
     return dataclasses.replace(request, whole=(*others, *new))

@@ -47,7 +47,7 @@ from fxpipe.progress import log, progress
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request
-from fxpipe.trace.cuts.cuts_by_name import is_auto, named, regions, resolve
+from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import aside
@@ -145,15 +145,14 @@ class Captures:
     @staticmethod
     def empty(model: nn.Module, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
-        boundaries = named(model, options.boundaries)
-        balancing = Balancing(options, topology, device, is_auto(model, boundaries))
-        cuts, whole = resolve(model, boundaries), regions(model, boundaries)
+        cuts, whole, finds_cuts = resolve(model, options.boundaries)
+        balancing = Balancing(options, topology, device, finds_cuts)
         captures = Captures(model, options, topology, device, cuts, balancing, whole=whole)
-        if balancing.finds_cuts and isinstance(options.schedule, Schedule):
+        if finds_cuts and isinstance(options.schedule, Schedule):
             raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
-        if balancing.finds_cuts and options.placement is not None:
+        if finds_cuts and options.placement is not None:
             raise RunError('boundaries="auto" finds its own stages and places them; leave placement= out')
-        if balancing.finds_cuts and options.passes is not None:
+        if finds_cuts and options.passes is not None:
             raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
         if whole and options.parallelize is not None:
             raise RunError(

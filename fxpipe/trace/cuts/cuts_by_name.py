@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
-from itertools import islice
-from typing import Any, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from fxpipe.errors import PartitionError, TraceError, nearest, noted
 from fxpipe.graph.boundary import Gather, checked_gather
 from fxpipe.trace.opaque.regions import WHOLE, Region
 from fxpipe.trace.request import Cut, GatheredCut, Side
-from fxpipe.validation import shown
+from fxpipe.validation import is_whole, shown
 
 Rule: TypeAlias = str | Mapping[str, Any]
 Boundaries: TypeAlias = (
@@ -34,100 +33,98 @@ _EXAMPLES = (
 _WITH_REGIONS = 'write "auto", or, with an opaque region beside it, {"*": "auto", "model.visual": "whole"}'
 
 
-def resolve(model: nn.Module, boundaries: Boundaries) -> dict[str, Cut]:
-    """Submodule path → where a boundary is put, in the order of the model.
+class Resolved(NamedTuple):
+    """What ``boundaries=`` says of a model. ``cuts``: submodule path → where a boundary is put, in the model's order.
+
+    ``finds_cuts``: whether the cuts are left to a search, by ``"auto"`` or ``{"*": "auto"}``.
+    """
+
+    cuts: dict[str, Cut]
+    whole: tuple[Region, ...]
+    finds_cuts: bool
+
+
+def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
+    """Reads ``boundaries=``; PartitionError for what names no submodule that can be cut, or opaque.
 
     ``boundaries``: one or several names, each cut before; a dict of name → ``"before"``, ``"after"``, ``"both"``, or
     ``{"every": n, "cut": "before"}``, which cuts between groups of n, or ``{"cut": "after", "gather": "batch"}``, whose
     boundary gathers as that of ``stage_boundary`` does, a ``"group"`` beside it; or a function from the dict of all
     submodules to one of these. A name may be a pattern, ``"model.layers.*"``: each part of it matches one part of a
-    path. What is said of a submodule twice adds up, as do the rules of a list. ``"auto"`` names nothing: see
-    ``is_auto``; what is "whole" cuts nothing: see ``regions``. PartitionError for what names no submodule that can be
-    cut.
+    path. What is said of a submodule twice adds up, as do the rules of a list.
 
-    >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}})
+    ``"whole"`` makes submodules, or a method of one, ``"model.get_rope_index"``, opaque regions; so does
+    ``{"whole": what it returns}``, of tensors on any device, for a model that cannot run beforehand.
+
+    >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}}).cuts
     {'2': 'before', '4': 'before'}
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    boundaries = named(model, boundaries)
+    rules = list(_rules(modules, boundaries))
+    finds_cuts = (ALL, AUTO) in rules
     found: dict[str, dict[Side, Gather | None]] = {}
-    for name, rule in _rules(model, boundaries):
-        if _is_whole(rule) or (name, rule) == (ALL, AUTO):
-            continue
-        for path, side, gather in _cuts(name, rule, _matching(modules, name)):
-            sides = found.setdefault(path, {})
-            if sides.get(side) not in (None, gather):
-                raise PartitionError(f"boundaries= gathers {side} {path!r} in two ways; write one")
-            sides[side] = sides.get(side) or gather
-    for path in found:
-        _check_called(path, modules[path])
-    for region in regions(model, boundaries):
-        inside = next((path for path in found if path.startswith(f"{region.path}.")), None)
-        if inside is not None and region.method == "__call__":
-            raise PartitionError(
-                f"boundaries= cuts {inside!r}, which is inside of {region.path!r}, and keeps that whole: one call in "
-                "one stage; leave out one of them, or name smaller parts that are to be whole"
-            )
-    return {path: _cut(found[path]) for path in modules if path in found}
-
-
-def regions(model: nn.Module, boundaries: Boundaries) -> tuple[Region, ...]:
-    """The opaque regions of ``boundaries``: submodules, or methods of them, ``"model.get_rope_index"``.
-
-    ``"whole"``; or ``{"whole": what it returns}``, of tensors on any device, for a model that cannot run beforehand.
-    PartitionError for what is neither, and for a submodule that is whole inside of another.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Region] = {}
-    for name, rule in _rules(model, boundaries):
-        if not _is_whole(rule):
-            continue
-        returns = None if isinstance(rule, str) else rule[WHOLE]
-        if not isinstance(rule, str) and len(rule) > 1:
-            other = next(key for key in rule if key != WHOLE)
-            raise PartitionError(
-                f'boundaries= gives {other!r} beside "whole" for {name!r}; give a list of two rules, ["whole", "after"]'
-            )
-        owner, _, method = name.rpartition(".")
-        if _is_method(modules, name):
-            if method in vars(modules[owner]):  # an opaque method is looked up in the class
-                raise PartitionError(
-                    f"boundaries= keeps {name!r} whole, which was set as an attribute of this "
-                    f"{type(modules[owner]).__name__}, in place of the method of its class: set it on the class, or on "
-                    "a class derived from it"
-                )
-            found.setdefault(name, Region(name, owner, method, returns))
-            continue
-        for path in _matching(modules, name):
-            _check_called(path, modules[path])
-            found.setdefault(path, Region(path, path, returns=returns))
-    whole = [region.path for region in found.values() if region.method == "__call__"]
-    for path in whole:
-        outer = next((other for other in whole if path.startswith(f"{other}.")), None)
-        if outer is not None:
-            raise PartitionError(f"boundaries= keeps {path!r} whole inside of {outer!r}, which is whole; leave it out")
-    return tuple(found.values())
-
-
-def is_auto(model: nn.Module, boundaries: Boundaries) -> bool:
-    """Whether the cuts are left to a search: ``"auto"``, or ``{"*": "auto"}``, beside which parts may be "whole".
-
-    PartitionError for anything else beside it.
-    """
-    rules = list(_rules(model, boundaries))
-    if (ALL, AUTO) not in rules:
-        return False
+    regions: dict[str, Region] = {}
     for name, rule in rules:
-        if (name, rule) != (ALL, AUTO) and not _is_whole(rule):
+        if (name, rule) == (ALL, AUTO):
+            continue
+        if _is_whole(rule):
+            for region in _regions(modules, name, rule):
+                regions.setdefault(region.name, region)  # of several rules for one, the first counts
+            continue
+        if finds_cuts:
             raise PartitionError(
                 f'boundaries= gives {rule!r:.80} for {name!r} beside "auto", which finds all cuts by itself: keep '
                 'parts whole beside it, {"*": "auto", "model.visual": "whole"}, or name all cuts'
             )
-    return True
+        for path, side, gather in _cuts(name, rule, _matching(modules, name)):
+            _check_called(path, modules[path])
+            sides = found.setdefault(path, {})
+            if sides.get(side) not in (None, gather):
+                raise PartitionError(f"boundaries= gathers {side} {path!r} in two ways; write one")
+            sides[side] = sides.get(side) or gather
+    _check_outside(found, regions.values())
+    return Resolved({path: _cut(found[path]) for path in modules if path in found}, (*regions.values(),), finds_cuts)
+
+
+def _check_outside(cut: Iterable[str], regions: Collection[Region]) -> None:
+    """PartitionError for a cut, or a region that is a submodule, inside of such a region: it is one call."""
+    whole = [region.path for region in regions if region.method == "__call__"]
+    for outer in whole:
+        inside = next((path for path in cut if path.startswith(f"{outer}.")), None)
+        if inside is not None:
+            raise PartitionError(
+                f"boundaries= cuts {inside!r}, which is inside of {outer!r}, and keeps that whole: one call in "
+                "one stage; leave out one of them, or name smaller parts that are to be whole"
+            )
+        inner = next((path for path in whole if path.startswith(f"{outer}.")), None)
+        if inner is not None:
+            raise PartitionError(f"boundaries= keeps {inner!r} whole inside of {outer!r}, which is whole; leave it out")
 
 
 def _is_whole(rule: Any) -> bool:
     return rule == WHOLE if isinstance(rule, str) else isinstance(rule, Mapping) and WHOLE in rule
+
+
+def _regions(modules: Mapping[str, nn.Module], name: str, rule: str | Mapping[str, Any]) -> list[Region]:
+    """The opaque regions that a name or pattern means: submodules, or one method."""
+    returns = None if isinstance(rule, str) else rule[WHOLE]
+    if not isinstance(rule, str) and len(rule) > 1:
+        other = next(key for key in rule if key != WHOLE)
+        raise PartitionError(
+            f'boundaries= gives {other!r} beside "whole" for {name!r}; give a list of two rules, ["whole", "after"]'
+        )
+    owner, _, method = name.rpartition(".")
+    if not _is_method(modules, name):
+        paths = _matching(modules, name)
+        for path in paths:
+            _check_called(path, modules[path])
+        return [Region(path, path, returns=returns) for path in paths]
+    if method in vars(modules[owner]):  # an opaque method is looked up in the class
+        raise PartitionError(
+            f"boundaries= keeps {name!r} whole, which was set as an attribute of this {type(modules[owner]).__name__}, "
+            "in place of the method of its class: set it on the class, or on a class derived from it"
+        )
+    return [Region(name, owner, method, returns)]
 
 
 def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
@@ -137,17 +134,11 @@ def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
     return GatheredCut(side, sides.get("before"), sides.get("after"))
 
 
-def named(model: nn.Module, boundaries: Boundaries) -> Boundaries:
-    """What a function given as ``boundaries`` returns; anything else unchanged."""
-    if not callable(boundaries):
-        return boundaries
-    with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
-        return boundaries(dict(model.named_modules(remove_duplicate=False)))
-
-
-def _rules(model: nn.Module, boundaries: Any) -> Iterator[tuple[str, Any]]:
+def _rules(modules: dict[str, nn.Module], boundaries: Any) -> Iterator[tuple[str, Any]]:
     """Pairs of name and rule, whatever form they are given in."""
-    boundaries = named(model, boundaries)
+    if callable(boundaries):
+        with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
+            boundaries = boundaries(dict(modules))
     if isinstance(boundaries, str):
         boundaries = {ALL: AUTO} if boundaries == AUTO else [boundaries]
     if not isinstance(boundaries, (Mapping, Sequence, Set)):
@@ -172,21 +163,16 @@ def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
     """The paths that a name or pattern means, in the order of the model."""
     if not name:
         raise PartitionError("boundaries= names '', the model itself; name the submodules where it is to be cut")
-    if name in modules:
-        return [name]
+    parts = name.split(".")
+    found = [name] if name in modules else [path for path in modules if path and fnmatched(path, parts)]
+    if found:
+        return found
     if name == AUTO:
         raise PartitionError(f'boundaries= has "auto" where a submodule is named; {_WITH_REGIONS}')
+    what = "matches no submodule" if any(sign in name for sign in "*?[") else "is no submodule of the model"
     if _is_method(modules, name):
-        raise PartitionError(
-            f"boundaries= names {name!r}, a method, which may be whole, but is not cut, as calls of submodules are: "
-            'name the submodule that is given what it returns, {...: "before"}, or put stage_boundary on that'
-        )
-    parts = name.split(".")
-    found = [path for path in modules if path and fnmatched(path, parts)]
-    if not found:
-        what = "matches no submodule" if any(sign in name for sign in "*?[") else "is no submodule of the model"
-        raise PartitionError(f"boundaries= names {name!r}, which {what}{_hint(modules, name)}")
-    return found
+        what = 'is a method: it may be "whole", and only calls of submodules are cut'
+    raise PartitionError(f"boundaries= names {name!r}, which {what}{nearest(name, filter(None, [*modules, AUTO]))}")
 
 
 def fnmatched(path: str, pattern: Sequence[str]) -> bool:
@@ -195,32 +181,17 @@ def fnmatched(path: str, pattern: Sequence[str]) -> bool:
     return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
 
 
-def _hint(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The nearest path, or what there is at the first level where the name goes wrong."""
-    hint = nearest(name, [path for path in [*modules, AUTO] if path])
-    if "did you mean" in hint:
-        return hint
-    owner = name
-    while owner not in modules:
-        owner = owner.rpartition(".")[0]
-    children = [f"{owner}.{child}" if owner else child for child, _ in modules[owner].named_children()]
-    more = ", ..." if len(children) > 12 else ""
-    return (nearest("", islice(children, 12)) or f'; "{owner}" has no submodules') + more
-
-
 def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[tuple[str, Side, Gather | None]]:
     """Where the submodules of one name are cut: (path, side, what its boundary gathers)."""
     gather = None
-    if isinstance(rule, Mapping) and "every" not in rule and {"gather", "group"} & set(rule):
-        rule, gather = _gathered(name, rule)
     if isinstance(rule, Mapping):
-        return [(path, side, None) for path, side in _cuts_between_groups(name, rule, paths)]
-    if rule == AUTO:
-        raise PartitionError(f'boundaries= gives "auto" for {name!r}; it is for all of the model: {_WITH_REGIONS}')
+        if "every" in rule:
+            return _cuts_between_groups(name, rule, paths)
+        rule, gather = _gathered(name, rule)
     if not isinstance(rule, str) or rule not in get_args(Side):
         raise PartitionError(
             f'boundaries= gives {rule!r:.80} for {name!r}; give "before", "after", "both", "whole", {{"every": 4}} or '
-            '{"cut": "after", "gather": "batch"}'
+            '{"cut": "after", "gather": "batch"}; "auto" is for all of the model, "*"'
         )
     sides: list[Side] = [side for side in ("before", "after") if rule in (side, "both")]
     return [(path, side, gather) for path in paths for side in sides]
@@ -245,12 +216,13 @@ def _gathered(name: str, rule: Mapping[str, Any]) -> tuple[Any, Gather | None]:
     return rule["cut"], gather
 
 
-def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str]) -> list[tuple[str, Side]]:
+def _cuts_between_groups(
+    name: str, rule: Mapping[str, Any], paths: Sequence[str]
+) -> list[tuple[str, Side, Gather | None]]:
     """``{"every": n}``: before the first submodule of each group of n but the first; or after the last of each but the
     last."""
-    every, cut = rule.get("every"), rule.get("cut", "before")
-    known = cut in ("before", "after") and set(rule) <= {"every", "cut"}
-    if not (known and isinstance(every, int) and every > 0) or every is True:
+    every, cut = rule["every"], rule.get("cut", "before")
+    if cut not in ("before", "after") or not set(rule) <= {"every", "cut"} or not is_whole(every) or every < 1:
         raise PartitionError(
             f'boundaries= gives {dict(rule)!r:.80} for {name!r}; give {{"every": 4}}, a whole number, or '
             '{"every": 4, "cut": "after"}'
@@ -258,10 +230,10 @@ def _cuts_between_groups(name: str, rule: Mapping[str, Any], paths: Sequence[str
     firsts = range(0, len(paths), every)[1:]
     if not firsts:
         raise PartitionError(
-            f"boundaries= cuts between groups of {every} submodules that match {name!r}, and there are {len(paths)}: "
-            f'that cuts nothing; give a smaller "every"'
+            f"boundaries= cuts between groups of {every} submodules that match {name!r}, and there are {len(paths)}; "
+            'give a smaller "every"'
         )
-    return [(paths[first if cut == "before" else first - 1], cut) for first in firsts]
+    return [(paths[first if cut == "before" else first - 1], cut, None) for first in firsts]
 
 
 def _check_called(path: str, module: nn.Module) -> None:
