@@ -38,10 +38,18 @@ class Gathered:
 
 _NO_TENSOR = (bool, int, float, complex, str, bytes)
 Recorder = Callable[[Any, str | None, Gather | None], Any]
-_recorder: Recorder | None = None
-_recording_thread = 0
-_running = threading.local()
-_ignored = False
+
+
+class _Here(threading.local):
+    """What boundaries meet in this thread: another one may run models while this one captures."""
+
+    recorder: Recorder | None = None
+    stage: str | None = None
+    """The stage whose code runs."""
+    ignored = False
+
+
+_here = _Here()
 
 
 def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = None, group: int | None = None) -> T:
@@ -63,31 +71,32 @@ def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = N
         TraceError: the value is a number or a text (in a capture: it holds no tensor), the name is none, or what is to
             be gathered is not said as above.
     """
-    return _record(value, name, gather, group) if _recorder or gather or group or type(value) in _NO_TENSOR else value
+    is_plain = not (_here.recorder or gather or group or type(value) in _NO_TENSOR)
+    return value if is_plain else _record(value, name, gather, group)
 
 
 def _record(value: T, name: str | None, mode: Mode | None, group: int | None) -> T:
     if not (name is None or (isinstance(name, str) and name)):
         raise TraceError(f"stage_boundary is given name={shown(name)}; it is the name of the stage behind it, a text")
     gather = checked_gather("stage_boundary is given", mode, group)
-    if gather is not None and getattr(_running, "stage", None) is not None and _recorder is None:
-        raise TraceError(
-            f"stage_boundary gathers {gather.mode!r} inside stage {_running.stage!r}, which runs as it is: nothing is "
-            "gathered there, and the loss would be another; compile the model itself, whose boundaries are captured"
-        )
-    if _recorder is None or threading.get_ident() != _recording_thread:
+    if _here.recorder is None:
+        if gather is not None and _here.stage is not None:
+            raise TraceError(
+                f"stage_boundary gathers {gather.mode!r} inside stage {_here.stage!r}, which is not captured: nothing "
+                "is gathered there, and the loss would be another; compile the model itself"
+            )
         if isinstance(value, _NO_TENSOR):
             raise TraceError(f"stage_boundary is given {shown(value)}; give it the tensors that cross the cut")
-        return value  # or another thread's eager call while this process captures a model
-    if _ignored:
-        if gather is not None:
-            raise TraceError(
-                f'a boundary gathers "{gather.mode}", and boundaries="auto" looks for cuts of its own, which gather '
-                "nothing: the loss would be another; name the cuts"
-            )
         return value
-    captured: T = _recorder(value, name, gather)
-    return captured
+    if not _here.ignored:
+        captured: T = _here.recorder(value, name, gather)
+        return captured
+    if gather is not None:
+        raise TraceError(
+            f'a boundary gathers "{gather.mode}", and boundaries="auto" looks for cuts of its own, which gather '
+            "nothing: the loss would be another; name the cuts"
+        )
+    return value
 
 
 def checked_gather(given: str, mode: Any, group: Any) -> Gather | None:
@@ -104,17 +113,15 @@ def checked_gather(given: str, mode: Any, group: Any) -> Gather | None:
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """While it is open, boundaries met by this thread are handed to ``recorder(value, name, gather)``."""
-    global _recorder, _recording_thread
-    previous = _recorder, _recording_thread
-    _recorder, _recording_thread = recorder, threading.get_ident()
+    before, _here.recorder = _here.recorder, recorder
     try:
         yield
     finally:
-        _recorder, _recording_thread = previous
+        _here.recorder = before
 
 
 class running:  # a context manager; as a class, for it is around each call of a stage
-    """While it is open, code of a stage runs in this thread: what it says to gather would be lost, and is refused."""
+    """While it is open, code of a stage runs in this thread: a boundary in it that gathers would be lost, so it raises."""
 
     __slots__ = ("_before", "_stage")
 
@@ -122,21 +129,20 @@ class running:  # a context manager; as a class, for it is around each call of a
         self._stage = stage
 
     def __enter__(self) -> None:
-        self._before, _running.stage = getattr(_running, "stage", None), self._stage
+        self._before, _here.stage = _here.stage, self._stage
 
     def __exit__(self, *error: object) -> None:
-        _running.stage = self._before
+        _here.stage = self._before
 
 
 @contextlib.contextmanager
 def ignored(on: bool = True) -> Iterator[None]:
-    """While it is open, boundaries mark nothing: where to cut is found in another way."""
-    global _ignored
-    before, _ignored = _ignored, on
+    """While it is open, boundaries mark nothing: a search decides where to cut."""
+    before, _here.ignored = _here.ignored, on
     try:
         yield
     finally:
-        _ignored = before
+        _here.ignored = before
 
 
 def boundary(

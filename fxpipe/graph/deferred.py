@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -127,9 +127,11 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         results, shape = pytree.tree_flatten(run(*args, **kwargs))
         places = [place for place, one in enumerate(results) if isinstance(one, Tensor) and one.requires_grad]
         if places:
-            own = _OwnGraph(deferred, used, list(cut.values()), [results[place] for place in places])
+            own = _OwnGraph(deferred, used, list(cut.values()), [get_gradient_edge(results[place]) for place in places])
+            made = [results[place].detach() for place in places]
             sources = {id(leaf): leaf for leaf in given.values()}.values()
-            joined = _Join.apply(torch.empty(0, requires_grad=True), own, *sources)  # type: ignore[no-untyped-call]
+            anchor = torch.empty(0, requires_grad=True)
+            joined = _Join.apply(anchor, own, made, *sources)  # type: ignore[no-untyped-call]
             for place, one in zip(places, joined, strict=True):
                 results[place] = one
         return pytree.tree_unflatten(results, shape)
@@ -153,37 +155,32 @@ def _uses_each_once(*args: Any, **kwargs: Any) -> bool:
     return query.dim() == 3 and (key is value or len({id(query), id(key), id(value)}) == 3)
 
 
-class _OwnGraph:
-    """A call's own piece of autograd's graph."""
+class _OwnGraph(NamedTuple):
+    """A call's own piece of autograd's graph, from its inputs, cut off, to where its backward begins."""
 
-    def __init__(
-        self, deferred: Deferred, parameters: Sequence[Tensor], entered: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> None:
-        self._deferred, self._parameters, self._entered = deferred, parameters, entered
-        self._roots = [get_gradient_edge(result) for result in results]
-        self.results = [result.detach() for result in results]
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """I's part: the gradients of what the call was given."""
-        arrived = [(root, one) for root, one in zip(self._roots, gradients, strict=True) if one is not None]
-        roots, seeds = [root for root, _ in arrived], [one for _, one in arrived]
-        self._deferred.keep(roots, seeds, self._parameters)
-        if not self._entered:
-            return ()
-        # what W needs of the graph stays
-        return torch.autograd.grad(roots, self._entered, seeds, retain_graph=True, allow_unused=True)
+    deferred: Deferred
+    parameters: Sequence[Tensor]
+    entered: Sequence[Tensor]
+    roots: Sequence[GradientEdge]
 
 
 class _Join(torch.autograd.Function):
-    """Puts a call with a graph of its own into the stage's. The first argument only makes the result need a gradient:
-    what the call was given may need none."""
+    """Puts a call with a graph of its own into the stage's graph. The first argument only makes the result need a
+    gradient: what the call was given may need none."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, own: _OwnGraph, *sources: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, own: _OwnGraph, made: Sequence[Tensor], *sources: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.own, results, own.results = own, own.results, []
-        return tuple(results)
+        ctx.own = own
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, *ctx.own.backward(gradients)
+        """I's part: the gradients of what the call was given."""
+        own = ctx.own
+        arrived = [(root, one) for root, one in zip(own.roots, gradients, strict=True) if one is not None]
+        roots, seeds = [root for root, _ in arrived], [one for _, one in arrived]
+        own.deferred.keep(roots, seeds, own.parameters)
+        # W goes through the same graph later: what it needs of it stays
+        found = own.entered and torch.autograd.grad(roots, own.entered, seeds, retain_graph=True, allow_unused=True)
+        return None, None, None, *found

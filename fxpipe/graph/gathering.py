@@ -26,8 +26,4 @@ def added(one: Any, other: Any) -> Any:
     """The sum of a value's gradients by two ways; None is no gradient."""
     if one is None or other is None:
         return other if one is None else one
-    leaves, spec = pytree.tree_flatten(one)
-    sums = [
-        b if a is None else a if b is None else a + b for a, b in zip(leaves, pytree.tree_leaves(other), strict=True)
-    ]
-    return pytree.tree_unflatten(sums, spec)
+    return pytree.tree_map(lambda a, b: b if a is None else a if b is None else a + b, one, other)

@@ -42,7 +42,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
     """Finds the loss in what a model returned; RunError where there is none."""
     metrics: dict[str, Any] = {}
     loss = result
-    if not isinstance(result, Tensor) and isinstance(result, Mapping):
+    if isinstance(result, Mapping):
         if "loss" not in result:
             raise RunError(
                 f"the model returned a dict with {sorted(map(str, result))} and no 'loss'; "
@@ -53,19 +53,8 @@ def read_loss(result: Any) -> MicrobatchLoss:
     count = None
     if isinstance(loss, Sum):
         loss, count = loss
-        if isinstance(count, Tensor):
-            is_count = count.numel() == 1 and not count.is_complex()
-        else:
-            is_count = is_number(count) and count >= 0
-        if not is_count:
-            raise RunError(f"fxpipe.Sum has count={shown(count)}; it is a number of items, or a tensor with one")
-        if isinstance(count, Tensor) and count.requires_grad:
-            raise RunError(
-                "the count of a fxpipe.Sum requires a gradient, and a number of items is given none; write "
-                "fxpipe.Sum(total, count), in this order, with count.detach() where it shall be held fixed"
-            )
+        _check_count(count)
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()):
-        found = f"{type(loss).__name__} {loss!r:.80}"
         found = f"{type(loss).__name__} {loss!r:.80}"
         if isinstance(loss, Tensor):
             found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
@@ -74,6 +63,18 @@ def read_loss(result: Any) -> MicrobatchLoss:
             "reduce it (.mean() or fxpipe.Sum(total, count)), or pass loss_fn= to fxpipe.compile"
         )
     return MicrobatchLoss(loss, count, metrics)
+
+
+def _check_count(count: Any) -> None:
+    # a tensor's number is not looked at: the host would wait for the device
+    is_tensor = isinstance(count, Tensor)
+    if not (count.numel() == 1 and not count.is_complex() if is_tensor else is_number(count) and count >= 0):
+        raise RunError(f"fxpipe.Sum has count={shown(count)}; it is a number of items, or a tensor with one")
+    if is_tensor and count.requires_grad:
+        raise RunError(
+            "the count of a fxpipe.Sum requires a gradient, and a number of items is given none; write "
+            "fxpipe.Sum(total, count), in this order, with count.detach() where it shall be held fixed"
+        )
 
 
 def loss_in(result: Any) -> Any:
@@ -114,6 +115,7 @@ class LossKind(NamedTuple):
 
     def check(self, earlier: LossKind, what: str) -> None:
         """RunError where this and an ``earlier`` one cannot be added up, or compared. ``what``: each is the loss of."""
+        # added up, they would give a number that depends on the order of the micro-batches
         if self.is_sum != earlier.is_sum:
             raise RunError(f"the loss is a fxpipe.Sum in one {what} and a mean in another; return the same kind always")
         if self.dtype != earlier.dtype:
@@ -152,7 +154,7 @@ class StepLoss:
     @property
     def kind(self) -> LossKind:
         """That of those with weight; where there are none, of the last."""
-        return LossKind(False, torch.float32, ()) if self._kind is None else self._kind
+        return self._kind or LossKind(False, torch.float32, ())
 
     @property
     def is_known(self) -> bool:
@@ -173,10 +175,10 @@ class StepLoss:
         if self.is_empty:
             self._kind = kind
         if not share:
-            return None
+            return None  # 0 * NaN would be NaN
         kind.check(self.kind, "micro-batch")
         value = part.value.detach()
-        value = value.clone() if kind.is_sum else value * share
+        value = value.clone() if kind.is_sum else value * share  # no alias of what the user's code holds
         count = _number(part.count, part.value, torch.float64) if kind.is_sum else None
         dtype = metric_dtype(kind.dtype)
         metrics = {name: _number(metric, part.value, dtype) * share for name, metric in part.metrics.items()}
@@ -189,13 +191,14 @@ class StepLoss:
         known = [loss for loss in losses if loss.is_known]
         if len(known) < 2:
             return known[0] if known else losses[0]
+        weighty = [loss for loss in known if not loss.is_empty]
         whole = StepLoss()
-        whole._kind = next((loss.kind for loss in known if not loss.is_empty), known[0].kind)
-        for loss in known:
-            if not loss.is_empty:
-                loss.kind.check(whole.kind, "micro-batch")
-        parts = [item for loss in known for item in loss._parts.items()]
-        whole._parts = dict(sorted(parts, key=lambda item: item[0]))
+        whole._kind = (weighty or known)[0].kind
+        for loss in weighty:
+            loss.kind.check(whole.kind, "micro-batch")
+            whole._parts |= loss._parts
+        # in the order of the micro-batches, as plain PyTorch adds them up
+        whole._parts = dict(sorted(whole._parts.items()))
         return whole
 
     def value(self) -> Tensor:
@@ -210,8 +213,8 @@ class StepLoss:
         """The replica's part of [loss, or total of a ``Sum``; its count, or 0; metrics ...], float64."""
         if self.is_empty:
             return torch.zeros(2 + len(metrics), dtype=torch.float64, device=device)
-        counts, found = [part.count for part in self._parts.values() if part.count is not None], self.metrics()
-        return _row(LossPart(self.value(), _added(counts) if counts else None, found), metrics)
+        counts = [part.count for part in self._parts.values() if part.count is not None]
+        return _row(LossPart(self.value(), _added(counts) if counts else None, self.metrics()), metrics)
 
     def rows(self, metrics: tuple[str, ...], microbatches: int, device: torch.device) -> Tensor:
         """The same for each micro-batch, 0 where it has no weight or is another rank's: what ``of_rows`` reads."""

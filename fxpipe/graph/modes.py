@@ -43,8 +43,9 @@ class Modes:
 @admitted
 @dataclass(frozen=True)
 class Ambient:
-    """All that forward can ask torch, as it is around a call: a kind of batch is captured once for each. Whether
-    gradients are on is no part of it: in a step they are, in an evaluation not.
+    """The settings of torch around a call that forward can ask for: a kind of batch is captured once for each.
+
+    Whether gradients are on is no part of it: in a step they are, in an evaluation not.
 
     ``settings``: the values of ``SETTINGS``, in their order.
     """
@@ -57,7 +58,7 @@ class Ambient:
         return Ambient(ambient_autocast(), tuple([ask() for ask in SETTINGS.values()]))
 
     def difference(self, other: Ambient) -> str:
-        """What is another in the other, with both values; "" where nothing is."""
+        """The first setting that differs, with both values; "" where none does."""
         if self.autocast != other.autocast:
             return f"autocast, {list(self.autocast)} and {list(other.autocast)}"
         pairs = zip(SETTINGS, self.settings, other.settings, strict=True)
@@ -74,7 +75,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
     }
 )
-"""What forward can ask torch beside autocast: how it is asked."""
+"""Settings that forward can ask torch for, beside autocast, by the call that asks."""
 
 
 def ambient_autocast() -> tuple[Autocast, ...]:
@@ -108,10 +109,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Entered(threading.local):
-    """What this thread has entered and not left yet."""
-
     def __init__(self) -> None:
         self.stacks: list[contextlib.ExitStack] = []
+        """What this thread has entered and not left yet."""
 
 
 _entered = _Entered()
@@ -134,7 +134,7 @@ def leave_modes(stack: contextlib.ExitStack) -> None:
 
 
 class modes_restored:  # a context manager; as a class, for it is around each call of a stage
-    """Whatever is entered inside is left afterwards, also where an error comes between."""
+    """Modes that a stage's graph enters inside are left afterwards, also where an error comes between."""
 
     __slots__ = ("_before",)
 

@@ -40,39 +40,42 @@ def unwritten(name: str, received: Any) -> Iterator[None]:
             )
 
 
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, TensorLike))
+
+
 class Structure:
-    """A value without its tensors: its container, and what is no tensor in it."""
+    """A value without its tensors: its container, and what is no tensor in it.
 
-    def __init__(self, value: Any, is_tensor: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)) -> None:
-        leaves, self.spec = pytree.tree_flatten(value)
-        self.leaves = tuple(TENSOR if is_tensor(leaf) else leaf for leaf in leaves)
-        self.tensors = tuple(leaf for leaf, kind in zip(leaves, self.leaves, strict=True) if kind is TENSOR)
+    A list of tensors that are described, and can be concatenated, is one leaf, a ``ListOfTensors``. Among ``tensors``
+    are then all of them in one, and behind that each. ``line``: see there.
+    """
 
-    @staticmethod
-    def described(value: Any, line: Callable[[], str] = str) -> Structure:
-        """Of a value with a ``TensorLike`` for each tensor, and with a ``ListOfTensors`` for each list of those that
-        can be concatenated: what it makes in one, and its entries, are among ``tensors``. ``line``: see there."""
-        made = Structure(None)
-        parts, made.spec = pytree.tree_flatten(value, is_leaf=can_be_joined)
-        leaves: list[Any] = []
-        tensors: list[TensorLike] = []
+    def __init__(
+        self, value: Any, is_tensor: Callable[[Any], bool] = _is_tensor, line: Callable[[], str] = str
+    ) -> None:
+        parts, self.spec = pytree.tree_flatten(value, is_leaf=can_be_joined)
+        self.leaves: list[Any] = []
+        self.tensors: list[Any] = []
         for part in parts:
+            leaf = part
             if can_be_joined(part):
-                leaves.append(ListOfTensors(type(part), len(part), len(part[0].shape), line))
-                tensors += [joined(part), *part]
-            else:
-                leaves.append(TENSOR if isinstance(part, TensorLike) else part)
-                tensors += [part] if isinstance(part, TensorLike) else []
-        made.leaves, made.tensors = tuple(leaves), tuple(tensors)
-        return made
+                leaf = ListOfTensors(type(part), len(part), len(part[0].shape), line)
+                self.tensors += [joined(part), *part]
+            elif is_tensor(part):
+                leaf = TENSOR
+                self.tensors.append(part)
+            self.leaves.append(leaf)
 
-    def filled(self, tensors: Sequence[Any]) -> Any:
-        """The value with these in place of its tensors."""
+    def filled(
+        self, tensors: Sequence[Any], lists: Callable[[ListOfTensors, list[Any]], Any] = ListOfTensors.stands_for
+    ) -> Any:
+        """The value with these in place of its tensors. ``lists``: what stands for a list, with its tensors."""
         given = iter(tensors)
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, ListOfTensors):
-                return leaf.stands_for(list(islice(given, 1 + leaf.count)))
+                return lists(leaf, list(islice(given, 1 + leaf.count)))
             return next(given) if leaf is TENSOR else leaf
 
         return pytree.tree_unflatten(list(map(fill, self.leaves)), self.spec)
@@ -86,8 +89,7 @@ class Structure:
         except ValueError:
             return None
         found = [_tensors_in(leaf, part) for leaf, part in zip(self.leaves, parts, strict=True)]
-        known = [tensors for tensors in found if tensors is not None]
-        return list(chain(*known)) if len(known) == len(found) else None
+        return None if None in found else list(chain.from_iterable(found))  # type: ignore[arg-type]
 
     def foreign(self, known: Container[int] = ()) -> Any:
         """What of it can stand in no program, an object say; ``TENSOR`` where there is nothing. ``known``: the
@@ -95,17 +97,8 @@ class Structure:
         others = (leaf for leaf in self.leaves if leaf is not TENSOR and not isinstance(leaf, PLAIN_LEAF))
         return next((leaf for leaf in others if id(leaf) not in known), TENSOR)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and (self.spec, self.leaves) == (other.spec, other.leaves)
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __str__(self) -> str:
-        lists = (
-            leaf.kind(["tensor"] * leaf.count) if isinstance(leaf, ListOfTensors) else leaf for leaf in self.leaves
-        )
-        shown = ["tensor" if leaf is TENSOR else leaf for leaf in lists]
-        return str(pytree.tree_unflatten(shown, self.spec))
+        return str(self.filled(["tensor"] * len(self.tensors), lists=lambda leaf, given: leaf.kind(given[1:])))
 
 
 def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
@@ -118,7 +111,7 @@ def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
 
 
 def opaque_calls(module: Any) -> Iterator[OpaqueCall]:
-    """The calls of opaque regions that a module holds, be it in a part that is checkpointed."""
+    """The calls of opaque regions that a module holds, also in a part that is checkpointed."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
     return (part for part in parts if isinstance(part, OpaqueCall))
 
@@ -180,9 +173,9 @@ class OpaqueCall(nn.Module):
             raise RunError(
                 f"{self.name}, an opaque region, returned {Structure(returned)}, but {self._returned} when the model "
                 "was captured, and what comes behind it holds for that alone: return the same containers each time, "
-                "and a tensor in place of a number, a word or None that is not always the same; code behind it holds "
-                f"for a list of any length where it concatenates it, torch.cat(list); a list with an entry for "
-                f'each of an input\'s is captured for each number of them by tracer="export"{opened_at}'
+                "and a tensor in place of a number, a word or None that changes; a list may have any length where the "
+                'code behind concatenates it, torch.cat(list), or where tracer="export" sees its length in an input\'s '
+                f"size{opened_at}"
             )
         for tensor, seen in zip(found, self._returned.tensors, strict=True):
             if tensor is not None:

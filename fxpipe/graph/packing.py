@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -48,6 +46,7 @@ class TensorMeta:
     @cached_property
     def is_packed(self) -> bool:
         """Whether it travels without its gaps, which it may have only where no two elements share memory."""
+        # from the smallest stride up: each dimension must begin behind all that the smaller ones reach
         end = 1
         for step, size in sorted((step, size) for size, step in zip(self.stored, self.stride, strict=True) if size > 1):
             if step < end:
@@ -125,8 +124,7 @@ class PlainMeta:
         leaf = meta.leaves[0] if meta.spec.is_leaf() and meta.leaves else None
         if not isinstance(leaf, TensorMeta) or leaf.dtype not in _PLAIN or 0 in leaf.shape:
             return None
-        sizes = tuple(accumulate(reversed(leaf.shape[1:]), mul, initial=1))[len(leaf.shape) == 0 :]
-        is_contiguous = leaf.stride == sizes[::-1]
+        is_contiguous = leaf.stride == torch.empty(leaf.shape, device="meta").stride()
         is_aligned = leaf.shift % leaf.dtype.itemsize == 0
         return PlainMeta(leaf, device) if is_contiguous and is_aligned and leaf.device == device.type else None
 
@@ -170,28 +168,17 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
                 "indices and values, or .to_dense()"
             )
         tensor = leaf.detach().resolve_conj().resolve_neg()
-        meta = TensorMeta(
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-            leaf.requires_grad,
-            tensor.device.type,
-            int(tensor.storage_offset()) * tensor.itemsize % _LINE,
-            _is_part(tensor),
-        )
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        is_part = 0 not in shape and reach * tensor.itemsize < tensor.untyped_storage().nbytes()
+        shift = int(tensor.storage_offset()) * tensor.itemsize % _LINE
+        meta = TensorMeta(shape, stride, tensor.dtype, leaf.requires_grad, tensor.device.type, shift, is_part)
         if earlier == meta:
             meta = earlier
         metas.append(meta)
         if meta.nbytes:
             buffers.append(_flat(tensor, meta))
     return Meta(spec, tuple(metas)), buffers
-
-
-def _is_part(tensor: Tensor) -> bool:
-    if not tensor.numel():
-        return False
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + last) * tensor.itemsize < tensor.untyped_storage().nbytes()
 
 
 def _flat(tensor: Tensor, meta: TensorMeta) -> Tensor:

@@ -13,10 +13,10 @@ import enum
 import json
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.torch_compat import pytree
@@ -47,7 +47,7 @@ def encode(value: Any) -> bytes:
         message = json.dumps(_told(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     except RecursionError:
         raise RunError(
-            "containers cannot be sent to other ranks that are nested so deeply, or hold themselves"
+            "containers that are nested so deeply, or hold themselves, cannot be sent to other ranks"
         ) from None
     except ValueError as error:  # a whole number of thousands of digits
         raise RunError(f"a value cannot be sent to other ranks: {error}") from None
@@ -118,23 +118,9 @@ def _told(value: Any) -> Any:
         return ["named", name, *map(_told, value)]
     raise RunError(
         f"an object of class {cls.__module__}.{cls.__qualname__}, which is neither a tensor nor plain data, cannot be "
-        f"sent to other ranks; {_remedy(cls)}"
-    )
-
-
-def _remedy(cls: type) -> str:
-    """What to write instead."""
-    if issubclass(cls, Tensor):
-        return "send the numbers that it holds"
-    if cls.__module__.split(".")[0] == "numpy":
-        return "write a tensor, torch.as_tensor(...), or a number of Python's, .item()"
-    if "<locals>" in cls.__qualname__ and (issubclass(cls, enum.Enum) or hasattr(cls, "_fields")):
-        return "define its class at the top of a module, where other ranks find it by its name"
-    if dataclasses.is_dataclass(cls):
-        return f"register its class on every rank, torch.export.register_dataclass({cls.__name__})"
-    return (
-        "write None, numbers, text, bytes, lists, tuples, dicts, sets, slices, enums, named tuples, torch's dtypes and "
-        "devices, or a dataclass registered on every rank by torch.export.register_dataclass"
+        "sent to other ranks; write tensors (torch.as_tensor(...) of an array), None, numbers, text, bytes, lists, "
+        "tuples, dicts, sets, slices, enums and named tuples from the top of a module, torch's dtypes and devices, or "
+        "a dataclass registered on every rank by torch.export.register_dataclass"
     )
 
 
@@ -173,9 +159,9 @@ _PLAIN: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[list[Any]], A
         lambda value: [each for pair in value.items() for each in pair],
         lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
     ),
-    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    slice: (lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
-    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    complex: (attrgetter("real", "imag"), lambda parts: complex(*parts)),
+    slice: (attrgetter("start", "stop", "step"), lambda parts: slice(*parts)),
+    range: (attrgetter("start", "stop", "step"), lambda parts: range(*parts)),
     bytes: (
         lambda value: [base64.b64encode(value).decode()],
         lambda parts: base64.b64decode(parts[0], validate=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,15 +104,12 @@ class Program:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        names = self.stage_names or [str(stage) for stage in range(1 + max(self.stage_of.values(), default=0))]
-        notes = {name: f"stage {names[stage]}" for name, stage in self.stage_of.items()}
-        notes |= dict.fromkeys(self.copied, "copied")
-        lines = [
-            f"{node.format_node()}" + (f"  # {notes[node.name]}" if node.name in notes else "")
-            for node in self.graph.nodes
-            if node.op != "output"
-        ]
-        return "\n".join([*lines, f"return {self.graph.output_node().args[0]}"])
+        names = self.stage_names or range(1 + max(self.stage_of.values(), default=0))
+        notes = {name: f"  # stage {names[stage]}" for name, stage in self.stage_of.items()}
+        notes |= dict.fromkeys(self.copied, "  # copied")
+        *nodes, output = self.graph.nodes
+        lines = [f"{node.format_node()}{notes.get(node.name, '')}" for node in nodes]
+        return "\n".join([*lines, f"return {output.args[0]}"])
 
 
 def is_boundary(node: fx.Node) -> bool:
@@ -120,12 +118,8 @@ def is_boundary(node: fx.Node) -> bool:
 
 def is_boundary_value(node: fx.Node) -> bool:
     """Whether ``node`` is one value behind a boundary: ``getitem(boundary, i)``."""
-    return (
-        node.op == "call_function"
-        and bool(node.args)
-        and isinstance(node.args[0], fx.Node)
-        and is_boundary(node.args[0])
-    )
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    return isinstance(source, fx.Node) and is_boundary(source)
 
 
 def gather_of(marker: fx.Node) -> Gather | None:
@@ -135,21 +129,14 @@ def gather_of(marker: fx.Node) -> Gather | None:
 
 def before_boundary(node: fx.Node) -> fx.Node:
     """The value in front of the boundary that ``node`` is a value behind of."""
-    marker, index = node.args[0], node.args[1]
-    assert isinstance(marker, fx.Node)
-    assert isinstance(index, int)
-    values = marker.args[0]
-    assert isinstance(values, Sequence)
-    value = values[index]
-    assert isinstance(value, fx.Node)
+    marker, index = node.args
+    value: fx.Node = marker.args[0][index]  # type: ignore[union-attr, index, assignment]
     return value
 
 
 def made_by(node: fx.Node) -> fx.Node:
     """The node that makes a value: what is in front of all boundaries that ``node`` stands behind."""
-    while is_boundary_value(node):
-        node = before_boundary(node)
-    return node
+    return made_by(before_boundary(node)) if is_boundary_value(node) else node
 
 
 def readers(value: fx.Node) -> Iterator[fx.Node]:
@@ -157,10 +144,10 @@ def readers(value: fx.Node) -> Iterator[fx.Node]:
     for user in value.users:
         if not is_boundary(user):
             yield user
-            continue
-        for out in user.users:
-            if before_boundary(out) is value:
-                yield from readers(out)
+        else:
+            for out in user.users:
+                if before_boundary(out) is value:
+                    yield from readers(out)
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -181,16 +168,12 @@ def called_in(node: fx.Node) -> tuple[str, ...]:
 
 def where(node: fx.Node) -> str:
     """The user's source line of a node, as `` (model.py:12: y = x + 1)``; empty where it is not known."""
-    trace = node.stack_trace
-    if not trace:
-        return ""
-    lines = trace.strip().splitlines()
-    for place in reversed(range(len(lines))):
-        if lines[place].lstrip().startswith("File "):
-            head = lines[place].strip()
-            code = lines[place + 1].strip() if place + 1 < len(lines) else ""
-            return f" ({head}: {code})"
-    return ""
+    *_, last = ("", *_FRAME.findall(node.stack_trace or ""))
+    return last and f" ({last[0]}: {last[1]})"
+
+
+_FRAME = re.compile(r"^ *(File .*)\n? *(.*)$", re.MULTILINE)
+"""A line of a traceback, and the code in the line behind it."""
 
 
 # --- the module of a graph, whose submodules and tensors bear the model's names, but where these are taken ---
@@ -217,6 +200,7 @@ def graph_module(root: Mapping[str, Any], graph: fx.Graph, class_name: str) -> f
 
 def _names(targets: Iterable[str]) -> dict[str, str]:
     """For each target one that a graph's module can have, and its generated code can write."""
+    # all paths, of owners too: a new name must be none of them
     known = {tuple(target.split(".")[:end]) for target in targets for end in range(1, target.count(".") + 2)}
     found: dict[str, str] = {}
     for target in targets:

@@ -44,12 +44,12 @@ class Question:
     def answer(self, values: Mapping[str, Any]) -> Answer | None:
         """The answer for a micro-batch; None where an input of the question is not among ``values``, or is of another
         size."""
-        given = [values.get(name) for name in self.inputs]
-        leaves = {name: pytree.tree_leaves(one) for name, one in zip(self.inputs, given, strict=True)}
+        given = {name: values.get(name) for name in self.inputs}
+        leaves = {name: pytree.tree_leaves(one) for name, one in given.items()}
         fits = (leaves[name][place].shape[dim] == size for name, place, dim, size in self.sizes)
-        if any(one is None for one in given) or not all(fits):
+        if any(one is None for one in given.values()) or not all(fits):
             return None
-        cast = pytree.tree_map_only(Tensor, self._cast, given)
+        cast = pytree.tree_map_only(Tensor, self._cast, [*given.values()])
         with torch.no_grad(), within(self.autocast):
             value = self.run.forward(*cast)[0]  # a call would print what fails for batches of other kinds
         of_kind: dict[Kind, Callable[[Any], Answer]] = {"truth": bool, "number": int, "list": _as_tuples}

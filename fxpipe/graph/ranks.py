@@ -33,20 +33,16 @@ def as_placement(
     wanted: Sequence[int | Sequence[int]], names: Sequence[str] = (), error: type[FxpipeError] = ScheduleError
 ) -> Placement:
     """The same in tuples, a list of one rank as that rank. Raises ``error`` for no rank, and for one named twice."""
-    names = names or tuple(map(str, range(len(wanted))))
-    return tuple(_place(name, place, error) for name, place in zip(names, wanted, strict=True))
-
-
-def _place(stage: str, place: int | Sequence[int], error: type[FxpipeError]) -> int | tuple[int, ...]:
-    if not isinstance(place, Sequence):
-        return int(place)
-    ranks = tuple(map(int, place))
-    if len(set(ranks)) != len(ranks) or not ranks:
-        fact = "names a rank twice" if ranks else "names no rank"
-        raise error(
-            f"the placement of stage {stage}, {list(ranks)}, {fact}; write each of its ranks once, as in (0, 1)"
-        )
-    return ranks if len(ranks) > 1 else ranks[0]
+    placement: list[int | tuple[int, ...]] = []
+    for name, place in zip(names or map(str, range(len(wanted))), wanted, strict=True):
+        ranks = tuple(map(int, place)) if isinstance(place, Sequence) else (int(place),)
+        if len(set(ranks)) != len(ranks) or not ranks:
+            fact = "names a rank twice" if ranks else "names no rank"
+            raise error(
+                f"the placement of stage {name}, {list(ranks)}, {fact}; write each of its ranks once, as in (0, 1)"
+            )
+        placement.append(ranks if len(ranks) > 1 else ranks[0])
+    return tuple(placement)
 
 
 def ranks_of(place: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -46,15 +46,12 @@ _Edge = GradientEdge | None
 
 
 def _enter(value: Any) -> tuple[Any, Any]:
-    """An input to compute with, cut from where it came from; and what collects its gradient.
-
-    From then on the value is kept by whoever uses it, and where autograd saves it, but not here.
-    """
+    """An input to compute with, cut from where it came from; and what collects its gradient."""
     if isinstance(value, Tensor):
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value.detach(), None
         entered = _keep_gradient(_ANCHOR, value.detach())
-        return entered, entered.grad_fn
+        return entered, entered.grad_fn  # the node, and not the tensor, whose memory is free once nobody uses it
     leaves, spec = pytree.tree_flatten(value)
     if spec.is_leaf():
         return value, None
@@ -233,23 +230,19 @@ def shapes_of(value: Any) -> Any:
 
 
 def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool, whole: str = "") -> None:
-    """RunError where a submodule that is called as a whole returns other shapes than it was captured with.
+    """RunError where a submodule that record calls as a whole returns other shapes than it was captured with.
 
-    What comes behind it holds for those alone. ``is_rehearsed``: whether its code looks at the values of tensors;
-    ``whole``: what the user calls it, where it is opaque.
+    ``is_rehearsed``: whether its code looks at the values of tensors; ``whole``: the name of an opaque region.
     """
     found = shapes_of(result)
-    if found != captured and whole:
-        raise RunError(
-            f"{whole}, an opaque region, returned tensors of shapes {found}, but was captured with {captured} by "
-            'tracer="record", for which alone what it makes of the code behind it holds: pass tracer="export" or '
-            '"symbolic", which take them as they come, or say why they cannot; or keep the code whole, too, that they '
-            "cannot follow"
-        )
     if found != captured:
+        instead = (
+            'tracer="record" captures the code behind it for those alone; pass tracer="export" or "symbolic"'
+            if whole
+            else "the rest of the program holds for those alone; make its sizes fixed (pad, or mask in place of "
+            'selecting), or keep it whole, boundaries={...: "whole"}, under tracer="export"'
+        )
         raise RunError(
-            f"{name} returned tensors of shapes {found}, but was captured with {captured}, for which alone the rest of "
-            "the program holds: its sizes depend on the values of its inputs, or on what it has kept from earlier "
-            'calls; make them fixed (pad, or mask in place of selecting), or keep it whole, boundaries={...: "whole"}, '
-            'under tracer="export", which takes its sizes as they come'
+            f"{f'{whole}, an opaque region,' if whole else name} returned tensors of shapes {found}, but was captured "
+            f"with {captured}, and {instead}, which takes sizes that change"
         )

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
 
@@ -60,26 +59,27 @@ class Stage:
     """Whether it, or a stage before it, has something to train."""
     result: pytree.TreeSpec | None = None
     deferring: Callable[..., tuple[Any, ...]] | None = None
-    """``function`` with a ``Deferred`` in front of its inputs, which the gradients of its parameters are left to, for
-    tables that have its backward as I and W; None where there is none."""
+    """``function`` for tables that split its backward into I and W. It takes a ``Deferred`` in front of its inputs,
+    which collects the gradients of parameters for W. None where the stage cannot be split."""
     in_input: tuple[str, ...] = ()
-    """The parameters whose gradients I makes all the same, where the table has I and W."""
+    """The parameters whose gradients are made in I, though the table has a W."""
     gathered: Gathered | None = None
-    """For how many micro-batches it runs at once, if it does."""
+    """Of a stage that runs once for several micro-batches: how many, and whose rows."""
     ways: tuple[Mode | None, ...] = ()
-    """How each input is gathered then; None for what is the group's already."""
+    """How each input is gathered then; None where the stage before runs for the same group."""
     varies: bool = False
-    """Whether its values, or their gradients, may look otherwise in each call, for inputs of one shape. What they look
-    like then travels in front of each; so it is with the stages behind it, unless what they make is known."""
+    """Whether shapes of its values, or which of them need a gradient, may differ between calls for inputs of one shape.
+    A description is then sent ahead of each value; so do the stages behind it, unless what they make is known."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """One value per outgoing edge, and on the output stage the model's result."""
+        # nn.Module.__call__ costs more than a small graph's forward, and does nothing where there are no hooks
         function, hooks = self.function, self._hooks
         return self._returned(function if hooks is None or any(hooks) else function.forward, inputs)  # type: ignore[attr-defined]
 
     @cached_property
     def _hooks(self) -> Sequence[Mapping[int, Any]] | None:
-        """Those of a graph's module. Where there are none, which is soon seen, its forward is called without more."""
+        """The tables of hooks of a graph's module."""
         return hook_tables(self.function) if isinstance(self.function, fx.GraphModule) else None
 
     def _returned(self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -109,8 +109,8 @@ class Stage:
         return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
 
     def __repr__(self) -> str:
-        outputs = [*dict.fromkeys(edge.value for edge in self.outputs)] + ["result"] * self.returns_result
-        return f"<Stage {self.index} `{self.name}`: ({listed(self.input_names)}) -> ({listed(outputs)})>"
+        outputs = listed([*dict.fromkeys(self._output_names())])
+        return f"<Stage {self.index} `{self.name}`: ({listed(self.input_names)}) -> ({outputs})>"
 
     def _output_names(self) -> list[str]:
         return [edge.value for edge in self.outputs] + ["result"] * self.returns_result
@@ -123,13 +123,12 @@ class Stage:
 
     @cached_property
     def forward_in_halves(self) -> Forward:
-        """The forward of a micro-batch whose backward the table has as I and W; where there is no other, the same."""
-        if self.deferring is None:
-            return self.forward
+        """The forward of a micro-batch whose backward the table splits into I and W; ``forward`` without a split."""
         function, plain = self.deferring, self.forward
-        return Forward(
-            plain.name, lambda *inputs: self._returned(function, inputs), plain.names, plain.outputs, plain.code, True
-        )
+        if function is None:
+            return plain
+        run = lambda *inputs: self._returned(function, inputs)  # noqa: E731
+        return Forward(self.name, run, plain.names, plain.outputs, plain.code, in_halves=True)
 
     @cached_property
     def backward(self) -> Backward:
@@ -201,6 +200,7 @@ class StageGraph(Tabular):
         """For each stage how many of so many micro-batches it runs for at once; PartitionError where none can be."""
         sizes = [1 if stage.gathered is None else stage.gathered.group or microbatches for stage in self.stages]
         for stage, size in zip(self.stages, sizes, strict=True):
+            # a group of fewer micro-batches would be another loss
             if microbatches % size:
                 raise PartitionError(
                     f"stage {stage.name!r} gathers groups of {size} micro-batches, which do not divide the "
@@ -220,6 +220,7 @@ class StageGraph(Tabular):
 
     def with_backward(self) -> StageGraph:
         """The same graph; each stage has a backward if it, or one before it, has a trainable parameter now."""
+        # the stages are in topological order: those before each one are decided already
         stages: list[Stage] = []
         for stage in self.stages:
             trains = any(parameter.requires_grad for parameter in stage.parameters.values())
@@ -247,9 +248,8 @@ class StageGraph(Tabular):
         for stage in self.stages:
             if stage.name == key:
                 return stage
-        if is_text(key):
-            raise PartitionError(f"no stage is called {key!r}{nearest(key, self.names)}")
-        raise PartitionError(f"there is no stage {shown(key)}; write a number from 0 to {len(self) - 1}, or a name")
+        known = nearest(key, self.names) if is_text(key) else f"; write a number from 0 to {len(self) - 1}, or a name"
+        raise PartitionError(f"there is no stage {shown(key)}{known}")
 
     def __str__(self) -> str:
         rows = []
@@ -266,15 +266,13 @@ class StageGraph(Tabular):
         runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
         again = ", ".join(name for name in self.names if name in self.recomputed)
         notes = [again and f"recomputed: {again}", self.origin and f"captured by {self.origin}", self.labels]
-        halves = [_told_in_input(stage, names) for stage in self.stages if (names := stage.in_input)]
+        halves = [_made_in_input(stage) for stage in self.stages if stage.in_input]
         return "\n".join([grid, *runs, *filter(None, notes), *halves])
 
     def __repr__(self) -> str:
         return f"<StageGraph of {len(self)} stages: {listed(self.names)}>"
 
     def _bytes(self, edges: Sequence[Edge]) -> str:
-        if not edges:
-            return "0"
         if any(edge not in self.bytes_of for edge in edges):
             return "after 1st step"
         return f"{sum(self.bytes_of[edge] for edge in edges):,}"
@@ -306,9 +304,9 @@ class StageGraph(Tabular):
         check(PartitionError, _KINDS, stages=stages, edges=edges, inputs=inputs)
         order = _ordered(list(stages), edges)
         index = {name: place for place, name in enumerate(order)}
-        unknown = [name for name in inputs if name not in index]
-        if unknown:
-            raise PartitionError(f"inputs= names {unknown[0]!r}, which is no stage{nearest(unknown[0], order)}")
+        for name in inputs:
+            if name not in index:
+                raise PartitionError(f"inputs= names {name!r}, which is no stage{nearest(name, order)}")
         sinks = [name for name in order if all(source != name for source, _ in edges)]
         if len(sinks) != 1:
             raise PartitionError(
@@ -318,16 +316,15 @@ class StageGraph(Tabular):
         every = [Edge(index[source], index[target], source) for source, target in edges]
         built: list[Stage] = []
         for place, name in enumerate(order):
-            arrivals = tuple(edge for edge in every if edge.target == place)
+            call, batch_inputs = stages[name], inputs.get(name, ())
             leaving = tuple(edge for edge in every if edge.source == place)
-            call = stages[name]
             built.append(
                 Stage(
                     index=place,
                     name=name,
                     module=call,
-                    function=_fan_out(call, len(leaving), name, len(inputs.get(name, ()))),
-                    inputs=(*inputs.get(name, ()), *arrivals),
+                    function=_fan_out(call, len(leaving), name, len(batch_inputs)),
+                    inputs=(*batch_inputs, *(edge for edge in every if edge.target == place)),
                     outputs=leaving,
                     returns_result=name == sinks[0],
                     tensors=all_tensors(call, name) if isinstance(call, nn.Module) else {},
@@ -347,15 +344,15 @@ class StageGraph(Tabular):
 
 
 def _size(gathered: Gathered) -> str:
-    """What a gathered stage runs for, in words."""
     what = "all micro-batches" if gathered.group is None else f"a group of {gathered.group} micro-batches"
     return what + " of all replicas" * ("global" in gathered.modes)
 
 
-def _told_in_input(stage: Stage, names: Sequence[str]) -> str:
-    """What of a stage's backward W cannot do."""
+def _made_in_input(stage: Stage) -> str:
+    """Which gradients of parameters I makes, and not W."""
+    names, sizes = stage.in_input, {name: parameter.numel() for name, parameter in stage.parameters.items()}
     shown_names = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
-    share = sum(stage.parameters[name].numel() for name in names) / sum(p.numel() for p in stage.parameters.values())
+    share = sum(map(sizes.__getitem__, names)) / sum(sizes.values())
     return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"
 
 
@@ -364,7 +361,7 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: (
             is_mapping(value)
             and all(map(is_text, value))
-            and all(callable(call) and not isinstance(call, type) for call in value.values())
+            and all(callable(call) and not isinstance(call, type) for call in value.values())  # no class
         ),
         "a dict name -> module or function",
     ),
@@ -373,12 +370,7 @@ _KINDS: Mapping[str, Expected] = {
         'a list of pairs of names, [("image", "loss")]',
     ),
     "inputs": Expected(
-        lambda value: (
-            is_mapping(value)
-            and all(
-                map(list_of(lambda name: is_text(name) and name.isidentifier() and not iskeyword(name)), value.values())
-            )
-        ),
+        lambda value: is_mapping(value) and all(map(list_of(is_text), value.values())),
         'a dict name -> list of the inputs that a call gives it by name, {"image": ["pixels"]}',
     ),
 }

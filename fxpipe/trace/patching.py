@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -92,6 +93,42 @@ def plain_modes(grad: bool) -> Iterator[None]:
         stack.enter_context(torch.set_grad_enabled(grad))
         for device in devices():
             stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+Key = tuple[int, str]
+"""A method of a module: the identity of the module's ``__dict__``, which torch.export's stand-ins share, and a name."""
+Handler = Callable[[Key, Callable[..., Any], Any, Any], Any]
+"""(method, what it does by itself, args, kwargs) → what the call returns."""
+
+
+@contextlib.contextmanager
+def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Iterator[None]:
+    """While it is open, each call of these methods of modules is given to ``handle``. Their classes are patched."""
+    owners: dict[Key, type] = {(id(vars(module)), method): type(module) for module, method in methods}
+
+    def patch(owner: type, method: str) -> Any:
+        own, plain = vars(owner).get(method), getattr(owner, method)
+
+        def called(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            key = id(vars(module)), method
+            # a class and its base may both be patched; then one call passes here twice, and its own class handles it
+            return handle(key, inner, args, kwargs) if owners.get(key) is owner else inner(*args, **kwargs)
+
+        if isinstance(plain, property):  # whose value is a function
+            return property(lambda module: functools.partial(called, module, plain.__get__(module)), plain.fset)
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
+            inner = getattr(super(owner, module), method) if own is None else own.__get__(module)
+            return called(module, inner, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, method in {(owner, method): None for (_, method), owner in owners.items()}:
+            stack.enter_context(patched(owner, method, patch(owner, method)))
         yield
 
 

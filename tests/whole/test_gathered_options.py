@@ -236,7 +236,7 @@ def test_a_gather_inside_a_callable_of_the_users_own_is_refused() -> None:
         {"a": nn.Linear(4, 4), "loss": loss}, edges=[("a", "loss")], inputs={"a": ["x"]}
     )
     forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2)
-    with pytest.raises(fxpipe.TraceError, match="gathers 'batch' inside stage 'loss', which runs as it is"):
+    with pytest.raises(fxpipe.TraceError, match="gathers 'batch' inside stage 'loss', which is not captured"):
         forward_backward(torch.randn(4, 4))
 
 

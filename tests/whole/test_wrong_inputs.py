@@ -218,7 +218,7 @@ fb().module.load_state_dict(STATE, assign=True)
 copy.deepcopy(fb())
     RunError: forward_backward holds stages and process groups, and is neither copied nor pickled: copy.deepcopy(
 fb().stages["nope"]
-    PartitionError: no stage is called 'nope'; known: "layers.0", "layers.1"
+    PartitionError: there is no stage 'nope'; known: "layers.0", "layers.1"
 fb().seed(9, 0, 0)
     PartitionError: there is no stage 9
 fb().reschedule()

@@ -15,7 +15,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, stage_boundary
 from fxpipe.graph.program import is_boundary
 from fxpipe.torch_compat import pytree
-from fxpipe.trace.patching import patched, refuse
+from fxpipe.trace.patching import Key, handled, refuse
 from fxpipe.trace.request import Cut, GatheredCut
 
 
@@ -27,13 +27,11 @@ def cutting(module: nn.Module, cuts: Mapping[str, Cut], may_lack: bool = False) 
     the tensors in what it returns do. A boundary lies outside of everything else that the call does: the submodule's
     hooks, and a ``__call__`` of its own class. Every call is cut where there are several.
 
-    It belongs inside ``recording``, and around the call of the model: one for each run of it. Classes are patched, and
-    put back. TraceError where a named submodule was never called, unless forward ``may_lack`` it.
+    It belongs inside ``recording``, and around the call of the model: one for each run of it. TraceError where a named
+    submodule was never called, unless forward ``may_lack`` it.
     """
     plan = _CutCalls(module, cuts)
-    with contextlib.ExitStack() as stack:
-        for owner in plan.classes:
-            stack.enter_context(patched(owner, "__call__", plan.call_of(owner)))
+    with handled([(named.module, "__call__") for named in plan.named.values()], plan.call):
         yield
     if not may_lack:
         plan.check_called()
@@ -52,59 +50,38 @@ class _Named:
 
 
 class _CutCalls:
-    """Who is cut where, and what is the model's own: parameters and buffers cross no boundary.
-
-    Submodules are recognised by the dict of their attributes: torch.export calls stand-ins that share it.
-    """
+    """Who is cut where, and what is the model's own: parameters and buffers cross no boundary."""
 
     def __init__(self, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
         self.module = module
-        self._named: dict[int, _Named] = {}
+        self.named: dict[int, _Named] = {}
+        """The submodules that are cut, by the identity of their ``__dict__``."""
         modules = dict(module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
         for path, cut in cuts.items():
             submodule = modules[path]
-            named = self._named.setdefault(id(vars(submodule)), _Named(path, submodule))
+            named = self.named.setdefault(id(vars(submodule)), _Named(path, submodule))
             sides = cut if isinstance(cut, GatheredCut) else GatheredCut(cut)
             named.before |= sides.side in ("before", "both")
             named.after |= sides.side in ("after", "both")
             before, after = named.gathers.before or sides.before, named.gathers.after or sides.after
             named.gathers = GatheredCut("both", before, after)
-        self.classes = list(dict.fromkeys(type(named.module) for named in self._named.values()))
 
-    def call_of(self, owner: type[nn.Module]) -> Callable[..., Any]:
-        """``owner.__call__`` for the time of the capture."""
-        own = vars(owner).get("__call__")
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
-            inner = own.__get__(module) if own is not None else super(owner, module).__call__  # type: ignore[misc]
-            named = self._named.get(id(vars(module)))
-            if named is None or type(named.module) is not owner:  # its own class is further out
-                return inner(*args, **kwargs)
-            return self._cut(named, inner, args, kwargs)
-
-        return call
-
-    def _cut(self, named: _Named, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, key: Key, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call of one of them."""
+        named = self.named[key[0]]
         named.calls += 1
         if not named.before:
             output = inner(*args, **kwargs)
         else:
             given = tuple(args), dict(kwargs)
-            behind = pytree.tree_unflatten(
-                *self._cross(given, named.path, named.gathers.before, f"{named.path} is given")
-            )
+            behind = self._cross(given, named.path, named.gathers.before, f"{named.path} is given")
             passed = _Passed(given, behind, named.path)
             output = inner(*behind[0], **behind[1])
             passed.hand_back()
-        if not named.after:
-            return output
-        return pytree.tree_unflatten(*self._cross(output, None, named.gathers.after, f"{named.path} returns"))
+        return self._cross(output, None, named.gathers.after, f"{named.path} returns") if named.after else output
 
-    def _cross(
-        self, value: Any, name: str | None, gather: Gather | None, fact: str
-    ) -> tuple[list[Any], pytree.TreeSpec]:
-        """The leaves of ``value``, its tensors behind one boundary, and how they are put together."""
+    def _cross(self, value: Any, name: str | None, gather: Gather | None, fact: str) -> Any:
+        """``value`` with its tensors behind one boundary."""
         leaves, spec = pytree.tree_flatten(value, is_leaf=_is_leaf)
         places = [place for place, leaf in enumerate(leaves) if self._may_cross(leaf)]
         if not places:
@@ -113,7 +90,7 @@ class _CutCalls:
         crossed = stage_boundary([leaves[i] for i in places], name=name, gather=mode, group=group)
         for place, behind in zip(places, crossed, strict=True):
             leaves[place] = behind
-        return leaves, spec
+        return pytree.tree_unflatten(leaves, spec)
 
     def _may_cross(self, leaf: Any) -> bool:
         if isinstance(leaf, fx.Proxy):
@@ -126,7 +103,7 @@ class _CutCalls:
         return {id(tensor): tensor for tensor in [*self.module.parameters(), *self.module.buffers()]}
 
     def check_called(self) -> None:
-        never = [named.path for named in self._named.values() if not named.calls]
+        never = [named.path for named in self.named.values() if not named.calls]
         if never:
             raise TraceError(
                 f"boundaries= names {', '.join(never)}, which {type(self.module).__name__}.forward never calls with "

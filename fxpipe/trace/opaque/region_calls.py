@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.graph.program import Effects
 from fxpipe.trace.opaque.regions import Region, SeenCall
-from fxpipe.trace.patching import aside, patched, refuse
+from fxpipe.trace.patching import Key, aside, handled, patched, refuse
 from fxpipe.trace.request import Request
 from fxpipe.trace.user_line import current_line, is_users
 
@@ -101,7 +100,7 @@ class Regions:
             )
         seen = self._seen(region, number)
         module = self.request.module
-        returned = Structure.described(seen.returned, current_line)
+        returned = Structure(seen.returned, line=current_line)
         parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
         kept = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
         kept.attributes = seen.sets | seen.asks
@@ -159,32 +158,12 @@ def watching(model: nn.Module, regions: Sequence[Region], handle: Handler) -> It
     """While it is open, each call of a region is handed to ``handle``. It belongs inside of ``cutting``."""
     numbers: Counter[str] = Counter()
     modules = dict(model.named_modules(remove_duplicate=False))
-    by_place = {(id(vars(modules[region.path])), region.method): region for region in regions}
-    places = dict.fromkeys((type(modules[region.path]), region.method) for region in regions)
+    by_key = {(id(vars(modules[region.path])), region.method): region for region in regions}
 
-    def patch(owner: type, method: str) -> Any:
-        own = vars(owner).get(method)
-        plain = getattr(owner, method)
+    def numbered(key: Key, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        region = by_key[key]
+        numbers[region.name] += 1
+        return handle(region, numbers[region.name] - 1, inner, args, kwargs)
 
-        def called(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            region = by_place.get((id(vars(module)), method))
-            if region is None:
-                return inner(*args, **kwargs)
-            numbers[region.name] += 1
-            return handle(region, numbers[region.name] - 1, inner, args, kwargs)
-
-        if isinstance(plain, property):  # whose value is a function
-            return property(lambda module: functools.partial(called, module, plain.__get__(module)), plain.fset)
-
-        @functools.wraps(plain)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
-            inner = getattr(super(owner, module), method) if own is None else own.__get__(module)
-            return called(module, inner, *args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner, method in places:
-            stack.enter_context(patched(owner, method, patch(owner, method)))
+    with handled([(modules[region.path], region.method) for region in regions], numbered):
         yield

@@ -47,7 +47,7 @@ class SeenCall:
     @property
     def likes(self) -> list[TensorLike]:
         """What stands for the tensors that it returns: of a list, for all in one, then for each."""
-        return list(Structure.described(self.returned).tensors)
+        return Structure(self.returned).tensors
 
     def guessed(self, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
         """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``lengths``: how many
