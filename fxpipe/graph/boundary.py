@@ -121,7 +121,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 class running:  # a context manager; as a class, for it is around each call of a stage
-    """While it is open, code of a stage runs in this thread: a boundary in it that gathers would be lost, so it raises."""
+    """While it is open, code of a stage runs in this thread: a boundary in it that gathers raises, since it is lost."""
 
     __slots__ = ("_before", "_stage")
 

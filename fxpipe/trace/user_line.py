@@ -9,12 +9,13 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, FunctionType, TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
 LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
 """A line in traceback form."""
+_LINE_AND_CODE = re.compile(LINE.pattern + r".*(\n(?!\s*File ).*)?", re.MULTILINE)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -53,25 +54,21 @@ def place_in(text: str) -> str:
     return f"{Path(found['file']).name}:{found['line']}" if found else ""
 
 
+def users_line_in(text: str) -> str:
+    """The innermost line of user code that a text in traceback form names; empty where it names none."""
+    found = [line for line in _LINE_AND_CODE.finditer(text) if is_users(line["file"])]
+    return found[-1][0].strip("\n") if found else ""
+
+
 def definition(function: Callable[..., object]) -> str:
     """Where a function is defined, in traceback form; empty where it has no Python code."""
-    plain = _plain(function)
-    if plain is None:
-        return ""
-    code = plain.__code__
-    source = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n    {source}'
-
-
-def _plain(function: Callable[..., object]) -> FunctionType | None:
-    """The Python function in a method, a partial, or an object that can be called."""
     while isinstance(function, functools.partial):
         function = function.func
-    function = inspect.unwrap(function)
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        function = type(function).__call__
-    return function if isinstance(function, FunctionType) else None
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    source = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n    {source}'
 
 
 def _format(frame: FrameType, number: int) -> str:

@@ -26,7 +26,6 @@ from fxpipe.torch_compat import (
     ASSERTIONS,
     DUAL_NUMBERS,
     FakeTensor,
-    HigherOrderOperator,
     OpOverload,
     enter_autocast,
     exit_autocast,
@@ -38,18 +37,16 @@ from fxpipe.torch_compat import (
     size_guard,
 )
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
-from fxpipe.trace.export.symbolic_sizes import as_captured, is_symbolic, sizes_of
 from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, patched
 from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import is_users
+from fxpipe.trace.user_line import users_line_in
 
 _BOUNDARY = torch.ops.fxpipe.boundary.default
 _WHOLE = torch.ops.fxpipe.whole.default
 _SIZE = torch.ops.aten.sym_size.int
 _ROOT = "model"
 """The name of the model in the exported module."""
-_GIVEN = ("input", "stand-in")
 _ASKED = re.compile(r"L\['t(\d+)'\]")
 
 
@@ -146,12 +143,21 @@ class Conversion:
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             self._named.setdefault(id(tensor), name)
             self._in_memory.setdefault(storage_of(tensor), {})[name] = tensor
-        self._origin = self._origins()
         self._regions: dict[Hashable, fx.Node] = {}
         self._effects: dict[str, Effects] = {}
-        self._given = [node for node, origin in self._origin.items() if origin[0] in _GIVEN]
-        """The tensors among the inputs, and behind them the stand-ins."""
-        self._inputs = sum(self._origin[node][0] == "input" for node in self._given)
+        self._names: dict[fx.Node, str] = {}
+        """The model's parameters and buffers among the inputs of the exported graph."""
+        self._lifted: dict[fx.Node, str] = {}
+        """Other tensors that forward has met, by torch.export's names."""
+        self._given: list[fx.Node] = []
+        """The tensors among the batch's inputs, and behind them the stand-ins."""
+        self._sort_inputs()
+        leaves, _ = pytree.tree_flatten_with_path(dict(self.values))
+        paths = [tuple(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
+        self._inputs = len(paths)
+        self._paths = dict(zip(self._given, paths, strict=False))
+        returned = [(key, place) for key, one in self.stand_ins.items() for place in range(len(one))]
+        self._stand_ins = dict(zip(self._given[self._inputs :], returned, strict=True))
         self._clauses = self._taken_for_granted()
         self._guards = self._guards_of_calls()
 
@@ -159,7 +165,7 @@ class Conversion:
         for name, value in self.values.items():
             placeholder = self._graph.placeholder(name)
             placeholder.meta["val"] = value
-            self._parts[(name,)] = placeholder
+            self._parts[(pytree.MappingKey(name),)] = placeholder
         for node in self.exported.graph.nodes:
             known = node.op != "call_function" or node.target in ASSERTIONS or self._modes.follow(node)
             if not known and not self._is_late(node):
@@ -192,13 +198,13 @@ class Conversion:
     def _taken_for_granted(self) -> list[str]:
         """Of the sizes of inputs and of what regions return."""
         given = [node.meta["val"] for node in self._given]
-        if any(map(is_symbolic, given)):
+        if any(map(_is_symbolic, given)):
             return clauses_of(size_guard(given))
         return [f"L['t{i}'].size()[{dim}] == {n}" for i, one in enumerate(given) for dim, n in enumerate(one.shape)]
 
     def _holds_for(self) -> SizeGuard | None:
         """For what sizes of its inputs the graph holds; None where none is symbolic."""
-        if not any(is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
+        if not any(_is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
             return None
         about = [one for one in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(one))]
         code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
@@ -218,19 +224,15 @@ class Conversion:
 
     def _is_late(self, node: fx.Node) -> bool:
         """Whether it is a size of what a region returns, which export asks for before the region is called."""
-        source = node.args[0] if node.target is _SIZE else None
-        return isinstance(source, fx.Node) and self._origin.get(source, ("",))[0] == "stand-in"
+        return node.target is _SIZE and node.args[0] in self._stand_ins
 
     def _convert(self, node: fx.Node) -> fx.Node:
-        if isinstance(node.target, HigherOrderOperator):
-            raise TraceError(
-                f"forward uses {node.target}, whose branches or loop cannot be cut into stages; "
-                f"tracer='record' keeps a submodule that uses it whole{_line_of(node, *node.all_input_nodes)}"
-            )
         if not _is_known(node.target):
+            # a branch or a loop in functions of its own, or a part of torch.vmap and its like
             raise TraceError(
                 f"forward uses {getattr(node.target, '__name__', node.target)}, which means nothing outside of the "
-                f"function around it; tracer='record' keeps a submodule that uses it whole{_line_of(node)}"
+                "function around it; it cannot be cut into stages, and tracer='record' keeps a submodule that uses it "
+                f"whole{_line_of(node, *node.all_input_nodes)}"
             )
         if node.target is _WHOLE:
             made = self._call_region(node)
@@ -239,7 +241,7 @@ class Conversion:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
             made = self._graph.create_node("call_function", target, args, kwargs, name=node.name)
         made.meta["val"] = None if self.of_any_size else _static(node)
-        made.meta["sizes"] = sizes_of(node.meta.get("val"))
+        made.meta["sizes"] = _sizes_of(node.meta.get("val"))
         made.meta["nn_module_stack"] = self._stack(node)
         if line := _line_of(node):
             made.stack_trace = line.removeprefix("\n")
@@ -253,6 +255,7 @@ class Conversion:
         values, numbers, _, number = node.args
         call = self.calls[number]  # type: ignore[index]
         given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
+        # behind what the region is given, the call has the sizes that its guard is about
         args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
         call.kept.guard = guard = self._guards[call.key]
         call.kept.of_one_type = True
@@ -276,40 +279,31 @@ class Conversion:
 
     # where values come from
 
-    def _origins(self) -> dict[fx.Node, tuple[Any, ...]]:
-        """Each input of the exported graph → what it is: ("input", path…), ("stand-in", key, place), ("tensor", name)
-        or ("constant", name)."""
+    def _sort_inputs(self) -> None:
         inputs = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
-        leaves, _ = pytree.tree_flatten_with_path(dict(self.values))
-        given = iter(
-            [("input", *path) for path, leaf in leaves if isinstance(leaf, Tensor)]
-            + [("stand-in", key, place) for key, one in self.stand_ins.items() for place in range(len(one))]
-        )
-        found: dict[fx.Node, tuple[Any, ...]] = {}
         for node, spec in zip(inputs, self.exported.graph_signature.input_specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
-                found[node] = next(given)
+                self._given.append(node)
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 owner, _, name = str(spec.target).removeprefix(f"{_ROOT}.").rpartition(".")
-                found[node] = ("tensor", self._named[id(getattr(self.module.get_submodule(owner), name))])
+                self._names[node] = self._named[id(getattr(self.module.get_submodule(owner), name))]
             else:
-                found[node] = ("constant", spec.target)
-        return found
+                self._lifted[node] = str(spec.target)
 
     def _read(self, node: fx.Node) -> fx.Node:
+        """The node of the program that a node of the exported graph has become."""
         if node in self._built:
             return self._built[node]
         if self._is_late(node):
             return self._convert(node)
-        kind, *rest = self._origin.get(node, ("",))
-        if kind == "stand-in":
-            return self._returned_by(*rest)
-        if not kind:
-            raise TraceError(f"{node.format_node()} is no operation that stages can hold")
-        if kind == "input":
-            made = self._part(tuple(rest))
+        if node in self._stand_ins:
+            return self._returned_by(*self._stand_ins[node])
+        if node in self._paths:
+            made = self._part(self._paths[node])
+        elif node in self._names or node in self._lifted:
+            made = self._source(node, self._names.get(node) or self._constant(node, self._lifted[node]))
         else:
-            made = self._source(node, rest[0] if kind == "tensor" else self._constant(node, rest[0]))
+            raise TraceError(f"{node.format_node()} is no operation that stages can hold")
         self._built[node] = made
         return made
 
@@ -319,12 +313,11 @@ class Conversion:
         part = self._graph.call_function(operator.getitem, (region, place))
         part.meta["val"] = None if region.meta["val"] is None else region.meta["val"][place]
         part.meta["nn_module_stack"] = region.meta["nn_module_stack"]
-        part.meta["sizes"] = sizes_of(self.stand_ins[key][place])
+        part.meta["sizes"] = _sizes_of(self.stand_ins[key][place])
         return part
 
     def _part(self, path: tuple[Any, ...]) -> fx.Node:
         """A tensor in an input: ``getitem(input, key)`` for each step of its path, each made once."""
-        path = (path[0].key if isinstance(path[0], pytree.MappingKey) else path[0], *path[1:])
         if path in self._parts:
             return self._parts[path]
         parent, step = self._part(path[:-1]), path[-1]
@@ -385,10 +378,11 @@ def _static(node: fx.Node) -> Any:
 
     def hinted(leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
-            return as_captured(leaf)
-        stand_in = next((one for kind, one in _STAND_INS.items() if isinstance(leaf, kind)), None)
-        hint = leaf if stand_in is None else hint_of(leaf)
-        return stand_in if hint is None else hint
+            return _as_captured(leaf)
+        if type(leaf) not in _STAND_INS:
+            return leaf
+        hint = hint_of(leaf)
+        return _STAND_INS[type(leaf)] if hint is None else hint
 
     return pytree.tree_map(hinted, value)
 
@@ -406,11 +400,34 @@ def _is_known(target: Any) -> bool:
 def _line_of(*nodes: fx.Node) -> str:
     """The innermost line of the user's, in traceback form, of the first of the nodes that has one, for the end of a
     message."""
-    for node in nodes:
-        lines = (node.stack_trace or "").splitlines()
-        for place in reversed(range(len(lines))):
-            head = lines[place].strip()
-            if head.startswith('File "') and is_users(head.removeprefix('File "').partition('"')[0]):
-                code = lines[place + 1].strip() if place + 1 < len(lines) else ""
-                return f"\n  {head}\n    {code}"
-    return ""
+    lines = (users_line_in(node.stack_trace or "") for node in nodes)
+    return next((f"\n{line}" for line in lines if line), "")
+
+
+# --- symbolic sizes ---
+
+
+def _is_symbolic(tensor: Tensor) -> bool:
+    """Whether a dimension of it has no number of its own."""
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def _sizes_of(value: Any) -> tuple[str, ...]:
+    """Of a tensor, each dimension's size as an expression, "" where it is a number; of a number, its own expression.
+
+    Equal expressions of one capture are equal numbers in every run.
+    """
+    if isinstance(value, torch.SymInt):
+        return (str(value.node.expr),)
+    if not isinstance(value, Tensor) or not _is_symbolic(value):
+        return ()
+    return tuple(str(size.node.expr) if isinstance(size, torch.SymInt) else "" for size in value.shape)
+
+
+def _as_captured(tensor: Any) -> Any:
+    """A fake tensor with the sizes that it had when it was captured."""
+    if not _is_symbolic(tensor):
+        return tensor
+    shape, stride = (list(map(hint_of, sizes)) for sizes in (tensor.shape, tensor.stride()))
+    memory = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    return FakeTensor(tensor.fake_mode, memory, tensor.device).requires_grad_(tensor.requires_grad)

@@ -1,10 +1,12 @@
-"""Decisions: the values that forward asks for while it is exported. Fake tensors have none."""
+"""Decisions: what forward asks of fake tensors while it is exported: values, which they lack, and symbolic sizes."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.question import Answer, Kind
-from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked, known_truth
+from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked, known_truth, size_decisions
 from fxpipe.trace.patching import patched
 from fxpipe.trace.user_line import current_line
 
@@ -134,3 +136,55 @@ def _as_lists(answer: Any) -> Any:
 def _is_asked(value: Any) -> bool:
     """Whether it has no value while forward is exported."""
     return isinstance(value, FakeTensor) and value.constant is None
+
+
+# --- sizes of dimensions that vary, which a capture keeps symbolic ---
+
+_NOT_USERS = sys.stdlib_module_names - {"__main__"} | {"torch", "fxpipe", "functorch", "sympy", "mpmath"}
+
+
+@contextlib.contextmanager
+def symbolic_lengths() -> Iterator[None]:
+    """While it is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is. Python's makes a
+    number of it: CLIP's loss asks for ``torch.arange(len(logits))``.
+
+    It stands in the modules and not in ``builtins``: torch._dynamo keeps what it finds there in tables, for good.
+    """
+    modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
+    users = [home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS]
+    homes = [home for home in users if "len" not in home]
+    try:
+        for home in homes:
+            home["len"] = _length
+        yield
+    finally:
+        for home in homes:
+            home.pop("len", None)
+
+
+def _length(value: Any, /) -> Any:
+    is_symbolic = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
+    return value.shape[0] if is_symbolic else len(value)
+
+
+@contextlib.contextmanager
+def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
+    """The lines of the user's source, in traceback form, that make a number of a symbolic size while it is open; with
+    whether of the size itself, and not of what is computed from it."""
+    env, name = size_decisions()
+    decide, lines = getattr(env, name), list[tuple[str, bool]]()
+
+    def fixed(self: Any) -> int:  # how many symbols have become numbers
+        return sum(bool(expression.is_number) for expression in self.replacements.values())
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(self.guards), fixed(self)
+        answer = decide(self, *args, **kwargs)
+        is_truth = isinstance(answer, bool) or getattr(answer, "is_Boolean", False)
+        of_size = fixed(self) > before[1]
+        if of_size or (len(self.guards) > before[0] and not is_truth):
+            lines.append((current_line(), of_size))
+        return answer
+
+    with patched(env, name, noting):
+        yield lines

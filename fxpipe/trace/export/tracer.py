@@ -33,10 +33,9 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.export.conversion import Conversion, modes_as_operations
-from fxpipe.trace.export.decisions import Asked, Decisions
+from fxpipe.trace.export.decisions import Asked, Decisions, fixing_lines, symbolic_lengths
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
 from fxpipe.trace.export.operators import SizeClauses, marked, whole
-from fxpipe.trace.export.symbolic_sizes import fixing_lines, symbolic_lengths
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import refuse
