@@ -40,7 +40,7 @@ _NO_TENSOR = (bool, int, float, complex, str, bytes)
 Recorder = Callable[[Any, str | None, Gather | None], Any]
 
 
-class _Here(threading.local):
+class _OfThread(threading.local):
     """What boundaries meet in this thread: another one may run models while this one captures."""
 
     recorder: Recorder | None = None
@@ -49,7 +49,7 @@ class _Here(threading.local):
     ignored = False
 
 
-_here = _Here()
+_here = _OfThread()
 
 
 def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = None, group: int | None = None) -> T:
