@@ -1,9 +1,15 @@
-"""Calls that a recorder sees as wholes: submodules, methods of them, regions and autograd functions."""
+"""Calls that a recorder sees as wholes: submodules, methods of them, regions, autograd and checkpointed functions.
+
+torch offers no way to see the calls of ``torch.utils.checkpoint.checkpoint`` and of what ``torch.vmap`` returns, which
+models bind long before a capture: the functions inside of them that are patched here, and the autograd function of
+modules with backward hooks, are torch's own and named nowhere else.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,21 +17,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
-from fxpipe.torch_compat import no_function_modes, pytree
+from fxpipe.torch_compat import (
+    CHECKPOINT_GENERATOR,
+    BackwardHookFunction,
+    checkpoint_options,
+    function_apply,
+    no_function_modes,
+    pytree,
+    vmap_home,
+)
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import patched
+from fxpipe.trace.patching import patched, refuse_backward
 from fxpipe.trace.record.emit import effects_of
-from fxpipe.trace.record.frame import Frame, collapse, enter, held_by, is_untouched, is_whole, writes_elsewhere
-from fxpipe.trace.record.functions import functions_watched
+from fxpipe.trace.record.frame import Frame, PythonState, held_by
 from fxpipe.trace.record.opaque import Applied, Method, Name, method_in
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
-from fxpipe.trace.record.tape import Touched, tensors
-from fxpipe.trace.record.touched import PythonState
+from fxpipe.trace.record.tape import Checkpoint, Touched, tensors
 from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.user_line import current_line, definition
 
@@ -52,13 +65,14 @@ class Calls:
     ) -> None:
         self.opaque: dict[str, nn.Module] = {}
         self.whole: set[str] = set()
-        """The submodules that were called as a whole, be it that they did nothing."""
+        """The submodules that were called as a whole, even those that did nothing."""
         self.in_call: set[str] = set()
         """Attributes that forward sets before it reads them."""
         self._recorder, self._root, self._numbers = recorder, module, numbers
         self._descend, self._limit, self._cuts, self._methods = descend, limit, cuts, methods
         self._paths = {id(vars(part)): path for path, part in module.named_modules()}
-        # the class in which each class's outermost __call__ is written
+        # The class in which each class's outermost __call__ is written. A class may define its own, and call
+        # super().__call__() in it: only the outermost call is a call of the submodule.
         kinds = {type(part) for part in module.modules()}
         self._owners = {kind: next(base for base in kind.__mro__ if "__call__" in vars(base)) for kind in kinds}
         self._tables = {id(table): dict(table) for part in module.modules() for table in _tables(part)}
@@ -70,19 +84,29 @@ class Calls:
     def watched(self) -> Iterator[None]:
         """While it is open, calls are seen; boundaries from outside belong around it."""
         with contextlib.ExitStack() as stack:
-            for owner in dict.fromkeys([nn.Module, *self._owners.values()]):
-                stack.enter_context(patched(owner, "__call__", self._call_of(owner)))
-            for path, name in self._methods:
-                owner = type(self._root.get_submodule(path))
-                stack.enter_context(patched(owner, name, self._method_of(owner, name)))
-            stack.enter_context(functions_watched(self._recorder, self._is_ours, self._apply))
+            for owner, name, value in self._patches():
+                stack.enter_context(patched(owner, name, value))
             stack.callback(self._buffers.put_back)
             stack.enter_context(watching_attributes(self._paths, self._note_attribute, self.own))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            # assertions on the values of tensors are not a part of the program
-            stack.enter_context(patched(torch, "_check_tensor_all_with", lambda *_: None))
             yield
             self._check_backward_hooks("", self._root)
+
+    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
+        for owner in dict.fromkeys([nn.Module, *self._owners.values()]):
+            yield owner, "__call__", self._call_of(owner)
+        for path, name in self._methods:
+            owner = type(self._root.get_submodule(path))
+            yield owner, name, self._method_of(owner, name)
+        yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
+        yield checkpointing, CHECKPOINT_GENERATOR, self._generator_of(vars(checkpointing)[CHECKPOINT_GENERATOR])
+        yield vmap_home, "vmap_impl", self._vmap_of(vars(vmap_home)["vmap_impl"])
+        yield torch.autocast, "__enter__", self._enter_of(torch.autocast.__enter__)
+        yield torch.autocast, "__exit__", self._exit_of(torch.autocast.__exit__)
+        yield Tensor, "backward", refuse_backward
+        yield torch.autograd, "backward", refuse_backward
+        # assertions on the values of tensors are not a part of the program
+        yield torch, "_check_tensor_all_with", lambda *_: None
 
     def write_buffers(self) -> None:
         """Writes the buffers that forward has set."""
@@ -127,31 +151,29 @@ class Calls:
         self, path: str, module: nn.Module, inner: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         recorder = self._recorder
-        frame = enter(recorder, path, module, args, kwargs)
+        frame = Frame(recorder, path, module, args, kwargs)
         around, recorder.stack = recorder.stack, {**recorder.stack, path: type(module)}
         try:
             with recorder.touched.noting() as touched:
                 result = inner(*args, **kwargs)
         except NeedsValues as error:
             recorder.stack = around
-            self.note_method(error)
             return self._rehearsed(frame, inner, args, kwargs, path, error)
         finally:
             recorder.stack = around
         recorder.check_random()
         assert frame.python is not None
         with outside():  # what has changed attributes or drawn Python's random numbers must run once
-            touched.is_stateful |= bool(frame.python.changes()) or frame.python.drawn()
+            touched.is_stateful |= frame.python.has_changed()
         recorder.touched.note(touched)
-        if not self._is_swapped(frame) and is_whole(recorder, frame, result, touched) and self._may_be_kept(frame):
+        if self._may_be_kept(path, module) and not self._is_swapped(frame) and frame.is_whole(result, touched):
             return self._keep_whole(frame, module, result, touched)
         self._check_backward_hooks(path, module)
         return result
 
-    def _may_be_kept(self, frame: Frame) -> bool:
-        assert frame.module is not None
-        held = sum(tensor.numel() * tensor.element_size() for tensor in frame.module.parameters())
-        return frame.path not in self._descend and (self._limit is None or held <= self._limit)
+    def _may_be_kept(self, path: str, module: nn.Module) -> bool:
+        held = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+        return path not in self._descend and (self._limit is None or held <= self._limit)
 
     def _keep_whole(self, frame: Frame, module: nn.Module, result: Any, touched: Touched) -> Any:
         """The result of a call that is one operation."""
@@ -162,18 +184,20 @@ class Calls:
             part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
             for part in module.modules()
         )
-        skips = not is_made and any(True for _ in module.parameters())  # a layer, and not an nn.Identity
-        may_differ = touched.is_stateful or skips  # it may return another tensor next time
+        # A layer with parameters that returns what it is given, as under layerdrop or in evaluation, may return another
+        # tensor next time; an nn.Identity, which has none, always returns this one.
+        skips = not is_made and any(True for _ in module.parameters())
+        may_differ = touched.is_stateful or skips
         if not is_made and not hooked and not may_differ and len(recorder.tape) == frame.start:
             return result
         effects = effects_of(touched, frame.tensors, result, recorder.storages)
-        if may_differ:
+        if may_differ:  # the graph goes on with the call's result, and not with its argument
             with no_function_modes():
                 result = pytree.tree_map_only(
                     Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in frame.given else leaf, result
                 )
         kept = bool(effects.writes or hooked or not is_made)
-        collapse(recorder, frame, frame.path, result, touched, effects, kept)
+        frame.collapse(frame.path, result, touched, effects, kept)
         return result
 
     def _check_backward_hooks(self, path: str, module: nn.Module) -> None:
@@ -217,7 +241,7 @@ class Calls:
         self, path: str, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A method that cannot be recorded, as one call; NeedsValues where it cannot be that, either."""
-        frame = enter(self._recorder, f"{path}.{name}".lstrip("."), None, args, kwargs)
+        frame = Frame(self._recorder, f"{path}.{name}".lstrip("."), None, args, kwargs)
         frame.module = Method(module, name, path, self._cuts)
         target = f"{name}_{len(self.opaque)}"
         self.opaque[target] = frame.module
@@ -241,23 +265,62 @@ class Calls:
         """What stands for the tensors that an opaque call returns, as the user has asked for."""
         recorder, reads = self._recorder, set(call.seen.reads)
         call.kept.of_one_type = True
-        frame = enter(recorder, call.region.name, None, tuple(call.values), {})
+        frame = Frame(recorder, call.region.name, None, tuple(call.values), {})
         frame.place = replace(frame.place, stack={**frame.place.stack, call.region.path: nn.Module})
         recorder.marks += 1
         result = tuple(map(recorder.fake.made, call.seen.likes))
         read = {storage for storage, (_, name) in recorder.storages.items() if name in reads}
-        collapse(recorder, frame, call.target, result, Touched(read, draws_random=True), call.effects, kept=True)
+        frame.collapse(call.target, result, Touched(read, draws_random=True), call.effects, kept=True)
         return result
 
-    # autograd functions
+    # functions
+
+    def _apply_of(self, apply: Call) -> Call:
+        recorder = self._recorder
+
+        def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if not self._is_ours():
+                return apply(function, *args, **kwargs)
+            if function is checkpointing.CheckpointFunction:  # with gradients on, as backward runs it
+                run, preserve_rng_state, *given = args
+                options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
+                with recorder.checkpointed(Checkpoint(options, recorder.place())):
+                    return run(*given)
+            if function is BackwardHookFunction:  # of a module with backward hooks: nothing changes in forward
+                results = apply(function, *args, **kwargs)
+                for before, after in zip(args, results, strict=True):
+                    if isinstance(before, Tensor):
+                        recorder.name(after, recorder.value_of(before))
+                return results
+            return self._apply(function, functools.partial(apply, function), args, kwargs)
+
+        return applied
+
+    def _generator_of(self, generator: Call) -> Call:
+        def non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:  # the function runs at its yield
+            if self._is_ours():
+                options = {"use_reentrant": False, **checkpoint_options(generator, args, kwargs)}
+                with self._recorder.checkpointed(Checkpoint(options, self._recorder.place())):
+                    yield
+            else:
+                yield from generator(*args, **kwargs)
+
+        return non_reentrant
+
+    def _vmap_of(self, mapped: Call) -> Call:
+        def vmapped(*args: Any, **kwargs: Any) -> Any:
+            with self._recorder.operators() if self._is_ours() else contextlib.nullcontext():
+                return mapped(*args, **kwargs)
+
+        return vmapped
 
     def _apply(
-        self, function: type[torch.autograd.Function], apply: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: type[torch.autograd.Function], inner: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """An autograd function as one call, with the backward that its author wrote."""
         recorder = self._recorder
-        inner = functools.partial(apply, function)
         name = f"{function.__name__}_{len(self.opaque)}"
-        frame = enter(recorder, function.__name__, None, args, kwargs)
+        frame = Frame(recorder, function.__name__, None, args, kwargs)
         self.opaque[name] = Applied(function)
         try:
             with recorder.touched.noting() as touched:
@@ -265,9 +328,9 @@ class Calls:
         except NeedsValues as error:
             return self._rehearsed(frame, inner, args, kwargs, name, error)
         touched.is_stateful |= recorder.random_moved()
-        if is_whole(recorder, frame, result, touched):
+        if frame.is_whole(result, touched):
             effects = effects_of(touched, frame.tensors, result, recorder.storages)
-            collapse(recorder, frame, name, result, touched, effects, kept=False)
+            frame.collapse(name, result, touched, effects, kept=False)
         else:
             recorder.problem(
                 f"torch.autograd.Function {function.__name__} is applied in a way that cannot be recorded: it uses or "
@@ -276,6 +339,23 @@ class Calls:
             )
         return result
 
+    def _enter_of(self, enter: Call) -> Call:
+        numbers = itertools.count(1)
+
+        # by its number a graph tells two blocks apart: the casts of weights are shared within one
+        def entered(block: torch.autocast) -> Any:
+            self._recorder.autocasts.append(next(numbers))
+            return enter(block)
+
+        return entered
+
+    def _exit_of(self, leave: Call) -> Call:
+        def left(block: torch.autocast, *error: Any) -> Any:
+            self._recorder.autocasts.pop()
+            return leave(block, *error)
+
+        return left
+
     # what looks at values
 
     def _rehearsed(
@@ -283,8 +363,9 @@ class Calls:
     ) -> Any:
         """The result of a call that cannot run on fake tensors; the error where it cannot be opaque either."""
         recorder = self._recorder
+        self.note_method(error)
         again = error.tried and not error.asked  # an error of the user's would be met again and again
-        if again or not is_untouched(recorder, frame) or self._is_swapped(frame) or frame.path in self._descend:
+        if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._descend:
             raise error
         error.tried = True
         is_stateful = False
@@ -293,7 +374,7 @@ class Calls:
             nonlocal is_stateful
             state = None if frame.module is None else PythonState(frame.module)
             result = inner(*args, **kwargs)
-            is_stateful |= state is not None and (bool(state.changes()) or state.drawn())
+            is_stateful |= state is not None and state.has_changed()
             return result
 
         recorder.paused = True
@@ -303,13 +384,13 @@ class Calls:
             if not error.asked:
                 raise error from failure
             fact = f"{frame.path} cannot run by itself on made-up inputs, either: {failure}"
-            told = NeedsValues(f"{error}\n{fact}")
-            told.method = error.method
-            raise told from failure
+            both = NeedsValues(f"{error}\n{fact}")
+            both.method = error.method
+            raise both from failure
         finally:
             recorder.paused = False
         touched = found.touched
-        if not is_untouched(recorder, frame) or writes_elsewhere(recorder, frame, touched):
+        if not frame.is_untouched() or frame.writes_elsewhere(touched):
             raise error
         touched.is_stateful |= is_stateful
         # another branch may draw: a vector quantiser puts random rows in place of codes that died
@@ -321,7 +402,7 @@ class Calls:
         effects = effects_of(touched, frame.tensors, result, recorder.storages)
         shares = tuple(sorted({*effects.shares, *found.shares.values()}))
         effects = replace(effects, shares=shares, is_rehearsed=True)
-        collapse(recorder, frame, target, result, touched, effects, kept=True)
+        frame.collapse(target, result, touched, effects, kept=True)
         return result
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:

@@ -23,41 +23,6 @@ Storages = Mapping[int, tuple[int, str]]
 """The memory of the model's tensors → the place of each in the model, and its name."""
 
 
-@dataclass(frozen=True)
-class Emitted:
-    """The graph of a tape, and what a ``Program`` holds beside it."""
-
-    graph: fx.Graph
-    opaque: Mapping[str, nn.Module]
-    effects: Mapping[str, Effects]
-
-
-def emit(
-    tape: Sequence[Operation],
-    inputs: Sequence[NamedSource],
-    result: Sequence[Any],
-    module: nn.Module,
-    opaque: Mapping[str, nn.Module],
-    around: ModesNow,
-    storages: Storages,
-    bare: Callable[[Any], Any],
-) -> Emitted:
-    """The graph of what is needed on the tape.
-
-    ``result``: the flat result, a ``TapeValue`` for each tensor. ``bare``: a value without its autograd graph, for
-    ``node.meta``.
-    """
-    alive = needed(tape, result, storages)
-    outliner = _Outliner(module, dict(opaque), storages, bare)
-    main = outliner.outlined(alive, result, depth=0)
-    writer = _Writer(main, result, around, bare)
-    for source in inputs:
-        writer.add_input(source)
-    writer.write()
-    writer.graph.output(tuple(writer.argument(leaf) for leaf in result))
-    return Emitted(writer.graph, outliner.opaque, writer.effects)
-
-
 def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages) -> list[Operation]:
     """Without the operations whose result nothing uses and that do nothing else.
 
@@ -65,6 +30,7 @@ def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages)
     """
     read = [leaf for leaf in result if isinstance(leaf, TapeValue)]
     wanted, memory = {id(value.maker) for value in read}, {*storages, *(storage_of(held(value)) for value in read)}
+    # backwards: whoever uses an operation's result, or the memory that it writes, stands behind it on the tape
     found: list[Operation] = []
     for operation in reversed(tape):
         if operation.kept or id(operation) in wanted or operation.writes & memory:
@@ -131,11 +97,11 @@ class _Writer:
         if operation.effects is not None:
             self.effects[node.name] = operation.effects
             # what a call returns will have the shapes that it has here
-            shapes, is_rehearsed = shapes_of(operation.result), operation.effects.is_rehearsed
+            shapes = shapes_of(operation.result)
             if self.keeps_notes:
                 node.meta["shapes"] = shapes
-            elif is_rehearsed:
-                self.graph.call_function(check_shapes, (node, shapes, str(node.target), is_rehearsed))
+            elif operation.effects.is_rehearsed:
+                self.graph.call_function(check_shapes, (node, shapes, str(node.target), True))
         self._nodes[id(operation), ()] = node
         self._add_parts(operation, node)
         for key, place in operation.stands_for.items():
@@ -167,21 +133,37 @@ class _Writer:
 
 
 @dataclass
-class _Outliner:
-    """Makes one call of an opaque module of each checkpointed part of a tape."""
+class Emitter:
+    """Makes the graph of a tape, with one call of an opaque module for each checkpointed part.
+
+    ``opaque``: the opaque modules by name, to which those of checkpointed parts are added. ``bare``: a value without
+    its autograd graph, for ``node.meta``.
+    """
 
     module: nn.Module
     opaque: dict[str, nn.Module]
     storages: Storages
     bare: Callable[[Any], Any]
+    effects: Mapping[str, Effects] = field(default_factory=dict)
+    """For ``Program.effects``, once the graph is made."""
 
-    def outlined(self, tape: Sequence[Operation], result: Sequence[Any], depth: int) -> list[Operation]:
+    def graph(
+        self, tape: Sequence[Operation], inputs: Sequence[NamedSource], result: Sequence[Any], around: ModesNow
+    ) -> fx.Graph:
+        """The graph of what is needed on the tape. ``result``: flat, a ``TapeValue`` for each tensor."""
+        main = self._outlined(needed(tape, result, self.storages), result, depth=0)
+        writer = _Writer(main, result, around, self.bare)
+        for source in inputs:
+            writer.add_input(source)
+        writer.write()
+        writer.graph.output(tuple(writer.argument(leaf) for leaf in result))
+        self.effects = writer.effects
+        return writer.graph
+
+    def _outlined(self, tape: Sequence[Operation], result: Sequence[Any], depth: int) -> list[Operation]:
         """The tape with each part that is checkpointed at this depth, from the outermost on, in one operation."""
-        uses: list[tuple[int | None, TapeValue]] = [(id(user), value) for user in tape for value in user.values]
-        uses += [(None, leaf) for leaf in result if isinstance(leaf, TapeValue)]
-        used: dict[int, list[tuple[int, int | None, TapeValue]]] = {}  # by the maker
-        for number, (user, value) in enumerate(uses):
-            used.setdefault(id(value.maker), []).append((number, user, value))
+        uses = [(id(user), value) for user in tape for value in user.values]
+        uses += [(id(result), leaf) for leaf in result if isinstance(leaf, TapeValue)]
         found: list[Operation] = []
         for inside, run in itertools.groupby(tape, lambda one: next(iter(one.place.checkpoints[depth:]), None)):
             group = list(run)
@@ -189,8 +171,8 @@ class _Outliner:
                 found.extend(group)
                 continue
             made = {id(operation) for operation in group}
-            outside = (use for operation in group for use in used.get(id(operation), ()) if use[1] not in made)
-            outputs = {value.key: value for _, _, value in sorted(outside, key=lambda use: use[0])}
+            # what the part returns: the values of it that others use, in the order of their first uses
+            outputs = {value.key: value for user, value in uses if id(value.maker) in made and user not in made}
             found.append(self._outline(inside, group, list(outputs.values()), depth))
         return found
 
@@ -198,13 +180,16 @@ class _Outliner:
         made = {id(operation) for operation in group}
         outer = [value for operation in group for value in operation.values if id(value.maker) not in made]
         inputs = list({value.key: value for value in outer}.values())
-        body = self.outlined(group, outputs, depth + 1)
+        body = self._outlined(group, outputs, depth + 1)
+        # numbered behind the checkpoints inside of it, which _outlined has added already
         name = f"checkpoint_{len(self.opaque)}"
         self.opaque[name] = Checkpointed(self._body(body, inputs, outputs, part.place.modes), part.options)
         touched = Touched()
         for operation in group:
             touched.add(operation.touched)
         given, results = [held(value) for value in inputs], tuple(held(value) for value in outputs)
+        # Backward runs the function again: what it adds to a tensor from outside would be added twice. Buffers of its
+        # own are written twice in plain PyTorch, too.
         own = (isinstance(value.maker, NamedSource) and value.maker.kind == "get_attr" for value in inputs)
         if touched.writes & {storage_of(value) for value, is_own in zip(given, own, strict=True) if not is_own}:
             raise TraceError(

@@ -326,7 +326,17 @@ class Recorder:
             before, self._random = self._random, RandomState()
             return self._random != before
 
-    # operators
+    # checkpoints, and what is mapped over
+
+    @contextlib.contextmanager
+    def checkpointed(self, part: Checkpoint) -> Iterator[None]:
+        """What is recorded while it is open belongs to that checkpointed part."""
+        around = self.checkpoints
+        self.checkpoints = (*around, part)
+        try:
+            yield
+        finally:
+            self.checkpoints = around
 
     @contextlib.contextmanager
     def operators(self) -> Iterator[None]:

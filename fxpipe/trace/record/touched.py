@@ -1,4 +1,4 @@
-"""Which memory operations read and write, and whether they draw random numbers; and what Python changes beside that."""
+"""Which memory operations read and write, and whether they draw random numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.record.tape import Touched
-from fxpipe.trace.state.snapshot import Snapshot, storage_of
+from fxpipe.trace.state.snapshot import storage_of
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 """Arguments that normalisations write although not every schema says so."""
@@ -56,24 +55,6 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
             self._now.draws_random = True
         return func(*args, **kwargs)
-
-
-class PythonState:
-    """What a call may change and no operation shows: attributes of its submodule, containers in them, random state."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._random, self._snapshot = RandomState(), Snapshot(module)
-        self._places = {path: id(vars(part)) for path, part in module.named_modules()}
-
-    def drawn(self) -> bool:
-        """Whether Python's, NumPy's or torch's real random numbers were drawn or seeded, or those of generators that
-        the submodule holds."""
-        return RandomState() != self._random or self._snapshot.drawn()
-
-    def changes(self) -> set[tuple[int, str]]:
-        """The attributes that are no longer as they were: the identity of their owner's ``__dict__``, their name."""
-        named = (name.rpartition(".") for name in self._snapshot.changes())
-        return {(self._places[path], name) for path, _, name in named if path in self._places}
 
 
 def _is_tensor(value: Any) -> bool:

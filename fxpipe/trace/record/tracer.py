@@ -24,7 +24,7 @@ from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls
-from fxpipe.trace.record.emit import emit
+from fxpipe.trace.record.emit import Emitter
 from fxpipe.trace.record.opaque import Name
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.tape import PLAIN, ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
@@ -186,26 +186,20 @@ class _RecordedRun:
     def program(self) -> Program:
         """The program, once no better plan is needed."""
         recorder, calls = self.recorder, self._calls
-        emitted = emit(
-            [entry for entry in recorder.tape if isinstance(entry, Operation)],
-            self._sources,
-            self._flat,
-            self._request.module,
-            {**calls.opaque, **self._regions.opaque},
-            self._around,
-            recorder.storages,
-            recorder.fake.bare,
-        )
-        check_boundaries(emitted.graph, recorder.boundaries)
-        used = {str(node.target) for node in emitted.graph.nodes if node.op in ("get_attr", "call_module")}
+        opaque = {**calls.opaque, **self._regions.opaque}
+        emitter = Emitter(self._request.module, opaque, recorder.storages, recorder.fake.bare)
+        operations = [entry for entry in recorder.tape if isinstance(entry, Operation)]
+        graph = emitter.graph(operations, self._sources, self._flat, self._around)
+        check_boundaries(graph, recorder.boundaries)
+        used = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
         return Program(
             self._request.module,
-            emitted.graph,
+            graph,
             constants={name: tensor for name, tensor in recorder.constants.items() if name in used},
             tracer="record",
             result=self._spec,
-            opaque={name: part for name, part in emitted.opaque.items() if name in used},
-            effects=emitted.effects,
+            opaque={name: part for name, part in emitter.opaque.items() if name in used},
+            effects=emitter.effects,
             sets=calls.own.taken,
         )
 
