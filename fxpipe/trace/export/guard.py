@@ -79,7 +79,6 @@ class TracingGuard(CaptureGuard):
             (Tensor, "register_hook", _refuse_tensor_hook),
             (Tensor, "register_post_accumulate_grad_hook", _refuse_tensor_hook),
             (Tensor, "data", _recorded_data()),
-            (torch.inference_mode, "__enter__", _guarded_inference_mode()),
             (torch.random, "fork_rng", _refuse_random_numbers),
         ]
 
@@ -147,17 +146,6 @@ def _refuse_gradient(*args: Any, **kwargs: Any) -> Any:
 
 def _refuse_tensor_hook(*args: Any, **kwargs: Any) -> Any:
     raise refuse("a hook on a tensor's gradient is registered in forward, and it would never run", KEEPS)
-
-
-def _guarded_inference_mode() -> Callable[[Any], None]:
-    original = torch.inference_mode.__enter__
-
-    def enter(region: Any) -> None:
-        if region.mode:  # torch itself leaves it here and there
-            raise refuse("inference mode is entered inside forward, which is not recorded", "use torch.no_grad()")
-        original(region)
-
-    return enter
 
 
 def _recorded_data() -> property:

@@ -160,8 +160,9 @@ class CaptureGuard:
         """Around the call of the model. TraceError where it has changed other attributes than those ``allowed``;
         ``instead``: what to write."""
         try:
+            inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
             with contextlib.ExitStack() as stack:
-                for owner, name, value in patches:
+                for owner, name, value in (*patches, inference):
                     stack.enter_context(patched(owner, name, value))
                 stack.enter_context(watching_attributes(self.paths, self.take_attribute, self.own))
                 stack.enter_context(no_checkpoints())
@@ -175,3 +176,12 @@ class CaptureGuard:
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
         """Hears of an attribute that forward sets: see ``watching_attributes``."""
         raise NotImplementedError
+
+
+def _no_inference_mode(enter: Callable[[Any], None]) -> Callable[[Any], None]:
+    def refused(block: torch.inference_mode) -> None:
+        if block.mode:  # torch itself leaves it here and there
+            raise refuse("inference mode is entered inside forward, which is not recorded", "use torch.no_grad()")
+        enter(block)
+
+    return refused

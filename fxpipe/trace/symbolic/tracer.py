@@ -28,8 +28,6 @@ from fxpipe.trace.patching import (
     DRAWN,
     ONCE,
     UNREGISTERED,
-    devices,
-    patched,
     refuse,
     refuse_backward,
 )
@@ -42,19 +40,14 @@ from fxpipe.trace.user_line import current_line, definition, line_of
 def symbolic(request: Request) -> Program:
     """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
     _refuse_parameters_of_loss(request)
-    with within(request.autocast):
-        return _captured(request)
-
-
-def _captured(request: Request) -> Program:
     tracer = _Tracer(request)
     try:
         with (
-            tracer.guard.tracing(),
+            within(request.autocast),
+            tracer.guard.tracing(_recorded_factories(tracer)),
             recording(tracer.record_boundary),
             tracer.regions.kept(),
             cutting(request.module, request.cuts, request.may_lack_cuts),
-            _proxied_factories(tracer),
         ):
             graph = tracer.trace(request.module)
             check_boundaries(tracer.graph, tracer.boundaries)
@@ -99,8 +92,8 @@ def _explain(error: Exception) -> str:
     return f"the symbolic tracer cannot follow the model: {error}{at}"
 
 
-class _Writes(fx.Proxy):
-    """A proxy that records writes, ``x += y`` and ``x[i] = y``, as the writes that they are."""
+class _Proxy(fx.Proxy):
+    """A value of the traced program, which records ``x += y`` and ``x[i] = y`` as the writes that they are."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -114,14 +107,10 @@ class _Writes(fx.Proxy):
         return _Attribute(self, name)
 
 
-class _Proxy(_Writes):
-    """A value of the traced program."""
+class _Attribute(_Proxy, fx.proxy.Attribute):
+    """The value of ``x.T`` or ``x.data``, or the method ``x.add_`` that is about to be called.
 
-
-class _Attribute(_Writes, fx.proxy.Attribute):
-    """What ``x.T`` or ``x.data`` is, or else the method ``x.add_`` that is about to be called.
-
-    Its node is made where it is first used, and is in the grad mode in which it was asked for.
+    Its node is made where it is first used, in the grad mode in which it was asked for.
     """
 
     def __init__(self, root: fx.Proxy, attr: str) -> None:
@@ -134,15 +123,15 @@ class _Attribute(_Writes, fx.proxy.Attribute):
             return super().node
 
 
-def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Writes, Any], Any]:
-    def method(self: _Writes, other: Any) -> Any:
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], Any]:
+    def method(self: _Proxy, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
     return method
 
 
 for _name in IN_PLACE_NAMES:
-    setattr(_Writes, f"__{_name}__", _in_place(getattr(operator, _name)))
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 class _Tracer(fx.Tracer):
@@ -282,8 +271,11 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
         )
 
 
-@contextlib.contextmanager
-def _proxied_factories(tracer: fx.Tracer) -> Iterator[None]:
+Patch = tuple[Any, str, Any]
+"""(owner, name, what it is replaced by)"""
+
+
+def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
     """``torch.zeros(x.shape[0], 3)`` recorded: with sizes given one by one torch's parser knows no proxies."""
 
     def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,10 +286,7 @@ def _proxied_factories(tracer: fx.Tracer) -> Iterator[None]:
 
         return call
 
-    with contextlib.ExitStack() as stack:
-        for name in ("zeros", "ones", "empty", "rand", "randn"):
-            stack.enter_context(patched(torch, name, recorded(getattr(torch, name))))
-        yield
+    return [(torch, name, recorded(getattr(torch, name))) for name in ("zeros", "ones", "empty", "rand", "randn")]
 
 
 class _SymbolicGuard(CaptureGuard):
@@ -305,12 +294,11 @@ class _SymbolicGuard(CaptureGuard):
 
     def __init__(self, module: nn.Module, loss: nn.Module | None, has_regions: bool) -> None:
         super().__init__(module, loss, has_regions)
-        self._modes = _modes()
         tensors = [*module.parameters(), *module.buffers()]
         self._state = _StateMode(frozenset(storage_of(tensor) for tensor in tensors) - {0})
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self, factories: list[Patch]) -> Iterator[None]:
         """While it is open, what a capture gets wrong is refused."""
         grad_mode = torch.is_grad_enabled()
         with self._state:
@@ -319,6 +307,7 @@ class _SymbolicGuard(CaptureGuard):
             torch.empty(0)
         torch.overrides.get_overridable_functions()  # and so this, or what patches hold would never go: all parameters
         patches = [
+            *factories,
             (torch.autograd.Function, "apply", classmethod(_refuse_function)),
             (torch.autocast, "__enter__", _refuse_autocast),
         ]
@@ -342,10 +331,7 @@ class _SymbolicGuard(CaptureGuard):
         self._state.names.setdefault(storage_of(tensor), "a tensor that the program uses already")
 
     def check(self) -> None:
-        """Refuses a mode that changed, and a draw of random numbers that nothing has recorded."""
-        for (name, instead), now in _modes().items():
-            if now != self._modes[name, instead]:
-                raise refuse(f"{name} is changed inside forward, which a symbolic trace cannot record", instead)
+        """Refuses a draw of random numbers that nothing has recorded."""
         if RandomState() != self.random:
             raise refuse(
                 DRAWN.format(where="while tracing"),
@@ -412,17 +398,8 @@ def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse_autocast(self: Any) -> None:
     """Even where it changes nothing now: ``enabled=False`` means something under the autocast of a later call."""
-    raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _OUTSIDE)
+    raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _AROUND)
 
 
+_AROUND = "enter it around the call of forward_backward instead"
 _RETURN_IT = "return the value instead, or write into a buffer in place"
-_OUTSIDE = "enter it around the call of forward_backward instead"
-_FREEZE = "use .detach(), or requires_grad_(False) on the parameters"
-
-
-def _modes() -> dict[tuple[str, str], Any]:
-    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
-    return {
-        ("inference mode", _FREEZE): torch.is_inference_mode_enabled(),
-        ("autocast", _OUTSIDE): autocast,
-    }
