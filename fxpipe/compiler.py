@@ -26,11 +26,11 @@ from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
-from fxpipe.plan.agree.together import first_plan_together
 from fxpipe.plan.example import check_model, with_previewed_plan
 from fxpipe.plan.forecast import Stepping, over_the_limit, preview_of
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.preview import Preview
+from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
 from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward

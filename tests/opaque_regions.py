@@ -398,8 +398,7 @@ def plainly(study: Study, data: int, in_one: bool) -> dict[str, Any]:
     model = study.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
-    items_of = Items.of(model)
-    takes_items = items_of is not None and not items_of.uncounted
+    takes_items = not Items.of(model).uncounted
     for step in range(2):
         optimizer.zero_grad()
         parts = study.cut if in_one else study.microbatches

@@ -168,8 +168,8 @@ def plainly(family: Family, model: nn.Module, forward_backward: fxpipe.ForwardBa
 def items_of(model: nn.Module, parts: Sequence[Inputs]) -> Inputs:
     """``num_items_in_batch`` for a micro-batch, of as many: the mean is then the whole batch's."""
     items = Items.of(model)
-    counted = items is not None and not items.uncounted and isinstance(parts[0].get("labels"), Tensor)
-    return {"num_items_in_batch": items.count(parts) / len(parts)} if counted and items is not None else {}
+    counted = not items.uncounted and isinstance(parts[0].get("labels"), Tensor)
+    return {"num_items_in_batch": items.count(parts) / len(parts)} if counted else {}
 
 
 def seed(number: int) -> None:

@@ -1,9 +1,11 @@
-"""Example: the batch that ``compile`` was shown, cut as a call would cut it; and what can be called at all."""
+"""Example: the batch that ``compile`` was shown, the first plan, which is made for it, and what can be compiled."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,110 +64,118 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
         check_names(options.batch_dim, tuple(parameters))
 
 
-def with_first_plan(
-    planner: Planner, options: Options, answers: tuple[Answers, ...] = (), keeps_part: bool = False
-) -> Planner:
-    """The planner, with the plan for the example, on whose numbers its stages are checked; and with that for evaluating
-    it, where it can be had, and where evaluation may use what training does not, or what its capture takes is little
-    and a rank that ``keeps_part`` of the model cannot check it later. ``answers``: what forward asks about each
-    micro-batch, as far as it is known; ``Unanswered`` where it asks more."""
-    sample = _sample(planner, options)
-    planner.plan(first_pattern(planner, options, answers), sample)
+@dataclass(frozen=True)
+class Example:
+    """The batch that ``compile`` was shown, in micro-batches as a call would cut it; all is empty where there is none.
+
+    ``options``: those of ``compile``, with the example, which the planner does not keep.
+    """
+
+    planner: Planner
+    options: Options
+
+    @cached_property
+    def batch(self) -> tuple[dict[str, Any], int | None, Counts]:
+        """The inputs by name, how many rows they have, and their counts. RunError where they are no batch."""
+        args = () if self.options.example_args is None else tuple(self.options.example_args)
+        try:
+            given = with_number(bind(self.planner.signature, args, self.options.example_kwargs or {}))
+        except TypeError as error:
+            raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
+        if self.planner.microbatches > 1:
+            check_cut(given, self.options.batch_dim)
+        counts = counts_of(given, self.options.batch_dim)
+        return given, row_count(describe(given), self.options.batch_dim, counts), counts
+
+    @cached_property
+    def microbatches(self) -> list[dict[str, Any]]:
+        """The batch cut into micro-batches; one of too few rows is each micro-batch itself."""
+        (given, rows, counts), count = self.batch, self.planner.microbatches
+        if rows is None or rows < count:
+            return [given] * count
+        return split(given, self.options.batch_dim, split_rows(rows, count), counts)
+
+    @property
+    def numbered(self) -> list[dict[str, Any]]:
+        """The micro-batches, with the number of their labels where these are counted."""
+        return self.planner.items.given(self.microbatches)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether a model can be run on it: none of its tensors is on the meta device."""
+        leaves = pytree.tree_leaves(self.microbatches) if self.options.has_example else ()
+        return self.options.has_example and not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+
+    @property
+    def sample(self) -> Sample | str:
+        """The micro-batches to run stages on; or why none are run."""
+        return Sample(self.numbered, self.options.batch_dim) if self.options.has_example else "no example batch"
+
+    @property
+    def answers(self) -> tuple[Answers, ...]:
+        """What forward asks about each micro-batch, as far as this is known."""
+        captures = self.planner.captures
+        if captures is None or not captures.questions.asked:
+            return ()
+        return tuple(map(captures.questions.answers, self.numbered))
+
+    def pattern(self, answers: tuple[Answers, ...] = ()) -> Pattern:
+        """What its plan depends on; without an example, what a call with the required inputs alone has."""
+        planner, loss_fn = self.planner, self.options.loss_fn
+        if not self.options.has_example:
+            inputs = tuple(required_names(planner.signature))
+            return Pattern(inputs, (), planner.microbatches, loss_fn is not None, planner.flags, ambient=Ambient.now())
+        described = [planner.items.described(describe(part, exact=True)) for part in self.microbatches]
+        pattern = pattern_of(described, True, loss_fn, planner.flags, Ambient.now())
+        return dataclasses.replace(pattern, answers=answers, asks=self.has_numbers)
+
+
+def plan_first(example: Example, answers: tuple[Answers, ...] = (), keeps_part: bool = False) -> Planner:
+    """The planner, with the plan for a step on the example, whose stages are run against the model.
+
+    Evaluation is planned, too, where it can be, and where it may use parameters that training does not; or where
+    symbolic, whose captures take little, has captured a model of which each rank ``keeps_part`` alone: then no rank can
+    check it later. ``answers``: what forward asks about each micro-batch; ``Unanswered`` where it asks more.
+    """
+    planner = example.planner
+    planner.plan(example.pattern(answers), example.sample)
     captures = planner.captures
     is_symbolic = captures is not None and captures.first is not None and captures.first.tracer == "symbolic"
     if captures is None or not (planner.leaves_unused or (keeps_part and is_symbolic)):
         return planner
     wrong = captures.wrong
     with evaluating(planner.module):
-        pattern = dataclasses.replace(first_pattern(planner, options, answers), training=False)
+        pattern = dataclasses.replace(example.pattern(answers), training=False)
         try:
             with planner.rolled_back_on_error():
-                planner.plan(pattern, sample, at_compile=True)
+                planner.plan(pattern, example.sample, at_compile=True)
         except Unanswered:
             raise
-        except FxpipeError:  # raised when evaluation is asked for, perhaps with other inputs
-            captures.wrong = wrong
+        except FxpipeError:  # evaluate() raises it again, unless it is given other inputs
+            captures.wrong = wrong  # not rolled back: a tracer that was found wrong is not tried again
     return planner
 
 
-def answers_of_example(planner: Planner, options: Options) -> tuple[Answers, ...]:
-    """What forward asks about each micro-batch of the example, as far as this is known."""
-    questions = None if planner.captures is None else planner.captures.questions
-    if questions is None or not questions.asked:
-        return ()
-    return tuple(map(questions.answers, _numbered(planner, options)))
-
-
-def first_pattern(planner: Planner, options: Options, answers: tuple[Answers, ...] = ()) -> Pattern:
-    """The pattern of the example, or of a call with the required inputs alone."""
-    flags, items = planner.flags, planner.items
-    if not options.has_example:
-        inputs = tuple(required_names(planner.signature))
-        return Pattern(inputs, (), planner.microbatches, options.loss_fn is not None, flags, ambient=Ambient.now())
-    parts = _microbatches(planner, options)
-    if items is None:
-        described = [describe(part, exact=True) for part in parts]
-    else:
-        described = [items.described(describe(with_number(part), exact=True)) for part in parts]
-    pattern = pattern_of(described, True, options.loss_fn, flags, Ambient.now())
-    return dataclasses.replace(pattern, answers=answers, asks=_has_numbers(parts))
-
-
 def with_previewed_plan(planner: Planner, options: Options) -> Planner:
-    """The planner, with the plan for the example, of which nothing is run; but where a region is opaque, and
-    neither said what it returns nor on the meta device, the model once. RunError where a call could not cut it."""
+    """The planner, with the plan for the example, whose stages are not run.
+
+    Where an opaque region did not say what it returns, the model runs once to show it, unless it is on the meta device.
+    RunError where a call could not cut the example.
+    """
+    example = Example(planner, options)
     if options.has_example:
-        _, rows, _ = _given(planner, options)
+        _, rows, _ = example.batch
         split_rows(rows, planner.microbatches)
-    asked = planner.captures is not None and any(region.returns is None for region in planner.captures.whole)
-    has_numbers = options.has_example and _has_numbers(_microbatches(planner, options))
-    sample = _sample(planner, options) if asked and has_numbers else "nothing is run"
+    regions = () if planner.captures is None else planner.captures.whole
+    runs = any(region.returns is None for region in regions) and example.has_numbers
     answers: tuple[Answers, ...] = ()
     while True:
         try:
-            planner.plan(first_pattern(planner, options, answers), sample)
+            planner.plan(example.pattern(answers), example.sample if runs else "nothing is run")
             return planner
         except Unanswered:
-            answers = answers_of_example(planner, options)
-        except TraceError:  # a part may be opaque by itself, once it has run
-            if not (has_numbers and options.auto_opaque) or isinstance(sample, Sample):
+            answers = example.answers
+        except TraceError:
+            if runs or not (options.auto_opaque and example.has_numbers):
                 raise
-            sample = _sample(planner, options)
-
-
-def _has_numbers(parts: Any) -> bool:
-    return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(parts))
-
-
-def _sample(planner: Planner, options: Options) -> Sample | str:
-    """The example's micro-batches with their numbers; or why none are run."""
-    if not options.has_example:
-        return "no example batch"
-    return Sample(_numbered(planner, options), options.batch_dim)
-
-
-def _numbered(planner: Planner, options: Options) -> list[dict[str, Any]]:
-    """The micro-batches of the example, with the number of their labels where these are counted."""
-    parts = _microbatches(planner, options)
-    return parts if planner.items is None else planner.items.given(parts)
-
-
-def _microbatches(planner: Planner, options: Options) -> list[dict[str, Any]]:
-    """The micro-batches of the example: what a call would make of it; or, of a smaller one, itself each time."""
-    given, rows, counts = _given(planner, options)
-    if rows is None or rows < planner.microbatches:
-        return [given] * planner.microbatches
-    return split(given, options.batch_dim, split_rows(rows, planner.microbatches), counts)
-
-
-def _given(planner: Planner, options: Options) -> tuple[dict[str, Any], int | None, Counts]:
-    """The example by its inputs' names, its rows, and what of it is counted."""
-    args = () if options.example_args is None else tuple(options.example_args)
-    try:
-        given = bind(planner.signature, args, options.example_kwargs or {})
-    except TypeError as error:
-        raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
-    if planner.microbatches > 1:
-        check_cut(given, options.batch_dim)
-    counts = counts_of(given, options.batch_dim)
-    return given, row_count(describe(given), options.batch_dim, counts), counts
+            runs = True  # a part that no tracer takes may be opaque, once a run has shown what it returns

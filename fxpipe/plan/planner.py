@@ -93,8 +93,8 @@ class Planner:
         return Request.signature(self.model, self.options.loss_fn)
 
     @cached_property
-    def items(self) -> Items | None:
-        """How the model's labels are counted; None where it cannot be given their number."""
+    def items(self) -> Items:
+        """How the model's labels are counted."""
         given = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
         return Items.of(self.model, f"{given[0]}= is given" if given else "")
 
@@ -234,7 +234,7 @@ class Planner:
         every = joint(graphs)
         placement = place(every, self.ranks, self._wanted(every, captured[0].placement))
         read = {name for stage in every for name in stage.batch_inputs}
-        labels = self.items.note(inputs, read) if self.items is not None else ""
+        labels = self.items.note(inputs, read)
         placed = partial(dataclasses.replace, placement=placement, labels=labels)
         check_replicated(placed(every), self.options)
         return tuple(_each_once(graphs, lambda graph: self._ready(placed(graph))))

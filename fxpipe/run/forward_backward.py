@@ -19,8 +19,8 @@ from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
-from fxpipe.plan.agree.agreement import Call
-from fxpipe.plan.agree.together import planner_together
+from fxpipe.plan.agreement import Call
+from fxpipe.plan.together import planner_together
 from fxpipe.progress import log
 from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.run.rank_state import RankState

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.options import Options
-from fxpipe.plan.example import first_pattern, with_first_plan
+from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.planner import Planner
 from fxpipe.schedules import Costs, Problem, with_costs
 from fxpipe.schedules.action import Action, Op
@@ -24,13 +24,14 @@ class Two(nn.Module):
 
 
 def planned(options: Options) -> Planner:
-    return with_first_plan(Planner.empty(Two(), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu")), options)
+    planner = Planner.empty(Two(), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
+    return plan_first(Example(planner, options))
 
 
 def test_a_pattern_is_planned_once() -> None:
     options = Options(example_args=(torch.zeros(8, 4),))
     planner = planned(options)
-    assert planner.plan(first_pattern(planner, options)) is planner.first
+    assert planner.plan(Example(planner, options).pattern()) is planner.first
     assert len(planner.plans) == 1
 
 
@@ -49,7 +50,7 @@ def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
     )
     planner = planned(first)
     times = len(asked)
-    plan = planner.plan(first_pattern(planner, other))
+    plan = planner.plan(Example(planner, other).pattern())
     assert plan is not planner.first
     assert plan.schedule.rows == planner.first.schedule.rows
     assert len(asked) == times > 0
@@ -70,7 +71,7 @@ def test_an_example_is_cut_as_a_call_would_cut_it_and_one_of_too_few_rows_is_eac
     rows: int, wanted: list[int]
 ) -> None:
     options = Options(microbatches=3, example_args=(torch.zeros(rows, 4),))
-    shapes = first_pattern(planned(options), options).shapes
+    shapes = Example(planned(options), options).pattern().shapes
     assert [dict(shape)["x"].shapes for shape in shapes] == [[(size, 4)] for size in wanted]
 
 

@@ -32,7 +32,7 @@ import fxpipe
 from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import settle_foreach, whole_of
-from fxpipe.plan.agree import agreement
+from fxpipe.plan import agreement
 from tests.pool import Pool
 from tests.thinned import every, in_turn
 

@@ -31,22 +31,24 @@ _GIVEN = described(TensorLike((), torch.float32, (), "cpu", False), exact=False)
 @dataclass(frozen=True)
 class Items:
     """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before. ``uncounted``:
-    why nobody counts them; a number that the call gives is dealt out all the same."""
+    why nobody counts them; a number that the call gives is dealt out all the same. ``is_taken``: whether a call can
+    give the number."""
 
-    shifts: bool
+    shifts: bool = False
     uncounted: str = ""
+    is_taken: bool = True
 
     @staticmethod
-    def of(model: nn.Module | StageGraph, uncounted: str = "") -> Items | None:
-        """None where a call cannot give the number: ``forward`` takes neither it nor ``**kwargs``."""
+    def of(model: nn.Module | StageGraph, uncounted: str = "") -> Items:
+        """As ``forward``, its loss function and its configuration say."""
         if isinstance(model, StageGraph):
-            return Items(False, "the stages are given") if ITEMS in model.inputs else None
-        # of adapters around a model (PEFT), it is the model that says what it takes, as the Trainer asks, too
+            return Items(uncounted="the stages are given", is_taken=ITEMS in model.inputs)
+        # An adapter (PEFT) takes any input: the model inside says what it takes. transformers' Trainer asks it, too.
         base: Any = getattr(model, "get_base_model", lambda: model)()
         parameters = inspect.signature(base.forward).parameters
         if ITEMS not in parameters:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-                return None
+                return Items(uncounted="forward takes no number", is_taken=False)
             if not hasattr(model, "loss_function"):
                 uncounted = uncounted or f"forward does not name {ITEMS}"
             elif not getattr(model, "accepts_loss_kwargs", True):
@@ -57,7 +59,7 @@ class Items:
 
     def note(self, inputs: Collection[str], read: Collection[str]) -> str:
         """Whether the labels of such a batch are counted. ``read``: the inputs that stages read."""
-        if "labels" not in inputs:
+        if "labels" not in inputs or not self.is_taken:
             return ""
         if ITEMS in read and not self.uncounted:
             return f"labels are counted: the loss reads {ITEMS} of the whole batch"
@@ -73,11 +75,11 @@ class Items:
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches, with the number of their items, where ``described`` has it."""
-        numbered = [with_number(dict(batch)) for batch in batches]
-        if self.uncounted or not all(are_counted(batch.get("labels")) and ITEMS not in batch for batch in numbered):
-            return numbered
+        counted = (are_counted(batch.get("labels")) and ITEMS not in batch for batch in batches)
+        if self.uncounted or not all(counted):
+            return [dict(batch) for batch in batches]
         count = as_number(self.count(batches).clamp(min=1))
-        return [{**batch, ITEMS: count} for batch in numbered]
+        return [{**batch, ITEMS: count} for batch in batches]
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""

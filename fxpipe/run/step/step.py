@@ -26,12 +26,13 @@ from fxpipe.graph.modes import Autocast, evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
 from fxpipe.packed import Packed
-from fxpipe.plan.agree.agreement import AgreedBatch, Agreement, Call
-from fxpipe.plan.agree.together import check_rows
+from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.capture.sizes import with_sizes
+from fxpipe.plan.inputs.cuts import split
 from fxpipe.plan.inputs.rows import entries_of, is_entries, pieces_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
+from fxpipe.plan.together import check_rows
 from fxpipe.run.actions.bind import Bound, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
 from fxpipe.run.actions.group_inputs import GroupInputs
@@ -225,7 +226,7 @@ class Steps:
             known = self._plans[id(agreed.plan)] = _Known(agreed.plan, lru_cache(MOST_BOUND)(bound))
         self._check.note(known.calls, agreed.kind, self.number, training, given)
         known.calls += 1
-        return agreed, self.agreement.batches(agreed, proposal, given)
+        return agreed, agreed.call.parts(given, split, self._options.batch_dim)
 
     def _forget(self) -> None:
         """Drops what is kept of kinds of batch that are not known any more; the same on all ranks of a pipe group."""
@@ -253,7 +254,7 @@ class Steps:
         group's."""
         group = agreed.plan.group
         weights = of_groups(weights_of(self._transport, agreed, self._options.loss_weight, batches), group)
-        matters = self._transport.pipe_rank in agreed.plan.output_ranks or self._items.items is not None
+        matters = self._transport.pipe_rank in agreed.plan.output_ranks or self._items.items.is_taken
         shares = shares_of(self._transport, weights, training, over_replicas=matters)
         return [share for share in shares for _ in range(group)]
 
@@ -357,7 +358,7 @@ class Steps:
     def _rows_of(self, agreed: AgreedBatch, sizes: Sequence[int]) -> RowsOf:
         """The rows of the outputs, each of a micro-batch, or of a group of them."""
         batch_dim = self._options.batch_dim
-        pieces = pieces_of(batch_dim, agreed.sizes, agreed.counts)
+        pieces = pieces_of(batch_dim, agreed.sizes, agreed.call.counts)
         entries = entries_of(agreed.pattern.shapes[0], batch_dim)
         along = sorted({one.rule for one in entries.values() if isinstance(one.rule, int) and any(one.shapes)})
         packed, in_lists = list[tuple[int, Sequence[int]]](), False

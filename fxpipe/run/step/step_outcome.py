@@ -19,7 +19,7 @@ from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.agree.agreement import AgreedBatch
+from fxpipe.plan.agreement import AgreedBatch
 from fxpipe.plan.inputs.label_count import Items, as_number
 from fxpipe.run.step.batch_digest import differing
 from fxpipe.torch_compat import plain_results
@@ -248,9 +248,9 @@ CHECKED_NUMBERS = 3
 
 
 class ItemNumbers:
-    """Adds them to what stages are given. ``items``: None for a model that takes none."""
+    """Adds them to what stages are given."""
 
-    def __init__(self, transport: Transport, items: Items | None) -> None:
+    def __init__(self, transport: Transport, items: Items) -> None:
         self._transport, self.items = transport, items
         self._given = 0
 
@@ -262,7 +262,7 @@ class ItemNumbers:
         A collective call of the data axis.
         """
         items, rank = self.items, self._transport.pipe_rank
-        if items is None:
+        if not items.is_taken:
             return batches
         is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
         given = [batch[ITEMS] for batch in batches if batch.get(ITEMS) is not None]

@@ -26,8 +26,7 @@ from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted, encode
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.packed import read_for, written
-from fxpipe.plan.agree.together import plan_together
+from fxpipe.packed import BatchDim, read_for, written
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, MOST
 from fxpipe.plan.inputs.batch import Description, bind, check_calls, describe, merge
@@ -38,6 +37,7 @@ from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.inputs.rows import row_count, split_rows, whole_lists
 from fxpipe.plan.plan import Plan, digest_of
 from fxpipe.plan.planner import Planner
+from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.torch_compat import global_hook_tables
@@ -67,11 +67,12 @@ class Proposal:
 
 
 class ReportedCall(NamedTuple):
-    """All ranks' proposals for a call, the micro-batches put together, or the batch, and its rows."""
+    """All ranks' proposals for a call, and what these come to: the micro-batches, or the batch, and its rows."""
 
     proposals: Sequence[Proposal]
     merged: list[Description]
-    counts: list[Counts]
+    counts: Counts
+    """Of what is cut by a count, for a batch that is cut."""
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
     has_rows: bool
@@ -81,6 +82,10 @@ class ReportedCall(NamedTuple):
     def is_cut(self) -> bool:
         """Whether it is one batch, to be cut into several micro-batches."""
         return self.proposals[0].split_evenly and len(self.sizes) > 1
+
+    def parts(self, given: list[Any], cut: Callable[..., list[Any]], batch_dim: BatchDim) -> list[Any]:
+        """The micro-batches of what a rank was given. ``cut``: how a batch becomes several."""
+        return cut(given[0], batch_dim, self.sizes, self.counts) if self.proposals[0].split_evenly else given
 
 
 def _sizes_of(rows: Sequence[int | None], call: Proposal, wanted: int) -> tuple[int, ...]:
@@ -119,16 +124,18 @@ class AgreedBatch:
     kind: int
     pattern: Pattern
     plan: Plan
-    sizes: tuple[int, ...]
-    """Rows of each micro-batch."""
-    counts: Counts
-    """Of what is cut by a count, for a batch that is cut."""
+    call: ReportedCall
     places: Places
     """Where values that are gathered have their rows, as far as it is known."""
     has_loss: bool
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
     wire_layouts: tuple[int, ...]
     """A number for each micro-batch; those of one number, in any kind, make messages of the same layouts."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each micro-batch."""
+        return self.call.sizes
 
 
 class Agreement:
@@ -173,8 +180,8 @@ class Agreement:
                 check_calls(calls)
             if not calls:
                 raise RunError("a step needs at least one micro-batch")
-            given = [bind(self._signature_for(training), args, kwargs) for args, kwargs in calls]
-            given = given if planner.items is None else list(map(with_number, given))
+            signature = self._signature_for(training)
+            given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
             described = tuple(describe(values, planner.needs_shapes) for values in given)
             if training:
                 _check_no_gradients(described)
@@ -251,7 +258,7 @@ class Agreement:
         if answering and captures is not None and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
             used |= {name for one in captures.questions.asked.values() for name in one.inputs if name not in read}
-        if ITEMS in used and items is not None and not items.uncounted:
+        if ITEMS in used and not items.uncounted:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
         used |= read_for(used, self._options.batch_dim, graph.inputs)
         return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)
@@ -298,7 +305,7 @@ class Agreement:
         rows = [row_count(given, batch_dim, numbers) for given, numbers in zip(merged, counts, strict=True)]
         sizes = _sizes_of(rows, proposals[0], self._planner.microbatches)
         has_rows = any(count is not None for count in rows)
-        reported = ReportedCall(proposals, merged, counts, sizes, has_rows)
+        reported = ReportedCall(proposals, merged, counts[0], sizes, has_rows)
         for path in whole_lists(merged[0], batch_dim, sum(sizes)) if has_rows and reported.is_cut else ():
             if path not in self._lists:
                 self._lists.add(path)
@@ -312,13 +319,11 @@ class Agreement:
     def _pattern(self, reported: ReportedCall, everyone: tuple[int, ...]) -> Pattern:
         """What the plan of a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
         where stages see them."""
-        first, items, merged = reported.proposals[0], self._planner.items, reported.merged
-        if first.split_evenly:
-            merged = split_description(merged[0], self._options.batch_dim, reported.sizes, reported.counts[0])
-        if items is not None:
-            merged = list(map(items.described, merged))
-        pattern = pattern_of(merged, first.training, self._options.loss_fn, first.flags, first.ambient)
-        # of each micro-batch, what any rank has answered; the first rank's where two have
+        first = reported.proposals[0]
+        parts = reported.parts(reported.merged, split_description, self._options.batch_dim)
+        described = list(map(self._planner.items.described, parts))
+        pattern = pattern_of(described, first.training, self._options.loss_fn, first.flags, first.ambient)
+        # What any rank has answered about each micro-batch; the first rank's where two have, as dict() keeps the last.
         each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
         answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]
         found = tuple(tuple(sorted(answer.items())) for answer in answers)
@@ -344,11 +349,8 @@ class Agreement:
         """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
         if self._transport.pipe_rank is not None:
             return LATER
-        batch_dim, items = self._options.batch_dim, self._planner.items
-        batches = given
-        if reported.proposals[0].split_evenly:
-            batches = split(given[0], batch_dim, reported.sizes, reported.counts[0])
-        return Sample(batches if items is None else items.given(batches), batch_dim, later=True)
+        batch_dim = self._options.batch_dim
+        return Sample(self._planner.items.given(reported.parts(given, split, batch_dim)), batch_dim, later=True)
 
     def _decide(self, reported: ReportedCall, everyone: tuple[int, ...], sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
@@ -369,9 +371,7 @@ class Agreement:
         joins = plan.graph.gathers and (len(reported.sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(plan, pattern) if joins else {}
         layouts = self._layouts_of(plan, pattern, reported)
-        return AgreedBatch(
-            next(self._kinds), pattern, plan, reported.sizes, reported.counts[0], places, has_loss, layouts
-        )
+        return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
 
     def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
         for rank, proposal in enumerate(proposals):
@@ -395,10 +395,7 @@ class Agreement:
         proposals = reported.proposals
         distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks were given the same
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
-        parts: list[Sequence[Description]] = list(distinct)
-        if proposals[0].split_evenly:
-            batch_dim, sizes, counts = self._options.batch_dim, reported.sizes, reported.counts[0]
-            parts = [split_description(given[0], batch_dim, sizes, counts) for given in distinct]
+        parts = [reported.parts(list(given), split_description, self._options.batch_dim) for given in distinct]
         fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=(), answers=())
         captures = plan.captures or (None,) * len(reported.sizes)
         keys = [
@@ -406,10 +403,6 @@ class Agreement:
             for each in zip(captures, plan.halved, *parts, strict=True)
         ]
         return tuple(self._layouts.setdefault(key, next(self._new_layouts)) for key in keys)
-
-    def batches(self, agreed: AgreedBatch, proposal: Proposal, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """This rank's inputs per micro-batch."""
-        return split(given[0], self._options.batch_dim, agreed.sizes, agreed.counts) if proposal.split_evenly else given
 
     # what is remembered
 
@@ -450,7 +443,7 @@ class Agreement:
         self._layouts.clear()
         for key, agreed in self._settled.items():
             plan = planner.plan(agreed.pattern)
-            layouts = self._layouts_of(plan, agreed.pattern, self._reported[key[0]])
+            layouts = self._layouts_of(plan, agreed.pattern, agreed.call)
             self._settled[key] = dataclasses.replace(agreed, plan=plan, wire_layouts=layouts)
 
 

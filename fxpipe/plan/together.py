@@ -10,7 +10,7 @@ from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.options import Options
-from fxpipe.plan.example import answers_of_example, with_first_plan
+from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 
@@ -22,28 +22,29 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
 
     What forward asks about its inputs is answered by the first rank's example.
     """
-    keeps_part = transport.pipe_rank is not None
+    example, keeps_part = Example(planner, options), transport.pipe_rank is not None
     answers: tuple[Answers, ...] = ()
     while True:
         failure: Exception | None = None
         try:
-            with_first_plan(planner, options, answers, keeps_part)
+            plan_first(example, answers, keeps_part)
         except Exception as error:  # which is raised on all ranks
             failure = error
         asked = [failure.question.key if isinstance(failure, Unanswered) else ""]  # what is not answered yet
-        answers = answers_of_example(planner, options)
+        answers = example.answers
         for scope in _EVERYONE if planner.captures is not None else ():
             everyone = transport.gather(scope, (asked, answers))
             asked, answers = [key for keys, _ in everyone for key in keys], everyone[0][1]
+        # Only where all ranks ask the same do they capture once more: else one of them has failed, or has a plan.
         if len(set(asked)) != 1 or not asked[0]:
             break
 
-    def made() -> Planner:
+    def first() -> Plan:
         if failure is not None:
             raise failure
-        return planner
+        return planner.first
 
-    planner_together(transport, made)
+    plan_together(transport, _EVERYONE, first)
     digests, same = [plan.digest for plan in planner.plans.values()], True
     for scope in _EVERYONE:
         same = all(one == (True, digests) for one in transport.gather(scope, (same, digests)))

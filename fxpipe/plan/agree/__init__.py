@@ -1,1 +1,0 @@
-"""Agree: the ranks of a pipe group settle on one plan before each call."""
