@@ -34,7 +34,6 @@ from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import Tables, tells_bytes
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
-from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import execution_order
@@ -160,8 +159,7 @@ class Planner:
                 return plan
         graphs = self._placed(captured, pattern.inputs)
         program = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, program, captured[0].costs)
-        plan = dataclasses.replace(plan, captures=used)
+        plan = dataclasses.replace(self._scheduled(graphs, pattern, program), captures=used)
         if self.plans:
             self._check_same_stages(plan, at_compile)
         self.plans[key] = plan
@@ -232,7 +230,7 @@ class Planner:
             graphs = _each_once(graphs, lambda graph: like(graph, self.first.graph))
         graphs = called_alike(graphs)
         every = joint(graphs)
-        placement = place(every, self.ranks, self._wanted(every, captured[0].placement))
+        placement = place(every, self.ranks, self._wanted(every))
         read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read)
         placed = partial(dataclasses.replace, placement=placement, labels=labels)
@@ -297,27 +295,26 @@ class Planner:
             planner.plans[pattern] = dataclasses.replace(plan, graph=joint(graphs), graphs=tuple(graphs))
         return planner
 
-    def _wanted(self, graph: StageGraph, found: Placement | None) -> Mapping[str, Any] | None:
+    def _wanted(self, graph: StageGraph) -> Mapping[str, Any] | None:
         """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
+        found = None if self.captures is None else self.captures.found
         table = self.options.schedule
         ranks: Placement = table.placement if isinstance(table, Schedule) else ()
         if self.plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
         if not ranks and self.options.placement is not None:
             return self.options.placement
-        ranks = ranks or found or ()
+        ranks = ranks or (() if found is None else found.placement)
         if not ranks:
             return None
         if len(ranks) != len(graph):
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))
 
-    def _scheduled(
-        self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str, costs: Costs | None = None
-    ) -> Plan:
-        """The plan that runs the table of these graphs. ``costs``: those of the search, whose table it is then."""
+    def _scheduled(self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str) -> Plan:
+        """The plan that runs the table of these graphs."""
         graph = joint(graphs)
-        schedule = self.tables.schedule(graph, pattern, costs, self.first if self.plans else None)
+        schedule = self.tables.schedule(graph, pattern, self.first if self.plans else None)
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)

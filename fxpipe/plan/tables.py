@@ -46,23 +46,16 @@ class Tables:
     by_shapes: Costs | None = None
     """What the stages take, once that is asked for: derived from the shapes of the example."""
 
-    def schedule(self, graph: StageGraph, pattern: Pattern, costs: Costs | None, first: Plan | None) -> Schedule:
-        """The table of a graph; ScheduleError where there is none. ``costs``: those of the search that found it.
-        ``first``: the plan that was made first, once there is one."""
+    def schedule(self, graph: StageGraph, pattern: Pattern, first: Plan | None) -> Schedule:
+        """The table of a graph; ScheduleError where there is none. ``first``: the plan that was made first."""
         table = self.options.schedule
-        tied = (graph if first is None else first.graph).tied  # who has a copy must hear of its gradient
+        tied = (graph if first is None else first.graph).tied  # a stage with a copy is sent its gradient
         if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
             # replicas whose batches differ then reduce in one order
             return dataclasses.replace(first.schedule, edges=graph.stage_edges)
         if isinstance(table, Schedule) and pattern.training:
             return self._given(table, graph, pattern.microbatches, tied)
-        if isinstance(table, Limited) and table.costs is not None:
-            costs = None  # the user's own count
-        elif first is not None and not isinstance(table, Schedule):
-            costs = first.schedule.costs
-        elif costs is None and replicated(graph.placement):  # whose actions fill what others leave idle
-            work = self.stage_work(pattern, graph.placement)
-            costs = None if work is None else work.costs((False,) * len(graph))
+        costs = self._costs(graph, pattern, first)
         make = partial(_built, self._family(graph, pattern), graph, pattern.microbatches, tied, costs)
         if not pattern.training:
             return make((False,) * len(graph))
@@ -70,6 +63,19 @@ class Tables:
         if known is not None:
             return make(tuple(stage.has_backward and stage.name in known for stage in graph))
         return make(self._recomputed(graph, pattern, make))
+
+    def _costs(self, graph: StageGraph, pattern: Pattern, first: Plan | None) -> Costs | None:
+        """The costs that a family makes a table for; None for its own, or B = 2 F."""
+        table = self.options.schedule
+        if isinstance(table, Limited) and table.costs is not None:
+            return None
+        if first is not None and not isinstance(table, Schedule):
+            return first.schedule.costs
+        if self.captures is not None and self.captures.found is not None:
+            return self.captures.found.outcome.costs
+        # A stage on several ranks fills the time that their other stages leave idle, which only true costs show.
+        work = self.stage_work(pattern, graph.placement) if replicated(graph.placement) else None
+        return None if work is None else work.costs((False,) * len(graph))
 
     def _given(
         self, table: Schedule, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]

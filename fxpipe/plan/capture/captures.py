@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,6 @@ from fxpipe.graph.modes import evaluating
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers, Unanswered
-from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import names_of_written
@@ -44,18 +44,14 @@ from fxpipe.plan.capture.sizes import (
 from fxpipe.plan.inputs.batch import Description, example_of, known_by_type
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import log, progress
-from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut, Request
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
-from fxpipe.trace.opaque.regions import Region, SeenCall
+from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import aside
 from fxpipe.trace.request import Place
 from fxpipe.trace.state.reads import Reads
-
-Wrong = tuple[bool, str]
-"""In training or not, and the name of a tracer."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,6 @@ class Captured:
     graph: StageGraph
     text: str
     tracer: str = ""
-    placement: Placement | None = None
-    """The rank of each stage, where it was searched for."""
-    costs: Costs | None = None
-    """What the search reckoned with."""
     holds_for: SizeGuard | None = None
     """For which sizes it holds, where it was captured with symbolic ones."""
     program: Program | None = None
@@ -82,10 +74,6 @@ class Captured:
     def of_one_shape(self) -> bool:
         """Whether the stages hold for micro-batches of no other shape."""
         return self.tracer in NEED_SHAPES
-
-    def of_origin(self, lines: Sequence[str]) -> Captured:
-        """The same; ``lines``: by what its stages were made, in words."""
-        return dataclasses.replace(self, graph=dataclasses.replace(self.graph, origin="\n".join(lines)))
 
 
 SMALL = 2**16
@@ -111,13 +99,15 @@ class Captures:
     cuts: Mapping[str, Cut]
     """Boundaries named from outside: submodule path → where it is cut."""
     balancing: Balancing
-    wrong: dict[Wrong, str] = field(default_factory=dict)
-    """What was found wrong of captures at compile: these tracers are not tried again."""
+    wrong: dict[tuple[bool, str], str] = field(default_factory=dict)
+    """(in training or not, tracer) → what was found wrong of its capture at compile: it is not tried again."""
     kept: dict[Pattern, Captured] = field(default_factory=dict)
     families: dict[Hashable, Family] = field(default_factory=dict)
     first: Program | None = None
+    found: Balanced | None = None
+    """The stages of the first one, or their ranks, where these were searched for."""
     reads: Reads = field(default_factory=Reads)
-    counts: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    counts: Counter[bool] = field(default_factory=Counter)
     """Of captures for steps, and for evaluations."""
     fixed: set[str] = field(default_factory=set)
     """What was reported of sizes that captures have as numbers."""
@@ -241,18 +231,19 @@ class Captures:
 
     def _captured(self, this: Pattern, pattern: Pattern, sample: Sample | str, free: frozenset[Place]) -> Captured:
         """The stages that the first tracer makes whose stages are right. ``free``: dimensions that may be symbolic."""
-        shape, any_shape = this.shape, this.for_any_shape()
-        accepted: list[tuple[Program, Captured]] = []
+        shape = this.shape
+        accepted: list[tuple[Program, Captured, str]] = []
 
         def accept(program: Program, request: Request) -> None:
             for training in (True, pattern.training):  # what is wrong in training is not tried in evaluation
                 if (training, program.tracer) in self.wrong:
                     raise TraceError(self.wrong[training, program.tracer])
             cut, made = self._cut(program, pattern, shape, request.whole)
+            # The micro-batches that this capture is for: those of one shape, or all that have the same inputs.
             each = [one if made.of_one_shape else one.for_any_shape() for one in pattern.each()]
-            places = [place for place, one in enumerate(each) if one in (this, any_shape)]
+            places = [place for place, one in enumerate(each) if one in (this, this.for_any_shape())]
             with aside():
-                accepted.append((cut, self._checked(made, request, sample, places)))
+                accepted.append((cut, made, self._checked(made, request, sample, places)))
 
         request = Request(
             self.model,
@@ -306,7 +297,7 @@ class Captures:
         targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
         called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
         self.reads.keep(noted - own, roots, called, program.sets, program.computed_with)
-        cut, made = accepted[-1]
+        cut, made, checked = accepted[-1]
         self.first = self.first or cut
         parts = shares() if by_itself else {}
         for name, why in by_itself.items():
@@ -316,7 +307,9 @@ class Captures:
         self.whole = tuple(region for region in self.whole if region.name not in inside)
         beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
         self.beside |= dict.fromkeys(beside)
-        made = made.of_origin([made.graph.origin, *beside])
+        head, *rest = made.graph.origin.splitlines()
+        origin = "\n".join([f"{head}, {checked}", *rest, *beside])
+        made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, origin=origin))
         calls = (call for part in cut.opaque.values() for call in opaque_calls(part))
         self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
@@ -361,8 +354,9 @@ class Captures:
             found |= observe(request, batch, called)
             self.observed.append((pattern.training, shape, found))
             evaluates = True
-            if pattern.training and any(module.training for module in self.model.modules()):
-                # later, this rank has its own part of the model alone; a model may not evaluate such a batch
+            if pattern.training:
+                # Evaluation is seen now, too: later this rank has its own part of the model alone. A model may not be
+                # able to evaluate a batch for training.
                 evaluates = False
                 with evaluating(self.model), contextlib.suppress(TraceError):
                     self.observed.append((False, shape, {**declared(request), **observe(request, batch, called)}))
@@ -374,37 +368,36 @@ class Captures:
 
     def _guessed(self, names: set[str], training: bool, shape: Description) -> SeenCalls:
         """What these regions do, by the observed micro-batch that is most like this one."""
-        found: dict[tuple[str, int], SeenCall] = {}
-        order = [
-            (len(names - {name for name, _ in calls}), then_training != training, unlike(then, shape))
-            for then_training, then, calls in self.observed
-        ]
-        if order:
-            _, then, calls = self.observed[order.index(min(order))]
-            sizes, entries = sizes_between(then, shape), entries_between(then, shape)
-            lengths = sizes_between(then, shape, or_same=True)
-            for key, seen in calls.items():
-                found[key] = seen.guessed(sizes, {} if key[0] in self.unpacked else lengths, entries)
-        return found
 
-    def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> Captured:
-        """The stages, once they have been run against the model, with a word about it."""
+        def unlikeness(one: tuple[bool, Description, SeenCalls]) -> tuple[int, bool, tuple[int, int]]:
+            then_training, then, calls = one
+            return len(names - {name for name, _ in calls}), then_training != training, unlike(then, shape)
+
+        if not self.observed:
+            return {}
+        _, then, calls = min(self.observed, key=unlikeness)
+        sizes, entries = sizes_between(then, shape), entries_between(then, shape)
+        lengths = sizes_between(then, shape, or_same=True)
+        # What forward unpacks has always as many entries: (a, b) = region(x).
+        return {
+            key: seen.guessed(sizes, {} if key[0] in self.unpacked else lengths, entries) for key, seen in calls.items()
+        }
+
+    def _checked(self, made: Captured, request: Request, sample: Sample | str, places: Sequence[int]) -> str:
+        """What came of running the stages against the model, in words; TraceError where they differ."""
 
         def holds(batch: Mapping[str, Any]) -> bool:
             return set(made.answers) <= set(self.questions.answers(batch) if made.answers else ())
 
         if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
-            checked = f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
-        else:
-            try:
-                with progress("checking the stages against the model"):
-                    checked = check(made.graph, request, sample, places, holds)
-            except TraceError as error:
-                if not sample.later:  # or other captures are in use
-                    self.wrong[request.training, made.tracer] = str(error)
-                raise
-        head, *rest = made.graph.origin.splitlines()
-        return made.of_origin([f"{head}, {checked}", *rest])
+            return f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
+        try:
+            with progress("checking the stages against the model"):
+                return check(made.graph, request, sample, places, holds)
+        except TraceError as error:
+            if not sample.later:  # else other captures by this tracer are in use
+                self.wrong[request.training, made.tracer] = str(error)
+            raise
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
@@ -419,7 +412,8 @@ class Captures:
     ) -> tuple[Program, Captured]:
         """The program with its stages, and they themselves. ``whole``: what is opaque in it."""
         first = self.first
-        found: Balanced | None = None
+        if first is None:
+            self.found = None
         if whole or program.answers:
             program = default_passes.drop_unused(program)
         if whole:
@@ -430,8 +424,8 @@ class Captures:
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
-                found = self.balancing.searched(program, pattern, shape)
-                program = found.program
+                self.found = self.balancing.searched(program, pattern, shape)
+                program = self.found.program
             else:
                 program = default_passes.follow(program, first)
             program = chain((default_passes.name_stages,), program)
@@ -440,15 +434,13 @@ class Captures:
             program = chain(default_passes.default() if passes is None else passes, program)
             program = program if first is None else default_passes.as_before(program, first)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
-                found = self.balancing.placed(program, pattern, shape)
+                self.found = self.balancing.placed(program, pattern, shape)
         graph = default_passes.split(program if first is None else default_passes.read_where_held(program, first))
         constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
         return program, Captured(
             graph,
             "\n".join([type(self.model).__name__, str(program), *constants]),
             program.tracer,
-            None if found is None else found.placement,
-            None if found is None else found.outcome.costs,
             program.holds_for,
             program if program.gathered else None,
             program.fixed_sizes,
