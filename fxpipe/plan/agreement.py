@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
@@ -94,7 +95,7 @@ def _sizes_of(rows: Sequence[int | None], call: Proposal, wanted: int) -> tuple[
     return split_rows(rows[0], wanted if call.training else min(wanted, rows[0] or wanted))
 
 
-def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str]) -> None:
+def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str], model: nn.Module) -> None:
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
         if proposal.error:
@@ -111,9 +112,9 @@ def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str])
                 "a pipe group make the same ones: none under `if rank == 0`"
             )
         if proposal.flags != first.flags:
+            differ = first.flags.difference(proposal.flags, model)
             raise RunError(
-                f"{two} differ in {first.flags.difference(proposal.flags)}; change the model that was given to compile "
-                "in the same way on every rank"
+                f"{two} differ in {differ}; change the model that was given to compile in the same way on every rank"
             )
 
 
@@ -297,7 +298,7 @@ class Agreement:
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
         """RunError, on all ranks, where they make different calls, or one has reported what is wrong with its own."""
-        _check_same_call(proposals, partial(member, self._transport, "pipe"))
+        _check_same_call(proposals, partial(member, self._transport, "pipe"), self._planner.module)
         batch_dim = self._options.batch_dim
         merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
         counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
@@ -396,7 +397,7 @@ class Agreement:
         distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks were given the same
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts = [reported.parts(list(given), split_description, self._options.batch_dim) for given in distinct]
-        fixed = dataclasses.replace(pattern, microbatches=1, shapes=(), everyone=(), answers=())
+        fixed = dataclasses.replace(pattern.for_any_shape(), kinds=pattern.kinds[:1])
         captures = plan.captures or (None,) * len(reported.sizes)
         keys = [
             (plan.graph.edges, fixed, reported.is_cut, who, *each)

@@ -55,6 +55,8 @@ def check_replicated(graph: StageGraph, options: Options) -> None:
             raise PartitionError(f"{where}, and zero=3 shards what one rank holds; write zero=2, or place it on one")
         if options.parallelize is not None:
             raise PartitionError(f"{where}, and parallelize= works on what one rank holds; place it on one")
+        # Each of its ranks sees other micro-batches, and would come to hold other values. A BatchNorm in eval mode is
+        # let pass: it writes its statistics in training alone.
         for name in sorted(graph.written.intersection(stage.tensors)):
             owner = graph.module.get_submodule(name.rpartition(".")[0])
             if owner.training or not isinstance(owner, BATCH_STATISTICS):
@@ -73,24 +75,15 @@ def writes(name: str) -> str:
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut.
-
-    With the cut further back the last group takes less and those in front of it more, so the best cut is where their
-    costs meet, and moves back with the end.
-    """
+    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut."""
     total = [0, *accumulate(costs)]
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # best[r][n]: (greatest cost, last cut) of n stages on r
     for used in range(1, ranks + 1):
-        row, before, cut = dict[int, tuple[int, int]](), best[-1], used - 1
-        for end in range(used, len(costs) - (ranks - used) + 1):
-            greatest = max(before[cut][0], total[end] - total[cut])
-            while cut + 1 < end and cut + 1 in before:
-                behind = max(before[cut + 1][0], total[end] - total[cut + 1])
-                if behind >= greatest:
-                    break
-                cut, greatest = cut + 1, behind
-            row[end] = greatest, cut
+        before, row = best[-1], dict[int, tuple[int, int]]()
+        for end in range(used, len(costs) - (ranks - used) + 1):  # the ranks behind need a stage each
+            row[end] = min((max(before[cut][0], total[end] - total[cut]), cut) for cut in before if cut < end)
         best.append(row)
+    # From the last rank back: where its group begins, that of the rank before it ends.
     starts = [len(costs)]
     for row in best[:0:-1]:
         starts.append(row[starts[-1]][1])

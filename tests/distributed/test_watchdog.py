@@ -405,7 +405,7 @@ def frozen_on_one_rank() -> str:
 
 
 def test_how_models_differ_is_told(pool: Pool) -> None:
-    told = "rank 0 (pipe 0) and rank 1 (pipe 1) differ in the requires_grad of a parameter; change the model that was"
+    told = "rank 0 (pipe 0) and rank 1 (pipe 1) differ in the requires_grad of two.weight; change the model that was"
     for text in pool.run(frozen_on_one_rank, ranks=2):
         assert text.startswith(told), text
 

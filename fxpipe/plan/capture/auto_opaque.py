@@ -27,49 +27,54 @@ def capture_in_part(
     observe: Callable[[Request], Request] | None,
     shares: Callable[[], Mapping[str, float]],
 ) -> tuple[Program, Request, dict[str, str]]:
-    """The program, the request with all that is opaque in it, and (region → why, in a line) of those that were added.
+    """The program, the request with all that is opaque in it, and those regions that were added, with words for each.
 
     ``observe``: gives a request what calls of its regions do; None where the model cannot run on a batch to show it.
     ``shares``: the part of a step's FLOPs that each region has in the program accepted last. TraceError as the first
     attempt raised it, with what was tried since.
     """
     tracer = options.tracer if options.parallelize is None else "record"  # which leaves modules whole
-    given = request
-    first: Uncaptured | None = None
-    parts = 0
-    added: dict[str, str] = {}
+    given, failure, parts, added = request, "", 0, dict[str, str]()
     while True:
         try:
             request = observe(request) if added and observe is not None else request
             program = capture(request, tracer)
-            parts_of_step = shares() if added else {}
-            total = sum(parts_of_step.get(name, 0.0) for name in added)
-            if total > MOST_OF_COST:
-                raise TraceError(
-                    f"they take {total:.0%} of a step's FLOPs, and no more than {MOST_OF_COST:.0%} may be opaque so"
-                )
-            return program, request, added
+            return program, request, _with_shares(added, shares()) if added else {}
         except PartitionError as error:
             if added:
                 error.add_note(f"{', '.join(added)} is opaque by itself: no tracer could capture it")
             raise
         except TraceError as error:
-            if first is None and not isinstance(error, Uncaptured):
+            part, why = (error.part, error.in_a_line) if isinstance(error, Uncaptured) else ("", "")
+            if not failure and not isinstance(error, Uncaptured):
                 raise
-            now = error if isinstance(error, Uncaptured) else Uncaptured(str(error), "")
-            first = first or now
-            if options.auto_opaque and observe and now.part and parts < MOST_PARTS:
-                before, request = {region.name for region in request.whole}, _with_regions(request, now.part)
+            # 1. What the tracers met first becomes opaque, and they try the rest.
+            if options.auto_opaque and observe and part and parts < MOST_PARTS:
+                failure = failure or str(error)
+                before, request = {region.name for region in request.whole}, _with_regions(request, part)
                 names = [region.name for region in request.whole]
-                added = {name: added.get(name, now.in_a_line) for name in names if name in added or name not in before}
+                added = {name: added.get(name, why) for name in names if name in added or name not in before}
                 parts += 1
                 continue
-            if added:  # with what was tried since
-                why = now.in_a_line or now
-                first = Uncaptured(f"{first}\nwith {', '.join(added)} kept opaque by itself: {why}", first.part)
+            if added:
+                failure = f"{failure}\nwith {', '.join(added)} kept opaque by itself: {why or error}"
+            failure = failure or str(error)
+            # 2. Without any of that, forward may ask for numbers, each of which takes a capture of its own.
             if request.asks_numbers or not options.auto_opaque:
-                raise TraceError(str(first)) from error
-            request, added = dataclasses.replace(given, asks_numbers=True), {}  # the last that is left
+                raise TraceError(failure) from error
+            request, added = dataclasses.replace(given, asks_numbers=True), {}
+
+
+def _with_shares(added: Mapping[str, str], shares: Mapping[str, float]) -> dict[str, str]:
+    """Each region, in words; TraceError where they have too much of a step together."""
+    total = sum(shares.get(name, 0.0) for name in added)
+    if total > MOST_OF_COST:
+        raise TraceError(
+            f"they take {total:.0%} of a step's FLOPs, and no more than {MOST_OF_COST:.0%} may be opaque so"
+        )
+    return {
+        name: f"{name} is opaque, {shares.get(name, 0.0):.0%} of a step's FLOPs: {why}" for name, why in added.items()
+    }
 
 
 def _with_regions(request: Request, part: str) -> Request:

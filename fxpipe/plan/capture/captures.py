@@ -248,7 +248,7 @@ class Captures:
         request = Request(
             self.model,
             this.inputs,
-            dict(this.fixed),
+            dict(this.kinds[0].fixed),
             self.options.loss_fn if pattern.with_loss else None,
             example=None if shape is None else example_of(shape),
             cuts=self.cuts,
@@ -299,10 +299,9 @@ class Captures:
         self.reads.keep(noted - own, roots, called, program.sets, program.computed_with)
         cut, made, checked = accepted[-1]
         self.first = self.first or cut
-        parts = shares() if by_itself else {}
-        for name, why in by_itself.items():
-            self.by_itself[name] = f"{name} is opaque, {parts.get(name, 0.0):.0%} of a step's FLOPs: {why}"
-        inside = self.by_itself.keys() - {name for name, _ in request.seen} if by_itself else set()  # of others
+        self.by_itself |= by_itself
+        # A region that only other regions call is a part of them.
+        inside = self.by_itself.keys() - {name for name, _ in request.seen} if by_itself else set()
         self.by_itself = {name: words for name, words in self.by_itself.items() if name not in inside}
         self.whole = tuple(region for region in self.whole if region.name not in inside)
         beside = [*self.by_itself.values(), *self.questions.described(program.answers)]

@@ -33,7 +33,8 @@ def for_groups(
     """The captures of the micro-batches, with the gathered stages as ``capture`` has them for the rows of a group."""
     first = captured[0]
     sizes = first.graph.groups(pattern.microbatches)
-    if pattern.mixed and (gathers := [stage.name for stage in first.graph if stage.gathered is not None]):
+    gathers = [stage.name for stage in first.graph if stage.gathered is not None]
+    if gathers and len(set(pattern.kinds)) > 1:
         raise PartitionError(
             f"stage {gathers[0]!r} runs for several micro-batches at once, of which some have inputs or plain values "
             "that others have not; order rows so that all have the same, or make a call for each kind, and then "
@@ -139,7 +140,8 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
                 )
         shapes.append(shape)
     groups = tuple(shapes)
-    return dataclasses.replace(pattern, microbatches=len(groups), shapes=groups, everyone=(), answers=(), asks=False)
+    kinds = pattern.kinds[: len(groups)]
+    return dataclasses.replace(pattern, kinds=kinds, shapes=groups, everyone=(), answers=(), asks=False)
 
 
 def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | str:

@@ -34,22 +34,28 @@ def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
 def sizes_between(then: Description, now: Description, or_same: bool = False) -> dict[int, int]:
     """Sizes of the inputs of one micro-batch, and what they are in another one; where one size has become several, it
     is left out. ``or_same``: but not where it is the same in some inputs, as a width is, and one other in the rest."""
-    before = {(name, place): leaf for name, place, leaf in tensors_of(then)}
-    found: dict[int, set[int]] = {}
-    for name, place, leaf in tensors_of(now):
-        for old, new in zip(before[name, place].shape if (name, place) in before else (), leaf.shape, strict=False):
-            found.setdefault(old, set()).add(new)
-    if or_same:
-        found = {old: new - {old} or new for old, new in found.items()}
-    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+    before = {(name, place): leaf.shape for name, place, leaf in tensors_of(then)}
+    pairs = [
+        pair
+        for name, place, leaf in tensors_of(now)
+        for pair in zip(before.get((name, place), ()), leaf.shape, strict=False)
+    ]
+    return _unambiguous(pairs, or_same)
 
 
 def entries_between(then: Description, now: Description) -> dict[int, int]:
     """How many entries the lists among the inputs have had, and how many they have now, as ``sizes_between``."""
-    before, found = dict(then), dict[int, set[int]]()
-    for name, given in now:
-        if is_list(given.like) and name in before and is_list(before[name].like):
-            found.setdefault(len(before[name].like), set()).add(len(given.like))
+    before = {name: given.like for name, given in then if is_list(given.like)}
+    return _unambiguous([(len(before[name]), len(g.like)) for name, g in now if name in before and is_list(g.like)])
+
+
+def _unambiguous(pairs: Iterable[tuple[int, int]], or_same: bool = False) -> dict[int, int]:
+    """What each number has become, of those that have become one."""
+    found: dict[int, set[int]] = {}
+    for old, new in pairs:
+        found.setdefault(old, set()).add(new)
+    if or_same:
+        found = {old: new - {old} or new for old, new in found.items()}
     return {old: new.pop() for old, new in found.items() if len(new) == 1}
 
 
@@ -75,17 +81,18 @@ def outline(description: Description) -> Hashable:
     )
 
 
-def varying(description: Description, others: Iterable[Description]) -> frozenset[Place]:
-    """The dimensions that have another size in some of the others, which have the same outline.
+def varying(now: Description, then: Description | None) -> frozenset[Place]:
+    """The dimensions that have another size in a micro-batch of the same outline; none where there is no other one.
 
     A size of 1 is none of them: what a dimension of 1 means, such as to be expanded, is another program.
     """
-    found = set()
-    for (name, place, mine), *rest in zip(*map(tensors_of, [description, *others]), strict=True):
-        for dim, size in enumerate(mine.shape):
-            if size > 1 and any(other.shape[dim] not in (1, size) for _, _, other in rest):
-                found.add((name, place, dim))
-    return frozenset(found)
+    pairs = () if then is None else zip(tensors_of(now), tensors_of(then), strict=True)
+    return frozenset(
+        (name, place, dim)
+        for (name, place, mine), (_, _, other) in pairs
+        for dim, (size, old) in enumerate(zip(mine.shape, other.shape, strict=True))
+        if size > 1 and old not in (1, size)
+    )
 
 
 def with_sizes(
@@ -118,17 +125,16 @@ def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None =
 
 FAMILIES = 256
 """So many are remembered."""
-_REMEMBERED = 20
-"""With so many captured shapes a new one is compared; of earlier ones it is known what varied."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Micro-batches that differ in sizes alone: those captured so far, and the captures with symbolic sizes."""
+    """Micro-batches that differ in sizes alone: what was seen to vary, and the captures with symbolic sizes."""
 
-    shapes: tuple[Description, ...] = ()
+    latest: Description | None = None
+    """The shape captured last."""
     varying: frozenset[Place] = frozenset()
-    """Dimensions that were seen to vary, by shapes that are no longer remembered, too."""
+    """Dimensions that were seen to vary."""
     general: tuple[tuple[Pattern, SizeGuard], ...] = ()
     """The latest last."""
 
@@ -136,6 +142,7 @@ class Family:
         """The pattern of the latest capture that holds for this shape, and these answers, too."""
         fitting = [entry for entry in reversed(self.general) if set(entry[0].answered) <= set(answers)]
         likes = [like for _, _, like in tensors_of(shape)]
+        # A guard of torch.export asks tensors for their sizes and strides; on the meta device they take no memory.
         tensors = [torch.empty_strided(like.shape, like.stride, device="meta") for like in likes]
         return next((pattern for pattern, guard in fitting if guard(tensors)), None)
 
@@ -143,12 +150,12 @@ class Family:
         """The dimensions of a new shape to be kept symbolic: those that vary, and are not of size 1 in it."""
         sizes = ((name, place, enumerate(like.shape)) for name, place, like in tensors_of(shape))
         large = {(name, place, dim) for name, place, dims in sizes for dim, size in dims if size > 1}
-        return varying(shape, self.shapes) | (self.varying & large)
+        return varying(shape, self.latest) | (self.varying & large)
 
     def noting(self, shape: Description, pattern: Pattern, guard: SizeGuard | None) -> Family:
         """The family, once a shape was captured."""
         return Family(
-            (*self.shapes, shape)[-_REMEMBERED:],
-            self.varying | varying(shape, self.shapes),
+            shape,
+            self.varying | varying(shape, self.latest),
             self.general if guard is None else (*self.general, (pattern, guard)),
         )

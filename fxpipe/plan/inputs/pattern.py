@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,16 +25,21 @@ class Flags:
     trainable: bytes
     state: int = 0
 
-    def difference(self, other: Flags) -> str:
-        """In what the models of two ranks differ, in words."""
+    def difference(self, other: Flags, model: nn.Module) -> str:
+        """In what the models of two ranks differ, in words. ``model``: one of them, for names."""
         sizes = [f"{len(one.training)} modules with {len(one.trainable)} parameters" for one in (self, other)]
         if sizes[0] != sizes[1]:
             return f"the models that they were given, of {' and '.join(sizes)}"
         if self.training != other.training:
-            return "the training flag of a module"
+            return f"the training flag of {_first_apart(self.training, other.training, model.named_modules())}"
         if self.trainable != other.trainable:
-            return "the requires_grad of a parameter"
+            return f"the requires_grad of {_first_apart(self.trainable, other.trainable, model.named_parameters())}"
         return "what forward reads of the model's Python, an attribute or a hook"
+
+
+def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:
+    """The name of the first whose flags differ; all have these in one order."""
+    return next(name or "the model" for (name, _), one, other in zip(named, mine, its, strict=True) if one != other)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -56,19 +61,19 @@ def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
     return {id(one): one for module in modules for one in module._parameters.values() if one is not None}.values()
 
 
-Inputs = tuple[str, ...]
-Fixed = tuple[tuple[str, Any], ...]
+class Kind(NamedTuple):
+    """What one micro-batch is given: its inputs, and those whose values code may branch on, with these."""
+
+    inputs: tuple[str, ...]
+    fixed: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Pattern:
     """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
 
-    inputs: Inputs
-    """Those that any micro-batch has."""
-    fixed: Fixed
-    """Of all micro-batches; () where they differ."""
-    microbatches: int
+    kinds: tuple[Kind, ...]
+    """Of each micro-batch: one may lack an input that another has."""
     with_loss: bool
     flags: Flags
     training: bool = True
@@ -79,23 +84,27 @@ class Pattern:
     everyone: tuple[int, ...] = ()
     """The rows of each micro-batch on all replicas together, where stages see them; () where that is not known yet."""
 
-    mixed: tuple[tuple[Inputs, Fixed], ...] = ()
-    """What each micro-batch has, where they differ: one may lack an input that another has."""
-
     answers: tuple[Answers, ...] = ()
     """What forward asks of each micro-batch, as far as it is known; () where nothing is."""
     asks: bool = field(default=True, compare=False)
     """Whether forward may ask: not of inputs without numbers, nor of a group of micro-batches."""
 
+    @property
+    def microbatches(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Those that any micro-batch has."""
+        return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.inputs))
+
     def each(self) -> list[Pattern]:
         """For each micro-batch what the capture for it alone depends on."""
-        kinds = self.mixed or ((self.inputs, self.fixed),) * self.microbatches
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
-        one = dataclasses.replace(self, microbatches=1, everyone=(), mixed=())
         return [
-            dataclasses.replace(one, inputs=inputs, fixed=fixed, shapes=shape).for_answers(answer)
-            for (inputs, fixed), shape, answer in zip(kinds, shapes, answers, strict=True)
+            dataclasses.replace(self, kinds=(kind,), shapes=shape, everyone=()).for_answers(answer)
+            for kind, shape, answer in zip(self.kinds, shapes, answers, strict=True)
         ]
 
     @property
@@ -131,14 +140,11 @@ def pattern_of(
         tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
         for description in microbatches
     )
-    kinds = [
-        (
+    kinds = tuple(
+        Kind(
             tuple(name for name, given in shape if given.kind == "input"),
             tuple((name, given.detail) for name, given in shape if given.kind != "input"),
         )
         for shape in shapes
-    ]
-    same = len(set(kinds)) == 1
-    inputs, fixed = kinds[0] if same else (tuple(dict.fromkeys(name for given, _ in kinds for name in given)), ())
-    mixed = () if same else tuple(kinds)
-    return Pattern(inputs, fixed, len(shapes), with_loss, flags, training, shapes, ambient, mixed=mixed)
+    )
+    return Pattern(kinds, with_loss, flags, training, shapes, ambient)
