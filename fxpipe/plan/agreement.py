@@ -6,7 +6,6 @@ What a rank was given → a digest → the plan. A digest that is not known yet 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import itertools
 import sys
@@ -36,7 +35,7 @@ from fxpipe.plan.inputs.cuts import split, split_description
 from fxpipe.plan.inputs.label_count import with_number
 from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.plan.inputs.rows import row_count, split_rows, whole_lists
-from fxpipe.plan.plan import Plan, digest_of
+from fxpipe.plan.plan import Plan, digest_of, number_of
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
@@ -200,6 +199,7 @@ class Agreement:
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
         """The proposal, with what this rank can answer of what forward asks about the inputs of each micro-batch."""
         captures, batch_dim = self._planner.captures, self._options.batch_dim
+        # Questions are asked of micro-batches, so a rank cuts its own batch, before all have agreed on how it is cut.
         if captures is not None and captures.questions.asked:
             counts, parts = dict(proposal.counts[0]), given
             rows = row_count(proposal.given[0], batch_dim, counts) if proposal.split_evenly else None
@@ -208,12 +208,12 @@ class Agreement:
             if rows is not None or not proposal.split_evenly:
                 proposal = dataclasses.replace(proposal, answers=tuple(map(captures.questions.answers, parts)))
         if proposal not in self._numbers:
-            digest = hashlib.blake2b(encode(proposal), digest_size=7).digest()
-            self._numbers[proposal] = int.from_bytes(digest, "little")
+            self._numbers[proposal] = number_of(encode(proposal))
         return proposal
 
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
+        # By identity: it is asked in every step, and a tensor's own hash is a call of Python.
         module, types = self._planner.module, self._types
         if all(types.get(id(one)) == one.dtype for one in parameters_in(modules_of(module))):
             return
@@ -274,16 +274,20 @@ class Agreement:
         """
         everyone: tuple[int, ...] | None = None
         while True:
+            # 1. One number a rank: -1 for an error, which the others must read. Only a new set of numbers takes a full
+            # exchange, and none where all ranks were given the same.
             key = self._transport.gather_int("pipe", self._numbers.get(proposal, -1))
             if key not in self._reported:
                 is_same = len(set(key)) == 1 and key[0] >= 0
                 proposals = [proposal] * len(key) if is_same else self._transport.gather("pipe", proposal)
                 self._reported[key] = self._merged(proposals)
+            # 2. The kind of batch that these numbers stand for, with the rows of all replicas where its plan sees them.
             reported = self._reported[key]
             if everyone is None:  # all replicas ask for it, once
                 everyone = self._rows_of_everyone(reported.sizes)
             rows = everyone if (key, everyone) in self._settled else None
             agreed = self._settled.pop((key, rows), None)
+            # 3. A new kind takes a plan, and captures, on all ranks of the pipe group at once.
             if agreed is None:
                 try:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
@@ -292,7 +296,7 @@ class Agreement:
                     continue
                 # a plan for any shapes is kept under the pattern without them
                 rows = everyone if agreed.pattern in self._planner.plans else None
-            self._settled[key, rows] = agreed
+            self._settled[key, rows] = agreed  # now the one used last
             self._drop()
             return agreed
 
@@ -394,6 +398,7 @@ class Agreement:
         if plan.graph.gathers:
             return tuple(next(self._new_layouts) for _ in plan.graphs)
         proposals = reported.proposals
+        # Not the digest of a proposal: that of a batch of other rows may have micro-batches of the same.
         distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks were given the same
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts = [reported.parts(list(given), split_description, self._options.batch_dim) for given in distinct]

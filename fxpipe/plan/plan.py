@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from fxpipe.graph.gathering import Places
 from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.inputs.pattern import Pattern
@@ -32,6 +33,8 @@ class Plan:
     """What was compiled, in words. That ranks have the same options was compared before."""
     captures: tuple[Pattern, ...] = ()
     """The captures that its graphs come from, as ``Captures`` keeps them."""
+    places: Places = field(default_factory=dict)
+    """Where gathered values have their rows, if these captures hold for one shape."""
 
     @property
     def description(self) -> str:
@@ -77,6 +80,7 @@ class Plan:
     @cached_property
     def pass_digests(self) -> tuple[int, ...]:
         """The same for the order in which a row's stages begin and end, however many micro-batches there are."""
+        # First uses in order, then last uses backwards: FSDP2 gathers a stage at these, and reduces its gradients.
         passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
         return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
 
@@ -94,4 +98,9 @@ def values_of(graphs: Sequence[StageGraph]) -> list[str] | None:
 
 def digest_of(words: Iterable[str]) -> int:
     """A number for a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=7).digest(), "little")
+    return number_of(" ".join(words).encode())
+
+
+def number_of(data: bytes) -> int:
+    """A number that fits an int64, which ranks exchange in place of the data."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")

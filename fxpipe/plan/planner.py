@@ -159,7 +159,8 @@ class Planner:
                 return plan
         graphs = self._placed(captured, pattern.inputs)
         program = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = dataclasses.replace(self._scheduled(graphs, pattern, program), captures=used)
+        plan = self._scheduled(graphs, pattern, program)
+        plan = dataclasses.replace(plan, captures=used, places=captured[0].places)
         if self.plans:
             self._check_same_stages(plan, at_compile)
         self.plans[key] = plan
@@ -209,7 +210,7 @@ class Planner:
         self.captures.used.clear()
         wrong = len(self.captures.wrong)
         captured = self.captures.of(pattern, sample)
-        captured = for_groups(captured, self.captures.of, pattern, sample, self.options.batch_dim)
+        captured = for_groups(captured, self.captures, pattern, sample)
         if len(self.captures.wrong) > wrong:  # a group may have shown it, once the micro-batches were captured so
             return self._captured(pattern, sample)
         return captured
@@ -217,10 +218,12 @@ class Planner:
     def row_places(self, plan: Plan, pattern: Pattern) -> Places:
         """Where the values that a step of such micro-batches gathers have their rows, by the names in ``plan``."""
         assert self.captures is not None  # the user's own stages gather nothing
-        key = pattern if self.needs_shapes else (pattern.for_any_shape(), *map(outline, pattern.shapes[:1]))
+        if plan.captures[0].shapes:
+            return plan.places
+        key = pattern.for_any_shape(), *map(outline, pattern.shapes[:1])
         if key not in self.places:
             with progress("finding the rows of what is gathered"):
-                self.places[key] = places_of_rows(self.captures, plan.captures, pattern)
+                self.places[key] = places_of_rows(self.captures, plan.captures[0], pattern)
         return self.places[key]
 
     def _placed(self, captured: Sequence[Captured], inputs: Collection[str]) -> tuple[StageGraph, ...]:
@@ -268,7 +271,7 @@ class Planner:
         for pattern, plan in self.plans.items():
             if pattern.training and id(plan) not in made:
                 again = planner._scheduled(plan.graphs, pattern, plan.program)
-                made[id(plan)] = dataclasses.replace(again, captures=plan.captures)
+                made[id(plan)] = dataclasses.replace(again, captures=plan.captures, places=plan.places)
             planner.plans[pattern] = made.get(id(plan), plan)
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))

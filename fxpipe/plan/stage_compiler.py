@@ -10,9 +10,9 @@ import copy
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -169,18 +169,22 @@ class _CutGraph:
         @cache
         def cut(waiting: frozenset[int]) -> _Cut:
             halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), waiting if fits else ())
-            return _Cut(halves, waiting, self._piece(halves.of_input), self._piece(halves.of_weights))
+            waits = {place: name for place, name in enumerate(halves.gradients) if place in waiting and name}
+            return _Cut(halves, waits, self._piece(halves.of_input), self._piece(halves.of_weights))
 
         def run(*given: Any) -> list[Any]:
             call, _here.call = _here.call, None  # first: what comes now may fail
-            is_halved = call is not None and call.graph is self
-            parts = cut(frozenset(call.parameters if call is not None and is_halved else self._leaves))
-            values = parts.input(given)
-            if call is not None and is_halved:
-                call.keep({name: values[name] for name in parts.needed}, parts.weights)
-            else:
+            call = call if call is not None and call.graph is self else None
+            parts = cut(frozenset(self._leaves if call is None else call.parameters))
+            # 1. I makes the gradients of the inputs, and what W takes.
+            values = dict(zip(parts.halves.given, given, strict=True))
+            values |= parts.of_input(values)
+            # 2. W runs later where this is a micro-batch's I, else at once.
+            if call is None:
                 values |= parts.of_weights(values)
-            late = parts.waits if is_halved else ()
+            else:
+                call.keep(values, parts)
+            late = () if call is None else parts.waits
             gradients = enumerate(parts.halves.gradients)
             return [None if name is None or place in late else values[name] for place, name in gradients]
 
@@ -216,25 +220,14 @@ class _CutGraph:
         return lambda values: dict(zip(part.gives, function(*[values[name] for name in part.takes]), strict=True))
 
 
-class _Cut:
-    """A backward in two. ``later``: the places of the parameters whose gradients are W's to give."""
+class _Cut(NamedTuple):
+    """A backward in two."""
 
-    def __init__(self, halves: Halves, later: Collection[int], of_input: Piece, of_weights: Piece) -> None:
-        self.halves, self._of_input, self.of_weights = halves, of_input, of_weights
-        self.waits = {place: name for place, name in enumerate(halves.gradients) if place in later and name}
-        """By place, the gradients that W gives."""
-        self.needed = {*halves.of_weights.takes, *self.waits.values()} - {*halves.of_weights.gives}
-        """What W takes of I's values, or hands on as it is."""
-
-    def input(self, given: Sequence[Any]) -> dict[str, Any]:
-        """I: all values by name, of what the backward was given."""
-        values = dict(zip(self.halves.given, given, strict=True))
-        return values | self._of_input(values)
-
-    def weights(self, held: dict[str, Any]) -> dict[int, Any]:
-        """W: gradients by place."""
-        made = held | self.of_weights(held)
-        return {place: made[name] for place, name in self.waits.items()}
+    halves: Halves
+    waits: dict[int, str]
+    """By place, the gradients that W gives."""
+    of_input: Piece
+    of_weights: Piece
 
 
 class _HalvedCall:
@@ -245,7 +238,7 @@ class _HalvedCall:
         self.stand_ins = {place: parameter.detach().requires_grad_() for place, parameter in parameters.items()}
         self._held: dict[str, Any] = {}
         self._versions: list[int] = []
-        self._weights: Callable[[dict[str, Any]], dict[int, Any]] | None = None
+        self._parts: _Cut | None = None
 
     def nodes(self, results: Sequence[Any]) -> Iterator[Node]:
         """AOTAutograd's among the nodes behind the results: its own, not those of views of what it was given."""
@@ -267,10 +260,12 @@ class _HalvedCall:
         """Its backward is the next that runs in this thread."""
         _here.call = self
 
-    def keep(self, held: dict[str, Any], weights: Callable[[dict[str, Any]], dict[int, Any]]) -> None:
-        """I has run: ``weights`` makes gradients by place of what is ``held``."""
+    def keep(self, values: Mapping[str, Any], parts: _Cut) -> None:
+        """I has run, and made ``values``: those that W takes, or hands on unchanged, wait for it."""
         self.deferred.check_open()
-        self._held, self._weights = held, weights
+        weights = parts.halves.of_weights
+        needed = {*weights.takes, *parts.waits.values()} - {*weights.gives}
+        self._held, self._parts = {name: values[name] for name in needed}, parts
         self._versions = list(map(version_of, self.kept))
 
     @property
@@ -284,13 +279,15 @@ class _HalvedCall:
             raise RunError(
                 "what W needs was written in place since I; write it out of place (self.n = self.n + 1) or use a clone"
             )
-        held, self._held, self._versions = self._held, {}, []
-        with torch.no_grad():
-            found = {} if self._weights is None else self._weights(held)
+        made, self._held, self._versions = self._held, {}, []
+        if self._parts is not None:
+            with torch.no_grad():
+                made |= self._parts.of_weights(made)
+        waits = {} if self._parts is None else self._parts.waits
         stand_ins, self.stand_ins = self.stand_ins, {}
         return [
             (parameter, gradient)
             for place, parameter in self.parameters.items()
-            for gradient in (found.get(place), stand_ins[place].grad)
+            for gradient in (made.get(waits.get(place, "")), stand_ins[place].grad)
             if gradient is not None
         ]

@@ -61,10 +61,14 @@ class Sample:
         that allows only some numbers.
         """
         first = self.batches[places[0]]
+        # 1. Another micro-batch, so that what a capture has made a constant of the first one's differs.
         others = [self.batches[place] for place in reversed(places[1:])]
-        if not counted(self.batch_dim):  # or the rows of other inputs would not be theirs any more
+        # 2. Where there is one alone: other rows, of numbers that the model allows, as token ids. Another order of them
+        # would not do, since a loss is a mean. Not of packed inputs, whose counts go with the rows of others.
+        if not counted(self.batch_dim):
             twice = {name: partial(_first_half_twice, along=rule_at(self.batch_dim, name)) for name in first}
             others.append({name: pytree.tree_map_only(Tensor, twice[name], value) for name, value in first.items()})
+        # 3. And changed numbers, since zeros and masks that are the same everywhere hide what ignores them.
         second = next((other for other in others if not _equal(first, other)), first)
         perturbed = dict(pytree.tree_map_only(Tensor, _perturbed, dict(second)))
         return [(first, other) for other in (perturbed, second) if not _equal(first, other)]
@@ -78,6 +82,7 @@ def _perturbed(leaf: Tensor) -> Tensor:
     if not leaf.is_floating_point() or leaf.is_meta or leaf.layout is not torch.strided:
         return leaf
     old = leaf.detach()
+    # Zeros and ones are a mask, where 0.75 may mean the same as 1: a model may compare it with 0.
     other = 1 - old if ((old == 0) | (old == 1)).all() else old * 0.75
     third = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) % 3 == 1
     return torch.where(third, other, old).requires_grad_(leaf.requires_grad)
@@ -145,6 +150,7 @@ def _in_a_line(error: Exception) -> str:
 
 def _unfit(request: Request, batch: Batch) -> str:
     """Why a model cannot be checked, or not cheaply; empty where it can."""
+    # Fixed bounds, so that all ranks check or none does: measured seconds would differ between them.
     given = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
     held = all_tensors(request.module).values()
     if any(tensor.is_meta for tensor in [*held, *given]):
@@ -196,7 +202,8 @@ class _Trial:
         self.graph, self.request, self.batches = graph, request, batches
         modules = [module for module in (request.module, request.loss_module) if module is not None]
         self._devices = gpus_of(modules)
-        self._state = State.of(modules, self._devices)  # from which every run begins
+        # Every run begins from this state, and draws the same numbers: what then differs is the capture.
+        self._state = State.of(modules, self._devices)
         self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
 
     def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:
@@ -228,6 +235,7 @@ class _Trial:
 
     def stages(self, batch: Batch, place: int) -> Seen:
         """What the stages show on a micro-batch."""
+        # As a rank runs them, but all in one process: each stage's outputs go to those that take them, and are let go.
         arrived: dict[Edge, Any] = {}
         saved: list[Saved] = []
         result = None
@@ -257,7 +265,7 @@ class _Trial:
             for entry, gradient in zip(stage.inputs, arrivals, strict=True):
                 if isinstance(entry, Edge):  # it may come in two ways, as a value gathered as "batch" and as "global"
                     returned[entry] = added(returned[entry], gradient) if entry in returned else gradient
-            found = [b if a is None else a if b is None else a + b for a, b in zip(found, gradients, strict=True)]
+            found = list(map(added, found, gradients))
         return found
 
     def _seen(self, part: MicrobatchLoss, gradients: Sequence[Tensor | None], place: int) -> Seen:
@@ -274,11 +282,13 @@ class _Trial:
 
         A gradient may also be off by an eighth of that of the largest gradient: one that is 0 is nothing but rounding.
         """
+        # 1. What is close is right. Only for the rest it is asked how much rounding so many operators may come to.
         suspects = {fact: right for fact, right in wanted.items() if not is_close(got.get(fact), right)}
         if not suspects:
             return
         self.run(self.stages, rounding := Rounding())  # again, to count its operators
         gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == GRADIENT), default=0.0)
+        # 2. Each is measured by its own largest number; a gradient by the model's, since one may be rounding alone.
         for fact, right in suspects.items():
             scale = max(largest(right), gradients / CONSTANT if fact.kind == GRADIENT else 0.0)
             if gap(got.get(fact), right) > rounding.tolerance * scale:

@@ -20,6 +20,7 @@ from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
+from fxpipe.graph.gathering import Places
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, SizeGuard
@@ -54,7 +55,7 @@ from fxpipe.trace.request import Place
 from fxpipe.trace.state.reads import Reads
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
     """The stages of one capture, and its program in words. ``tracer``: the name of the one that made it."""
 
@@ -69,6 +70,8 @@ class Captured:
     """Of which sizes that vary forward makes numbers, and where, in words."""
     answers: Answers = ()
     """What forward asked about the inputs, and the answers for which it holds."""
+    places: Places = field(default_factory=dict)
+    """Where what the stages gather has its rows, if they hold for one shape."""
 
     @property
     def of_one_shape(self) -> bool:

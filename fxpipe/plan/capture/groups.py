@@ -7,8 +7,8 @@ come from there: an ``arange(n)`` in them is the group's. Both captures must hav
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection
+from functools import cache, partial
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.boundary import Gathered
@@ -17,104 +17,78 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import BatchDim
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import Captured, Captures
-from fxpipe.plan.capture.on_fakes import Shapes, shapes_of
+from fxpipe.plan.capture.on_fakes import shapes_of
 from fxpipe.plan.capture.same_stages import called_alike, edges_between
 from fxpipe.plan.inputs.batch import Description, example_of
 from fxpipe.plan.inputs.cuts import joined, joined_description, with_rows
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.inputs.rows import row_count
 
-Capture = Callable[[Pattern, Sample | str], list[Captured]]
 
-
-def for_groups(
-    captured: list[Captured], capture: Capture, pattern: Pattern, sample: Sample | str, batch_dim: BatchDim
-) -> list[Captured]:
-    """The captures of the micro-batches, with the gathered stages as ``capture`` has them for the rows of a group."""
-    first = captured[0]
-    sizes = first.graph.groups(pattern.microbatches)
-    gathers = [stage.name for stage in first.graph if stage.gathered is not None]
+def for_groups(captured: list[Captured], captures: Captures, pattern: Pattern, sample: Sample | str) -> list[Captured]:
+    """The captures of the micro-batches, with the gathered stages as they are captured for the rows of a group."""
+    first, batch_dim = captured[0], captures.options.batch_dim
+    first.graph.groups(pattern.microbatches)  # PartitionError where they do not divide them
+    gathers = [stage for stage in first.graph if stage.gathered is not None]
     if gathers and len(set(pattern.kinds)) > 1:
         raise PartitionError(
-            f"stage {gathers[0]!r} runs for several micro-batches at once, of which some have inputs or plain values "
-            "that others have not; order rows so that all have the same, or make a call for each kind, and then "
+            f"stage {gathers[0].name!r} runs for several micro-batches at once, and some of these have inputs or plain "
+            "values that others have not; order rows so that all have the same, or make a call for each kind, and then "
             "optimizer.step()"
         )
     if not first.of_one_shape:
         return captured
-    for gathered in dict.fromkeys(stage.gathered for stage in first.graph):
-        if gathered is None:
-            continue
-        stages = {stage.index for stage in first.graph if stage.gathered == gathered}
-        size = sizes[min(stages)]
-        whole = capture(_pattern(pattern, gathered, size, batch_dim), _sample(sample, size, batch_dim))
-        made: dict[tuple[int, int], Captured] = {}
-        for place, one in enumerate(captured):
-            group = whole[place // size]
-            key = (id(one), id(group))
-            made[key] = made.get(key) or _with_stages(one, group, stages)
-            captured = [*captured[:place], made[key], *captured[place + 1 :]]
-    return captured
+    places: dict[tuple[str, int], tuple[int, ...]] = {}
+    for gathered in dict.fromkeys(stage.gathered for stage in gathers):
+        assert gathered is not None
+        stages = {stage.index for stage in gathers if stage.gathered == gathered}
+        size = gathered.group or pattern.microbatches
+        groups = _pattern(pattern, gathered, size, batch_dim)
+        whole = captures.of(groups, _sample(sample, size, batch_dim))
+        places |= _places(captures, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
+        merged = cache(partial(_with_stages, stages=stages))  # micro-batches of one capture remain one object
+        captured = [merged(one, whole[place // size]) for place, one in enumerate(captured)]
+    return [dataclasses.replace(captured[0], places=places), *captured[1:]]
 
 
-def places_of_rows(captures: Captures, used: Sequence[Pattern], pattern: Pattern) -> Places:
-    """Where what a step of such micro-batches gathers has its rows, as the shapes for two numbers of rows show it;
-    nothing where groups have no more rows than these.
+def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Places:
+    """Where values that are gathered have their rows, for a capture that holds for any number of rows.
 
-    Then a group is one micro-batch, whose rows may lie anywhere. ``used``: the captures that the step's plan was made
-    from, whose names its values have; another capture that holds for these shapes may have others. Where the model is
-    captured for shapes, the captures of a micro-batch and of a group are run, each for its own.
+    ``used``: the capture that the step's plan was made from, whose names its values have; another capture that holds
+    for these shapes may have others.
     """
-    batch_dim, one = captures.options.batch_dim, captures.kept[used[0]]
-    rows = row_count(pattern.shapes[0], batch_dim) if pattern.shapes else None
-    if rows is None:
+    one, shape, batch_dim = captures.kept[used], pattern.shapes[:1], captures.options.batch_dim
+    few = 1 if (row_count(shape[0], batch_dim) or 0) > 1 else 2  # a dimension of 1 may mean another thing
+    small, large = (joined_description(shape * n, batch_dim) for n in (few, 2 * few))
+    return _places(captures, pattern, (one, small), (one, large))
+
+
+def _places(
+    captures: Captures, pattern: Pattern, *pair: tuple[Captured, Description]
+) -> dict[tuple[str, int], tuple[int, ...]]:
+    """(value, leaf) → its dimensions of rows, for what gathered stages of the first capture are given, by the names
+    there. ``pair``: captures, and a micro-batch for each.
+
+    One run cannot tell 4 rows from 4 features. A dimension of rows has as many entries as there are rows in two runs on
+    fake tensors, for different numbers of rows. What cannot run without numbers, or has not as many dimensions each
+    time, is left out.
+    """
+    rows = tuple(row_count(shape, captures.options.batch_dim) for _, shape in pair)
+    if None in rows or len(set(rows)) == 1:  # a group of one micro-batch, whose rows may lie anywhere
         return {}
-
-    def shown(captured: Captured, shape: Description, count: int) -> _Shown:
-        assert captured.program is not None
-        device, autocast, compute = captures.device, pattern.ambient.autocast, captures.balancing.compute
-        shapes = shapes_of(captured.program, example_of(shape), device, autocast, compute)
-        return _Shown(captured.graph, shapes, count)
-
-    if not one.of_one_shape:
-        few = 1 if rows > 1 else 2  # a dimension of 1 may mean another thing
-        several = {n * rows: joined_description(pattern.shapes[:1] * n, batch_dim) for n in (few, 2 * few)}
-        return _places(*(shown(one, shape, count) for count, shape in several.items()))
+    how = captures.device, pattern.ambient.autocast, captures.balancing.compute
+    runs = [shapes_of(one.program, example_of(shape), *how) for one, shape in pair if one.program is not None]
+    (one, other), (first, second) = (edges_between(captured.graph) for captured, _ in pair), runs
     found: dict[tuple[str, int], tuple[int, ...]] = {}
-    for_them = list(used[pattern.microbatches :])  # in the order in which ``for_groups`` has asked for them
-    for gathered in dict.fromkeys(stage.gathered for stage in one.graph if stage.gathered is not None):
-        groups = _pattern(pattern, gathered, gathered.group or pattern.microbatches, batch_dim)
-        more = row_count(groups.shapes[0], batch_dim)
-        group, for_them = captures.kept[for_them[0]], for_them[groups.microbatches :]
-        if more is not None and more != rows:
-            found |= _places(shown(one, pattern.shapes[0], rows), shown(group, groups.shapes[0], more))
-    return found
-
-
-class _Shown(NamedTuple):
-    """Stages, and the shapes of their values for so many rows."""
-
-    graph: StageGraph
-    shapes: Mapping[str, Shapes]
-    rows: int
-
-
-def _places(one: _Shown, other: _Shown) -> dict[tuple[str, int], tuple[int, ...]]:
-    """(value, leaf) → its dimensions of rows, for what gathered stages of ``one`` are given, by the names there.
-
-    What cannot run without numbers, or has not as many dimensions each time, is left out.
-    """
-    found: dict[tuple[str, int], tuple[int, ...]] = {}
-    theirs = edges_between(other.graph)
-    for (source, target), edges in edges_between(one.graph).items():  # in one order in both
-        if one.graph[target].gathered is None:
+    for between, edges in one.items():  # in one order in both
+        if pair[0][0].graph[between[1]].gathered is None:
             continue
-        for mine, its in zip(edges, theirs.get((source, target), ()), strict=False):
-            pairs = zip(one.shapes.get(mine.value, ()), other.shapes.get(its.value, ()), strict=False)
-            for leaf, (shape, larger) in enumerate(pairs):
-                if shape is not None and larger is not None and len(shape) == len(larger):
-                    sizes = enumerate(zip(shape, larger, strict=True))
-                    found[mine.value, leaf] = tuple(d for d, pair in sizes if pair == (one.rows, other.rows))
+        for mine, its in zip(edges, other.get(between, ()), strict=False):
+            leaves = zip(first.get(mine.value, ()), second.get(its.value, ()), strict=False)
+            for leaf, (small, large) in enumerate(leaves):
+                if small is not None and large is not None and len(small) == len(large):
+                    sizes = enumerate(zip(small, large, strict=True))
+                    found[mine.value, leaf] = tuple(dim for dim, each in sizes if each == rows)
     return found
 
 
@@ -152,7 +126,7 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
     return dataclasses.replace(sample, batches=groups)
 
 
-def _with_stages(one: Captured, group: Captured, stages: set[int]) -> Captured:
+def _with_stages(one: Captured, group: Captured, stages: Collection[int]) -> Captured:
     """``one`` with these stages of ``group``. PartitionError where they would not be sent the same values."""
     _, theirs = called_alike([one.graph, group.graph])
     if _messages(one.graph) != _messages(theirs):
