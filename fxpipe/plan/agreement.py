@@ -182,6 +182,7 @@ class Agreement:
                 raise RunError("a step needs at least one micro-batch")
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
+            # Python's numbers are compared only where a capture holds for these alone: else each makes a new kind.
             described = tuple(describe(values, planner.needs_shapes) for values in given)
             if training:
                 _check_no_gradients(described)
@@ -248,6 +249,7 @@ class Agreement:
     def required(self, graph: StageGraph, rank: int | None, answering: bool = True) -> tuple[str, ...]:
         """The inputs that a rank (None: all of them) must be given. ``answering``: with those by which the first rank
         answers what forward asks, and that no stage reads."""
+        # 1. What its stages read; loss_weight= may read any input, on the ranks that make the loss.
         weighs = self._options.loss_weight is not None and rank in graph.ranks(graph.output_stage)
         used = {
             name
@@ -255,6 +257,7 @@ class Agreement:
             if rank is None or rank in graph.ranks(stage.index)
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
+        # 2. What the first rank answers questions by, and what counts and packed inputs are read from.
         captures, items = self._planner.captures, self._planner.items
         if answering and captures is not None and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
@@ -341,10 +344,11 @@ class Agreement:
         """
         if self._transport.data_size == 1 or not self._planner.first.graph.sees_replicas:
             return ()
+        # As for a proposal: a number each, and the rows themselves only for numbers that are new.
         key = self._transport.gather_int("data", digest_of(map(str, sizes)))
         if key not in self._rows:
             everyone = self._transport.gather("data", list(sizes))
-            is_even = len({*map(len, everyone)}) == 1
+            is_even = len({*map(len, everyone)}) == 1  # as many micro-batches on all: else there is no common group
             self._rows[key] = tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
             if len(self._rows) > KINDS:  # on all replicas, who have asked for the same
                 del self._rows[next(iter(self._rows))]
@@ -359,11 +363,14 @@ class Agreement:
 
     def _decide(self, reported: ReportedCall, everyone: tuple[int, ...], sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
+        # 1. The plan. Where one rank fails none keeps it, so that all capture again in the next call.
         with phase("capture"), self._planner.rolled_back_on_error():
             plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern, sample))
-        if new := set(pairs(plan.instructions)) - self._pairs:  # ranks that have sent each other nothing before
+        # 2. Process groups for ranks that have sent each other nothing before; all ranks make them in one order.
+        if new := set(pairs(plan.instructions)) - self._pairs:
             self._transport.open_more(sorted(new))
             self._pairs |= new
+        # 3. What this batch must have for it.
         gathered = [stage.name for stage in plan.graph if stage.gathered is not None]
         if gathered and len(reported.sizes) > 1 and not reported.has_rows:
             raise RunError(
@@ -372,6 +379,7 @@ class Agreement:
                 "microbatches=1"
             )
         self._check_required(plan, reported.proposals)
+        # 4. How its values are put together and sent.
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(reported.sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(plan, pattern) if joins else {}
@@ -420,11 +428,13 @@ class Agreement:
         if not self._are_many:
             return
         while self._are_many and len(self._settled) > 1:
-            for key in list(self._settled)[: len(self._settled) // 8 + 1]:  # or each new kind would tidy everything
+            # An eighth at once: with one, each new kind would tidy everything anew.
+            for key in list(self._settled)[: len(self._settled) // 8 + 1]:
                 self.dropped.append(self._settled.pop(key).kind)
             self._planner.keep(self.plans)
         self._layouts.clear()
-        self._reported = {key: self._reported[key] for key, _ in self._settled}
+        # Of what was exchanged, only what a known kind still needs.
+        self._reported = {key: agreed.call for (key, _), agreed in self._settled.items()}
         known = set(itertools.chain(*self._reported))
         self._numbers = {proposal: number for proposal, number in self._numbers.items() if number in known}
 

@@ -54,6 +54,7 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     name = type(model).__name__
     if name in _WRAPPERS and type(model).__module__.startswith("torch."):
         raise RunError(f"model is a {name}; {_WRAPPERS[name]}")
+    # A lazy parameter gets its shape in the first call, which changes its module's class as well.
     lazy = next((name for name, tensor in all_tensors(model).items() if is_lazy(tensor)), None)
     if lazy is not None:
         raise RunError(f"{lazy} has no shape yet; call the model once on a batch before compiling it")

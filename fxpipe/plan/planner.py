@@ -119,6 +119,7 @@ class Planner:
     def leaves_unused(self) -> bool:
         """Whether no stage of the first plan uses some parameter, or some buffer that is saved: others are tables, of
         which many models hold more than they read."""
+        # Buffers with persistent=False are tables that forward may or may not read: nothing is lost where none does.
         saved = self.module.state_dict(keep_vars=True).values()
         return not _held(self.first.graph).issuperset(id(one) for one in saved if isinstance(one, Tensor))
 
@@ -144,6 +145,7 @@ class Planner:
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         ``at_compile``: its stages may use what no stage of the first plan does: see ``hold_what_all_use``.
         """
+        # 1. One plan holds for all shapes where the capture does: it is kept without them.
         known = self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
         if known is not None:
             return known
@@ -151,12 +153,14 @@ class Planner:
         if not self.plans:
             self.tables.shown = pattern
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
+        # 2. Captures with symbolic sizes hold for several patterns: those made from the same ones share a plan.
         used = () if self.captures is None else tuple(self.captures.used)
-        for other, plan in self.plans.items():  # one may be made from these captures
+        for other, plan in self.plans.items():
             same = (other.training, other.microbatches) == (pattern.training, pattern.microbatches)
             if used and same and plan.captures == used:
                 self.plans[key] = plan
                 return plan
+        # 3. The stages go to ranks, and these run a table.
         graphs = self._placed(captured, pattern.inputs)
         program = "\n".join(dict.fromkeys(one.text for one in captured))
         plan = self._scheduled(graphs, pattern, program)
@@ -172,8 +176,6 @@ class Planner:
         held, more = _held(first.graph), dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
             more[stage.name] = {name: one for name, one in stage.tensors.items() if id(one) not in held}
-        if not any(more.values()):
-            return
 
         def wider(graph: StageGraph) -> StageGraph:
             stages = (dataclasses.replace(s, tensors={**s.tensors, **more.get(s.name, {})}) for s in graph)
@@ -228,6 +230,8 @@ class Planner:
 
     def _placed(self, captured: Sequence[Captured], inputs: Collection[str]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
+        # All micro-batches run one table: so stages have the numbers of the first plan, values have one name, and the
+        # stages that any micro-batch has are placed.
         graphs = [one.graph for one in captured]
         if self.plans:
             graphs = _each_once(graphs, lambda graph: like(graph, self.first.graph))
@@ -268,11 +272,13 @@ class Planner:
         tables = dataclasses.replace(self.tables, options=options, again=self.first.graph.recomputed)
         planner = dataclasses.replace(self, options=options, tables=tables, plans={})
         made: dict[int, Plan] = {}
+        # Evaluation keeps its tables: costs were measured in steps.
         for pattern, plan in self.plans.items():
             if pattern.training and id(plan) not in made:
                 again = planner._scheduled(plan.graphs, pattern, plan.program)
                 made[id(plan)] = dataclasses.replace(again, captures=plan.captures, places=plan.places)
             planner.plans[pattern] = made.get(id(plan), plan)
+        # Both tables at the new costs: the present one was made for others.
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         costed = dataclasses.replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
@@ -321,6 +327,7 @@ class Planner:
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
+        # Edge × micro-batch, of those between which nothing is sent: a text-only micro-batch has no image features.
         lacking = {id(one): [i for i, edge in enumerate(graph.edges) if edge not in one.edges] for one in graphs}
         absent = {(index, place) for place, one in enumerate(graphs) for index in lacking[id(one)]}
         instructions = lower(
@@ -344,6 +351,7 @@ class Planner:
             if not split and not any(stage.deferring or stage.in_input for stage in graph):
                 return graph
             stages = [dataclasses.replace(stage, deferring=None, in_input=()) for stage in graph]
+            # A compiler's own graphs hide what the pass would cut, so a compiled stage is cut by AOTAutograd.
             for index in split:
                 stage, compiled = stages[index], stages[index].function
                 stages[index] = (
@@ -357,6 +365,7 @@ class Planner:
 
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """A later capture must leave every stage and every tensor where it is."""
+        # A tensor that no rank took up at compile would have no owner, no gradient bucket and no place in a checkpoint.
         held = _held(self.first.graph)
         for before, after in zip(self.first.graph, plan.graph, strict=True):
             moved = sorted(set(after.tensors) - set(before.tensors))

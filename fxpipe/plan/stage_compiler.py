@@ -145,6 +145,7 @@ class _CutGraph:
         self._leaves = [place for place, value in tensors if value.requires_grad and value.is_leaf]
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        # A subclass such as DTensor decides what detach() does: a call with one gives all gradients in I.
         plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
         # A hook is to see a gradient once, and whole: it may not come late then. Hooks behind ``.grad`` run after W.
         leaves = [(place, inputs[place]) for place in self._leaves]
@@ -164,6 +165,7 @@ class _CutGraph:
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's compiler of backwards."""
+        # A backward whose results are not the inputs' gradients in order cannot be cut by their places: all is I then.
         fits = self._fits(module)
 
         @cache
@@ -242,6 +244,7 @@ class _HalvedCall:
 
     def nodes(self, results: Sequence[Any]) -> Iterator[Node]:
         """AOTAutograd's among the nodes behind the results: its own, not those of views of what it was given."""
+        # From the results back to the nodes that lead straight to a stand-in.
         ends = {get_gradient_edge(stand_in).node for stand_in in self.stand_ins.values()}
         waiting = [one.grad_fn for one in results if isinstance(one, Tensor) and one.grad_fn is not None]
         seen: set[Node] = set()
@@ -284,6 +287,7 @@ class _HalvedCall:
             with torch.no_grad():
                 made |= self._parts.of_weights(made)
         waits = {} if self._parts is None else self._parts.waits
+        # What came to a stand-in by another way, as through a view of it that is a result itself, is added, too.
         stand_ins, self.stand_ins = self.stand_ins, {}
         return [
             (parameter, gradient)

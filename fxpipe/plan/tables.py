@@ -91,6 +91,7 @@ class Tables:
                 f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
                 f"pass microbatches={table.microbatches}"
             )
+        # A gathered stage has one action for a group of micro-batches, in a cell such as F0-3.
         groups = graph.groups(microbatches)
         if table.groups != groups:
             raise ScheduleError(
@@ -152,6 +153,7 @@ class Tables:
         none = (False,) * len(graph)
         without = _built(self._family(graph, pattern), graph, table.microbatches, table.tied, table.costs, none)
         again = {stage for stage, _ in table.dependencies.recomputed}
+        # Which stages, then the bytes of each rank and the makespan, beside the same family's table without an R.
         names = [stage.name for stage in graph if stage.index in again]
         lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
         before, after = without.planned(), table.planned()
@@ -220,10 +222,12 @@ def _fewest(graph: StageGraph, make: Make, work: StageWork, memory: float) -> Ma
         peaks = work.plain.peaks(plan.schedule, plan.costs)
         return plan.makespan, peaks, sum(max(peak - memory, 0.0) for peak in peaks)
 
+    # 1. Add stages on ranks that are too full, by seconds for each byte that they take off, until all fits.
     flags = (False,) * len(graph)
     while figures(flags)[2]:
         before, peaks, over_before = figures(flags)
         fullest = [max(peaks[rank] for rank in graph.ranks(stage.index)) for stage in graph]
+        # Others would cost time for bytes that their ranks have to spare.
         full = [s.index for s in graph if s.has_backward and not flags[s.index] and fullest[s.index] > memory]
         ranked: list[tuple[tuple[bool, float, float], Marked]] = []
         for one in (_with(flags, stage, True) for stage in full):
@@ -239,6 +243,7 @@ def _fewest(graph: StageGraph, make: Make, work: StageWork, memory: float) -> Ma
                 "holds fewer of them"
             )
         _, flags = min(ranked, key=itemgetter(0))
+    # 2. A later choice may have made an earlier one needless.
     for stage in reversed(range(len(graph))):
         fewer = _with(flags, stage, False)
         if flags[stage] and not figures(fewer)[2]:

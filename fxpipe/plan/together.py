@@ -45,6 +45,8 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
         return planner.first
 
     plan_together(transport, _EVERYONE, first)
+    # A plan that some ranks alone could make, such as evaluation of an example that others cannot evaluate, is kept by
+    # none: later calls of it would not agree.
     digests, same = [plan.digest for plan in planner.plans.values()], True
     for scope in _EVERYONE:
         same = all(one == (True, digests) for one in transport.gather(scope, (same, digests)))
@@ -76,6 +78,7 @@ def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[]
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
     for scope in scopes:  # all of them, whatever has been found: others wait in the next one
         everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
+        # All ranks that ask the same question answer it and come again; a rank that asks alone would wait for ever.
         if isinstance(failure, Unanswered) and any(other != wrong for _, other in everyone):  # who would not ask again
             failure, wrong = None, next(other or "has a plan already" for _, other in everyone if other != wrong)
         problems = [f"{member(transport, scope, rank)} {other}" for rank, (_, other) in enumerate(everyone) if other]

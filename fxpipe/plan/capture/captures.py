@@ -160,11 +160,13 @@ class Captures:
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         """
+        # Twice: a later micro-batch may be captured with symbolic sizes, which holds for the earlier ones, too.
         each = pattern.each()
         for one in each:
             self._of_one(one, pattern, sample)
-        keys = [self._of_one(one, pattern, sample) for one in each]  # by the captures that hold for most
-        if any((key.training, self.kept[key].tracer) in self.wrong for key in keys):  # only a later shape has shown it
+        keys = [self._of_one(one, pattern, sample) for one in each]
+        # A tracer may be found wrong by a later shape only: then all of the mode are captured again, by the next one.
+        if any((key.training, self.kept[key].tracer) in self.wrong for key in keys):
             self.kept = {key: one for key, one in self.kept.items() if key.training != pattern.training}
             self.families.clear()
             self.first = None if pattern.training else self.first
@@ -185,6 +187,7 @@ class Captures:
     @contextlib.contextmanager
     def rolled_back_on_error(self) -> Iterator[None]:
         """Where what is inside fails, all is as before: ranks on which it has not failed drop theirs, too."""
+        # Collections that are changed in place are copied; what else is here is assigned anew.
         fields = ("kept", "families", "first", "wrong", "whole", "by_itself")
         now = {name: getattr(self, name) for name in fields}
         before = {name: dict(value) if isinstance(value, dict) else value for name, value in now.items()}
@@ -197,6 +200,7 @@ class Captures:
 
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
         """The pattern under which the capture for a micro-batch of ``pattern`` is kept."""
+        # 1. A capture that holds: for any shape, with symbolic sizes, or for this shape, with answers that are given.
         shape, given = this.shape, this.answered
         place = None if shape is None else (dataclasses.replace(this, shapes=(), answers=()), outline(shape))
         family = self.families.get(place, Family())
@@ -207,6 +211,7 @@ class Captures:
         for key in known:
             if key in self.kept:
                 return key
+        # 2. A new one. What it asked of the inputs is a part of the key that it is kept under.
         made = self._captured(this, pattern, sample, frozenset() if shape is None else family.free(shape))
         key = this.for_answers(made.answers) if made.of_one_shape else this.for_any_shape()
         if shape is not None and made.of_one_shape:
@@ -248,6 +253,7 @@ class Captures:
             with aside():
                 accepted.append((cut, made, self._checked(made, request, sample, places)))
 
+        # 1. What a tracer is asked: it makes a program, and ``accept`` cuts and checks that before it counts.
         request = Request(
             self.model,
             this.inputs,
@@ -278,6 +284,7 @@ class Captures:
         def shares() -> Mapping[str, float]:
             return self._shares(accepted[-1][0], pattern, shape)
 
+        # 2. The capture. What it reads of Python's state is noted, since a change of that makes another capture.
         request = observe(request) if self.whole else request
         observes = observe if self._can_run(sample, shape) else None
         with (
@@ -290,6 +297,8 @@ class Captures:
             except Unanswered as error:
                 self.asks_numbers = error.numbers
                 raise
+        # 3. What it has shown of the model. A submodule that stages call follows its own changes: only what was traced
+        # through is compared.
         self.whole, self.asks_numbers = request.whole, request.asks_numbers
         roots = [root for root in (self.model, request.loss_module) if root is not None]
         own = {  # which only regions read, or a capture refuses
@@ -309,12 +318,14 @@ class Captures:
         self.whole = tuple(region for region in self.whole if region.name not in inside)
         beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
         self.beside |= dict.fromkeys(beside)
+        # 4. What .stages says of it.
         head, *rest = made.graph.origin.splitlines()
         origin = "\n".join([f"{head}, {checked}", *rest, *beside])
         made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, origin=origin))
         calls = (call for part in cut.opaque.values() for call in opaque_calls(part))
         self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
+        # Copies, as a rank holds only its own stages' buffers once compile is done, and later captures may need others.
         if not self.numbers:
             buffers = self.model.named_buffers(remove_duplicate=False)
             small = [(name, one) for name, one in buffers if not one.is_meta and one.numel() <= SMALL]
@@ -371,6 +382,7 @@ class Captures:
     def _guessed(self, names: set[str], training: bool, shape: Description) -> SeenCalls:
         """What these regions do, by the observed micro-batch that is most like this one."""
 
+        # The micro-batch that shows most: that called these regions, in this mode, with sizes that map to one each.
         def unlikeness(one: tuple[bool, Description, SeenCalls]) -> tuple[int, bool, tuple[int, int]]:
             then_training, then, calls = one
             return len(names - {name for name, _ in calls}), then_training != training, unlike(then, shape)
@@ -416,6 +428,7 @@ class Captures:
         first = self.first
         if first is None:
             self.found = None
+        # What is opaque was kept for its effects, and what answers a question was computed for it: both may be unused.
         if whole or program.answers:
             program = default_passes.drop_unused(program)
         if whole:
@@ -423,6 +436,7 @@ class Captures:
             program = with_unused(program, self.unused)
         if first is not None:
             program = program.replace(written_before=names_of_written(first))
+        # Cuts are searched for, or marked. Later captures are cut where the first one was.
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:

@@ -38,6 +38,7 @@ def for_groups(captured: list[Captured], captures: Captures, pattern: Pattern, s
         )
     if not first.of_one_shape:
         return captured
+    # Each kind of group is captured for its own rows; its gathered stages replace those of the micro-batches.
     places: dict[tuple[str, int], tuple[int, ...]] = {}
     for gathered in dict.fromkeys(stage.gathered for stage in gathers):
         assert gathered is not None
@@ -74,6 +75,7 @@ def _places(
     time, is left out.
     """
     rows = tuple(row_count(shape, captures.options.batch_dim) for _, shape in pair)
+    # Two numbers of rows, or nothing can be told.
     if None in rows or len(set(rows)) == 1:  # a group of one micro-batch, whose rows may lie anywhere
         return {}
     how = captures.device, pattern.ambient.autocast, captures.balancing.compute
@@ -128,6 +130,7 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
 
 def _with_stages(one: Captured, group: Captured, stages: Collection[int]) -> Captured:
     """``one`` with these stages of ``group``. PartitionError where they would not be sent the same values."""
+    # What the stages before send must be what the group's stage takes, in one order and with the same gradients.
     _, theirs = called_alike([one.graph, group.graph])
     if _messages(one.graph) != _messages(theirs):
         raise PartitionError(

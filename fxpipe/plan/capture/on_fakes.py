@@ -26,6 +26,7 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 @contextmanager
 def left_as_it_is(module: nn.Module) -> Iterator[None]:
     """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
+    # Tensors are safe, as forward computes with fakes; Python's objects are the model's own.
     snapshot = Snapshot(module)
     with random_apart():
         try:

@@ -30,6 +30,7 @@ class Questions:
 
     def answers(self, values: Mapping[str, Any]) -> Answers:
         """What is known of a micro-batch with these inputs, of which some may be lacking."""
+        # In the order in which forward asks: what comes after ``if mask.all():`` depends on that answer.
         found: dict[str, Answer] = {}
         for question in self.asked.values():
             if question.key not in found and all(found.get(key, known) == known for key, known in question.before):
@@ -77,6 +78,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     """What a program computes, as a question; None where that depends on more than inputs and constants."""
     if not asked.key:
         return None
+    # 1. Only nodes that every stage could copy: deterministic, of inputs and constants alone.
     program = mark_copies(erase_boundaries(program))
     written = alias_groups(program).written
     needed = _needed(program, written)
@@ -85,6 +87,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
             return None
         if node.op.startswith("call_") and (node.name not in program.copied or "modes" in node.meta):
             return None
+    # 2. The graph of these, which each rank runs on its own micro-batches.
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     graph.output(graph.graph_copy(program.graph, copies))
     for node, copy in reversed(copies.items()):
@@ -93,6 +96,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
     writes = any(node.name in group for node in needed for group in written)
     run, inputs = fx.GraphModule(constants, graph), tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
+    # 3. The sizes for which it holds: those that the capture did not keep symbolic.
     modes = request.autocast, request.compute
     varying = request.varying if program.holds_for is not None else ()
     sizes = tuple(

@@ -18,6 +18,7 @@ def like(graph: StageGraph, first: StageGraph) -> StageGraph:
     """
     if graph.names == first.names:
         return graph
+    # Numbers must rise along every edge in both graphs, or the first one's table would run a stage before its input.
     found = {stage.index: _counterpart(stage, first) for stage in graph}
     number = {index: place for index, place in found.items() if place is not None}
     present = {place: graph[index] for index, place in number.items()}
@@ -54,13 +55,15 @@ def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
                 f"differ in what they exchange or return:\n{first}\n{graph}\npass micro-batches of one shape, a batch "
                 "that divides evenly, and make a call for each kind of them"
             )
+    # Between two stages, the names of the micro-batch that has most values there.
     between: dict[tuple[int, int], list[Edge]] = {}
     for graph in each:
         for pair, edges in edges_between(graph).items():
             between[pair] = max(between.get(pair, []), edges, key=len)
     backward = [any(stage.has_backward for stage in stages) for stages in zip(*each, strict=True)]
+    # Any value between two stages may bear the name of any other, as both ends are of one graph.
     found: dict[int, StageGraph] = {}
-    for graph in each:  # any value between two stages may bear the name of any other: both ends are of this graph
+    for graph in each:
         names = {pair: iter(edges) for pair, edges in between.items()}
         called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
         stages = tuple(_relabelled(stage, called) for stage in graph)

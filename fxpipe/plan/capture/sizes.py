@@ -68,6 +68,7 @@ def unlike(then: Description, now: Description) -> tuple[int, int]:
 def outline(description: Description) -> Hashable:
     """What micro-batches that differ in sizes alone have in common."""
 
+    # How many dimensions, not how long: strides follow from sizes, and are left out with them.
     def without_sizes(leaf: object) -> object:
         if not isinstance(leaf, TensorLike):
             return leaf

@@ -102,6 +102,8 @@ def described(value: Any, exact: bool) -> InputDescription:
         return InputDescription("none")
     if isinstance(value, _FIXED):
         return InputDescription("fixed", value)
+    # What a capture may depend on (container, shapes, types) is compared; ``like`` goes with it, to be cut as the
+    # values are.
     leaves, spec = pytree.tree_flatten(value)
     likes = [_like(leaf) for leaf in leaves]
     described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
@@ -131,6 +133,7 @@ def _like(leaf: Any) -> Any:
         return TensorLike.of(leaf)
     if isinstance(leaf, (TensorLike, ObjectLike, *PLAIN)):
         return leaf
+    # What cannot be sent as plain data would fail in the exchange between ranks, where nobody could name the input.
     try:
         encode(leaf)
     except RunError:
@@ -160,6 +163,7 @@ def known_by_type(description: Description) -> Iterator[tuple[str, Any]]:
 
 def merge(descriptions: Sequence[Description]) -> Description:
     """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
+    # A rank may be given None for what its stages do not read, as another rank has it.
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, given in description:

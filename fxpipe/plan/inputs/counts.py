@@ -36,6 +36,7 @@ def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
 def _check_cut(name: str, value: Any, rule: Rule) -> None:
     if rule is None or isinstance(rule, Packed):  # whole, or by its entries, whatever they are
         return
+    # A dict that pytree knows is cut entry by entry. transformers' BatchFeature is a leaf to it, and is refused below.
     if is_mapping(value) and not pytree.tree_structure(value).is_leaf():
         for entry, inside in value.items():
             _check_cut(f"{name}.{entry}", inside, rule.get(entry, 0) if isinstance(rule, Mapping) else rule)
@@ -73,6 +74,7 @@ def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_di
                 f"micro-batch would be given all; pass a tensor, or write {written(rule.counts, 'fxpipe.Packed(1)')}"
             )
         return None if given is None else _numbers(path, given)
+    # A function of inputs: where a rank lacks one that must be given, another rank counts.
     given = {name: values[name] for name in read_by(rule) if values.get(name) is not None}
     if any(needed and name not in given for name, needed in read_by(rule).items()):
         return None
@@ -99,6 +101,7 @@ def _numbers(path: str, given: Any) -> tuple[int, ...]:
         raise RunError(f"the counts of {path!r} are {shown(given)}; they are a tensor or a list of numbers") from None
     if tensor.is_meta:
         raise RunError(f"the counts of {path!r} are on the meta device, without numbers; give what they are read from")
+    # A list without entries is float32 to torch, and is as good as any integers.
     whole = not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel()
     if tensor.dim() != 1 or not whole:
         raise RunError(

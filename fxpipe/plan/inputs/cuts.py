@@ -55,8 +55,10 @@ def _parts(path: str, value: Any, rule: Rule, sizes: Sequence[int], pieces: Piec
         return [value] * len(sizes)
     if isinstance(rule, Mapping):
         parts = {name: _parts(f"{path}.{name}", one, rule.get(name, 0), sizes, pieces) for name, one in value.items()}
+        # Only the dict is taken apart here: what it holds has rules of its own.
         _, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
         return [pytree.tree_unflatten(list(each), spec) for each in zip(*parts.values(), strict=True)]
+    # Offsets (n + 1 of n sequences) overlap by one: the last of a part is the first of the next. Each begins with 0.
     if isinstance(rule, Offsets):
         starts = [0, *accumulate(pieces[path])]
         spans = zip(starts, pieces[path], strict=False)
@@ -136,7 +138,7 @@ def _in_a_row(column: Sequence[Any], along: int) -> Any:
 def _offsets_in_a_row(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], TensorLike):
         return replace(parts[0], shape=(sum(part.shape[0] - 1 for part in parts) + 1,))
-    found = list(parts[:1])
+    found = list(parts[:1])  # each later part goes on where the one before it ends
     for part in parts[1:]:
         found.append(part[1:] + found[-1][-1])
     return torch.cat(found)
@@ -159,6 +161,7 @@ def resized(leaf: TensorLike, along: int, size: int) -> TensorLike:
     """A tensor of another size, dense as long as it was."""
     if not leaf.shape:
         return leaf
+    # Where the new size reaches the stride of an outer dimension, outer strides grow, or entries would overlap.
     inside = leaf.stride[along]
     larger = any(inside < step < inside * size for step in leaf.stride)
     stride = tuple(step * size if larger and step > inside else step for step in leaf.stride)

@@ -93,6 +93,7 @@ class Items:
         return [int(self.count(batches)), int(replace(self, shifts=False).count(batches))]
 
     def _labels(self, batch: Mapping[str, Any]) -> Tensor:
+        # Sequence-parallel batches bring labels that are shifted already, beside plain ones.
         if batch.get("shift_labels") is not None:
             return torch.as_tensor(batch["shift_labels"])
         labels = torch.as_tensor(batch["labels"])

@@ -44,6 +44,7 @@ def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> s
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """``model.modules()``, in its order, without the names that torch makes for each: every step asks."""
+    # A stack of iterators, in torch's depth-first order.
     found = {id(model): model}
     waiting = [iter(model._modules.values())]
     while waiting:
@@ -134,6 +135,7 @@ def pattern_of(
     ambient: Ambient,
 ) -> Pattern:
     """The captures that micro-batches like these need."""
+    # In evaluation a target may be left out: then the plan is of the model alone, whatever else is given.
     has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
     with_loss = loss_fn is not None and (training or has_target)
     shapes = tuple(

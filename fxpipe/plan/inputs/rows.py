@@ -56,6 +56,7 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
 
     RunError where inputs disagree, or counts do not fit what they count.
     """
+    # Every input that gives rows must give as many, and so must counts of the batch's rows.
     entries = entries_of(description, batch_dim)
     sizes = {path: _size(path, entry) for path, entry in entries.items()}
     by_input = {path: _rows(path, entries[path].rule, size) for path, size in sizes.items()}
@@ -121,6 +122,8 @@ def _rows(path: str, rule: Rule, size: int | None) -> int | None:
 
 def _check_lists(entries: Mapping[str, InputRows], rows: Mapping[str, int], batch_dim: BatchDim) -> None:
     """RunError for a list that may have an entry for each row, where nobody has said whether it has."""
+    # A list of images, 3 × height × width, looks like a list of tensors with 3 rows each: torchvision's detectors take
+    # the former, and a DataLoader's batch is the latter.
     unnamed = [path for path in rows if path in entries and not _is_named(path, batch_dim)]
     lists = {path: list(_lists(path, entries[path].like)) for path in unnamed}
     is_alone = all(map(lists.get, rows))
@@ -187,6 +190,8 @@ def _may_be_rows(listed: Sequence[Any], rows: int, is_alone: bool) -> bool:
 
 def _check_counts(sizes: Mapping[str, int | None], rows: int | None, counts: Counts, batch_dim: BatchDim) -> None:
     """RunError where counts are not one for each row, or do not sum to what they count."""
+    # Rows come first, then what is packed for rows of the batch, then what is packed for rows of that, as counted() has
+    # them in order.
     rules = counted(batch_dim)
     for path, rule in rules.items():
         size = sizes.get(path)
@@ -196,6 +201,7 @@ def _check_counts(sizes: Mapping[str, int | None], rows: int | None, counts: Cou
         owner, wanted = ("the batch", rows) if of is None else (repr(of), sizes.get(of))
         if wanted is None:
             raise RunError(f"input {path!r} is counted for the rows of {owner}, which no rank was given")
+        # n + 1 offsets have n sequences, which are the rows that are counted for.
         wanted -= of is not None and isinstance(rules[of], Offsets)
         numbers = _numbers_of(path, rule, wanted, counts)
         wanted_for = f"for the {wanted} rows of {owner}"
@@ -249,6 +255,7 @@ def pieces_of(batch_dim: BatchDim, sizes: Sequence[int], counts: Counts) -> dict
         elif isinstance(rule.counts, int):
             found[path] = tuple(rule.counts * size for size in base)
         elif path in counts:
+            # A micro-batch takes the counts of its own rows, which lie one after another.
             ends = [0, *accumulate(base)]
             found[path] = tuple(sum(counts[path][start:end]) for start, end in pairwise(ends))
     return found
