@@ -410,7 +410,7 @@ class Agreement:
         distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks were given the same
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts = [reported.parts(list(given), split_description, self._options.batch_dim) for given in distinct]
-        fixed = dataclasses.replace(pattern.for_any_shape(), kinds=pattern.kinds[:1])
+        fixed = dataclasses.replace(pattern.for_any_shape(), given=pattern.given[:1])
         captures = plan.captures or (None,) * len(reported.sizes)
         keys = [
             (plan.graph.edges, fixed, reported.is_cut, who, *each)

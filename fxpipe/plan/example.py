@@ -22,7 +22,7 @@ from fxpipe.plan.inputs.batch import bind, describe, required_names
 from fxpipe.plan.inputs.counts import Counts, check_cut, counts_of
 from fxpipe.plan.inputs.cuts import split
 from fxpipe.plan.inputs.label_count import with_number
-from fxpipe.plan.inputs.pattern import Kind, Pattern, pattern_of
+from fxpipe.plan.inputs.pattern import GivenInputs, Pattern, pattern_of
 from fxpipe.plan.inputs.rows import row_count, split_rows
 from fxpipe.plan.planner import Planner
 from fxpipe.torch_compat import pytree
@@ -124,8 +124,8 @@ class Example:
         """What its plan depends on; without an example, what a call with the required inputs alone has."""
         planner, loss_fn = self.planner, self.options.loss_fn
         if not self.options.has_example:
-            kinds = (Kind(tuple(required_names(planner.signature))),) * planner.microbatches
-            return Pattern(kinds, loss_fn is not None, planner.flags, ambient=Ambient.now())
+            given = (GivenInputs(tuple(required_names(planner.signature))),) * planner.microbatches
+            return Pattern(given, loss_fn is not None, planner.flags, ambient=Ambient.now())
         described = [planner.items.described(describe(part, exact=True)) for part in self.microbatches]
         pattern = pattern_of(described, True, loss_fn, planner.flags, Ambient.now())
         return dataclasses.replace(pattern, answers=answers, asks=self.has_numbers)

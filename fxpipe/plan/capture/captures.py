@@ -257,7 +257,7 @@ class Captures:
         request = Request(
             self.model,
             this.inputs,
-            dict(this.kinds[0].fixed),
+            dict(this.given[0].fixed),
             self.options.loss_fn if pattern.with_loss else None,
             example=None if shape is None else example_of(shape),
             cuts=self.cuts,

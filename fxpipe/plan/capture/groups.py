@@ -30,7 +30,7 @@ def for_groups(captured: list[Captured], captures: Captures, pattern: Pattern, s
     first, batch_dim = captured[0], captures.options.batch_dim
     first.graph.groups(pattern.microbatches)  # PartitionError where they do not divide them
     gathers = [stage for stage in first.graph if stage.gathered is not None]
-    if gathers and len(set(pattern.kinds)) > 1:
+    if gathers and len(set(pattern.given)) > 1:
         raise PartitionError(
             f"stage {gathers[0].name!r} runs for several micro-batches at once, and some of these have inputs or plain "
             "values that others have not; order rows so that all have the same, or make a call for each kind, and then "
@@ -116,8 +116,8 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
                 )
         shapes.append(shape)
     groups = tuple(shapes)
-    kinds = pattern.kinds[: len(groups)]
-    return dataclasses.replace(pattern, kinds=kinds, shapes=groups, everyone=(), answers=(), asks=False)
+    given = pattern.given[: len(groups)]
+    return dataclasses.replace(pattern, given=given, shapes=groups, everyone=(), answers=(), asks=False)
 
 
 def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | str:

@@ -62,7 +62,7 @@ def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
     return {id(one): one for module in modules for one in module._parameters.values() if one is not None}.values()
 
 
-class Kind(NamedTuple):
+class GivenInputs(NamedTuple):
     """What one micro-batch is given: its inputs, and those whose values code may branch on, with these."""
 
     inputs: tuple[str, ...]
@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 class Pattern:
     """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
 
-    kinds: tuple[Kind, ...]
+    given: tuple[GivenInputs, ...]
     """Of each micro-batch: one may lack an input that another has."""
     with_loss: bool
     flags: Flags
@@ -92,20 +92,20 @@ class Pattern:
 
     @property
     def microbatches(self) -> int:
-        return len(self.kinds)
+        return len(self.given)
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Those that any micro-batch has."""
-        return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.inputs))
+        return tuple(dict.fromkeys(name for each in self.given for name in each.inputs))
 
     def each(self) -> list[Pattern]:
         """For each micro-batch what the capture for it alone depends on."""
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
         return [
-            dataclasses.replace(self, kinds=(kind,), shapes=shape, everyone=()).for_answers(answer)
-            for kind, shape, answer in zip(self.kinds, shapes, answers, strict=True)
+            dataclasses.replace(self, given=(given,), shapes=shape, everyone=()).for_answers(answer)
+            for given, shape, answer in zip(self.given, shapes, answers, strict=True)
         ]
 
     @property
@@ -142,11 +142,11 @@ def pattern_of(
         tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
         for description in microbatches
     )
-    kinds = tuple(
-        Kind(
+    each = tuple(
+        GivenInputs(
             tuple(name for name, given in shape if given.kind == "input"),
             tuple((name, given.detail) for name, given in shape if given.kind != "input"),
         )
         for shape in shapes
     )
-    return Pattern(kinds, with_loss, flags, training, shapes, ambient)
+    return Pattern(each, with_loss, flags, training, shapes, ambient)
