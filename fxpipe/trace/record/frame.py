@@ -19,7 +19,7 @@ class PythonState:
     """What a call may change and no operation shows: attributes of its submodule, containers in them, random state."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._random, self._snapshot = RandomState(), Snapshot(module)
+        self._random, self._snapshot = RandomState(), Snapshot(module, tensors=False)
 
     def has_changed(self) -> bool:
         """Whether attributes changed, or Python's, NumPy's or torch's real random numbers were drawn or seeded, or

@@ -22,9 +22,10 @@ _MISSING = object()
 
 class Snapshot:
     """The attributes of a module and its submodules, the containers, objects and generators of random numbers in them,
-    and the memory of their tensors."""
+    and, unless ``tensors`` is False, the memory of their tensors."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, tensors: bool = True) -> None:
+        self._with_tensors = tensors
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._taken: dict[int, tuple[str, Taken]] = {}
         self._tensors: dict[int, _TensorState] = {}
@@ -47,8 +48,10 @@ class Snapshot:
                 self._generators.setdefault(id(part.value), _GeneratorState(*ways, ways[0]()))
 
     def _keep(self, name: str, tensor: Tensor) -> None:
-        state = _TensorState(name, tensor, tensor.detach(), tensor.requires_grad, version_of(tensor))
-        self._tensors.setdefault(id(tensor), state)
+        # Under a tracer each detach() costs a tenth of a millisecond or more, and there are snapshots for every call.
+        if self._with_tensors and id(tensor) not in self._tensors:
+            state = _TensorState(name, tensor, tensor.detach(), tensor.requires_grad, version_of(tensor))
+            self._tensors[id(tensor)] = state
 
     def storages(self) -> dict[int, str]:
         """The memory of every tensor that the model holds, and the tensor's name."""
