@@ -9,10 +9,9 @@ if __name__ == "passes":
     raise ImportError("this folder is the package fxpipe.passes; import it by that name")
 
 from fxpipe.passes.alias_groups import alias_groups
-from fxpipe.passes.analysis.blocks import blocks
+from fxpipe.passes.blocks import blocks
 from fxpipe.passes.chain import Pass
-from fxpipe.passes.drop_unused import drop_unused
-from fxpipe.passes.erase_boundaries import erase_boundaries
+from fxpipe.passes.drop_unused import drop_unused, erase_boundaries
 from fxpipe.passes.follow import as_before, follow, read_where_held
 from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies

@@ -7,8 +7,8 @@ from torch import fx
 from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Effects, Program, before_boundary, is_boundary, is_boundary_value, where
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.passes.analysis.effects import aliased, is_number, own_writes, writes_apart, written
-from fxpipe.passes.analysis.union import Union
+from fxpipe.passes.effects import aliased, is_number, own_writes, writes_apart, written
+from fxpipe.passes.union import Union
 
 
 def alias_groups(program: Program) -> Program:
@@ -16,6 +16,8 @@ def alias_groups(program: Program) -> Program:
     memory = Union(program.graph.nodes)
     together = Union(program.graph.nodes)  # and with it those who write into it, whatever they return
     for node in program.graph.nodes:
+        # A batch norm writes its running mean and returns a new tensor: it must run with all that use the mean, but
+        # what it returns is no part of that memory.
         apart = writes_apart(program, node)
         for source in aliased(program, node):
             together.join(node, source)
@@ -61,7 +63,7 @@ def _changed(program: Program) -> set[int]:
         if node.op == "call_module":
             known = program.effects.get(node.name, Effects())
             seen = [program.attribute(name) for name in known.writes]
-            found |= {id(tensor) for tensor in (*own_writes(program.attribute(str(node.target))), *seen)}
+            found |= {id(tensor) for tensor in (*own_writes(program.attribute(node)), *seen)}
         elif node.op == "get_attr" and node.name in in_groups:
             found |= held(program, node)
     return found
@@ -70,10 +72,10 @@ def _changed(program: Program) -> set[int]:
 def held(program: Program, node: fx.Node) -> set[int]:
     """The parameters and buffers that a node names, or that the module it calls holds or uses, by identity."""
     if node.op == "get_attr":
-        return {id(program.attribute(str(node.target)))}
+        return {id(program.attribute(node))}
     if node.op != "call_module":
         return set()
-    module, known = program.attribute(str(node.target)), program.effects.get(node.name, Effects())
+    module, known = program.attribute(node), program.effects.get(node.name, Effects())
     used = [program.attribute(name) for name in (*known.reads, *known.writes)]
     return {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *used)}
 
@@ -85,6 +87,7 @@ def _check_private_copies(program: Program, memory: Union[fx.Node], first_write:
         originals.join(memory.find(node), node)
         if is_boundary_value(node):
             originals.join(before_boundary(node), node)
+    # Only a write to memory that holds a copy matters: elsewhere a reader sees what was written.
     copies = {memory.find(node) for node in program.graph.nodes if is_boundary_value(node)}
     members = {originals.find(group[0]): group for group in originals.groups()}
     for target, write in first_write.items():

@@ -60,12 +60,14 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     graph = backward.graph
     returned: Any = graph.output_node().args[0]
     gradients = {place: node for place, node in enumerate(returned) if isinstance(node, fx.Node)}
+    # I: all that the gradients of inputs are made from, and whatever acts. W: the rest.
     now = [node for place, node in gradients.items() if place not in later]
     weights = [node for place, node in gradients.items() if place in later]
     effects = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
     _call_twice(graph, _before([*now, *effects], ()))
     given = [node for node in graph.nodes if node.op == "placeholder"]
     in_input = _before([*now, *effects], given)
+    # A call of several results belongs to one half with all of them.
     in_input |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in in_input}
     # a view is cheaper made again than handed on
     views = {node for node in in_input if isinstance(node.target, OpOverload) and node.target.is_view}

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from fxpipe.graph.deferred import deferring, runs_hooks
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Stage
-from fxpipe.passes.analysis.effects import is_in_place, is_known, is_number, is_random, operator_name, written
+from fxpipe.passes.effects import is_in_place, is_known, is_number, is_random, nodes_in, operator_name, written
 
 CALLS = frozenset(
     "linear bilinear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d matmul mm bmm "
@@ -78,9 +78,11 @@ class _Deferrable:
             self._trace(node)
         users = [node for node in self._nodes if node not in self.made_from and self.parameters(node)]
         differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
+        # torch.autograd.grad inside forward needs the whole graph, so nothing of it is left to W.
         self.calls = [] if differentiates else [node for node in users if self._is_listed(node)]
         self.kept: set[int] = set()
         while True:  # a call that uses a parameter that is kept keeps all that it uses
+            # Autograd adds a parameter's gradients in one order: if one use stays in I, all must.
             others = [node for node in users if node not in self.calls and not is_number(node)]
             self.kept = set().union(*map(self.parameters, others))
             lost = [node for node in self.calls if self.parameters(node) & self.kept]
@@ -91,7 +93,7 @@ class _Deferrable:
     def _trace(self, node: fx.Node) -> None:
         operands = [operand for operand in node.all_input_nodes if not is_number(operand)]
         if node.op == "get_attr":
-            value = self._program.attribute(str(node.target))
+            value = self._program.attribute(node)
             if isinstance(value, Tensor):
                 self.made_from[node] = frozenset({node} if isinstance(value, nn.Parameter) else ())
         elif self._only_computes(node) and all(operand in self.made_from for operand in operands):
@@ -105,12 +107,11 @@ class _Deferrable:
 
     def _is_listed(self, node: fx.Node) -> bool:
         # given a value twice, what comes back of each would have to be added in autograd's order
-        given: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), given.append)
+        given = nodes_in((node.args, node.kwargs))
         inputs = [operand for operand in given if operand not in self.made_from and not is_number(operand)]
         repeats = len(inputs) > len(set(inputs))
         if node.op == "call_module":
-            module = self._program.attribute(str(node.target))
+            module = self._program.attribute(node)
             return _is_listed_module(module) and (_is_attention(module) or not repeats)
         if not _is_plain(node) or operator_name(node) not in CALLS or is_number(node) or repeats:
             return False
@@ -121,9 +122,9 @@ class _Deferrable:
 
     def parameters(self, node: fx.Node) -> set[int]:
         """The parameters, by id, that a node uses, or that a module holds which it calls or hands on."""
-        found = {id(self._program.attribute(str(root.target))) for root in self._roots(node)}
+        found = {id(self._program.attribute(root)) for root in self._roots(node)}
         if node.op in ("call_module", "get_attr"):
-            value = self._program.attribute(str(node.target))
+            value = self._program.attribute(node)
             found |= set(map(id, value.parameters())) if isinstance(value, nn.Module) else set()
         return found
 
@@ -148,6 +149,7 @@ class _Deferrable:
             is_attention = is_module and _is_attention(self._program.attribute(target))
             call = deferring(function, f"deferred_{node.name}", is_attention)
             roots = tuple(copies[root] for root in self._roots(node))
+            # What is made from parameters alone stays attached to them: its gradient is W's.
             held = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             args = (deferred, module, roots, held, *args)

@@ -1,19 +1,21 @@
-"""Drop unused: what nothing reads and that does nothing else, such as an auxiliary head in evaluation, is left out."""
+"""Drop unused: leaves out the nodes that nothing reads and that do nothing else, as an auxiliary head in evaluation.
+
+Erase boundaries: leaves out the stage boundaries, for ``fxpipe.plan.balance``, which chooses the cut itself.
+"""
 
 from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.graph.program import Program, is_assertion, is_boundary, is_boundary_value
-from fxpipe.passes.analysis.effects import acts, aliased, written_now
-from fxpipe.passes.analysis.union import Union
+from fxpipe.graph.program import Program, before_boundary, is_assertion, is_boundary, is_boundary_value
+from fxpipe.passes.effects import acts, aliased, written_now
+from fxpipe.passes.union import Union
 
 
 def drop_unused(program: Program) -> Program:
     """Program → the same program, without nodes that change neither its result nor what the model holds."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    program = program.replace(graph=graph)
+    program = program.with_own_graph()
+    graph = program.graph
     memory = Union(graph.nodes)
     for node in graph.nodes:
         for source in aliased(program, node):
@@ -35,3 +37,16 @@ def _is_idle(program: Program, node: fx.Node, memory: Union[fx.Node], lasting: s
     if node.op in ("placeholder", "output") or is_assertion(node) or acts(program, node):
         return False
     return lasting.isdisjoint(map(memory.find, written_now(program, node)))
+
+
+def erase_boundaries(program: Program) -> Program:
+    """Program → the same program without boundaries; what stood behind one is what stood in front of it."""
+    program = program.with_own_graph()
+    nodes = list(program.graph.nodes)
+    for node in filter(is_boundary_value, nodes):
+        node.replace_all_uses_with(before_boundary(node))
+    # backwards: a node can be erased when all that use it are gone
+    for node in reversed(nodes):
+        if is_boundary(node) or is_boundary_value(node):
+            program.graph.erase_node(node)
+    return program

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx, nn
 
 from fxpipe.graph.program import Program, called_in, is_compute, made_by
-from fxpipe.passes.analysis.effects import used_tensors
-from fxpipe.passes.analysis.union import Union
+from fxpipe.passes.effects import used_tensors
+from fxpipe.passes.union import Union
 
 
 def follow(program: Program, first: Program) -> Program:
@@ -23,9 +23,10 @@ def follow(program: Program, first: Program) -> Program:
     together = Union(nodes)
     for group in program.written:
         members = [node for node in nodes if node.name in group]
-        for member in members[1:]:
-            together.join(members[0], member)
+        if members:
+            together.join(*members)
     least: dict[fx.Node, int] = {}  # by what stands for a group that is together
+    # The least stage of each group that its makers and its parameters allow.
     changed = True
     while changed:  # once, unless a group spans nodes that depend on each other
         changed = False
@@ -94,6 +95,7 @@ def as_before(program: Program, first: Program) -> Program:
     for stage, name in enumerate(program.stage_names):  # in topological order
         before = max((now[source] for source in sources[stage]), default=0)
         known = first.stage_names.index(name) if name in first.stage_names else before
+        # Parameters decide; a stage without any keeps its name's place, or runs with what it is computed from.
         choices = held[stage] or {known}
         if len(choices) > 1 or min(choices) < before:
             return program
@@ -114,19 +116,20 @@ def read_where_held(program: Program, first: Program) -> Program:
     if program.gathered or first.gathered:
         return program
     held: dict[int, set[str]] = {}  # buffer → the names of the first's stages that use it
-    for node, stages in _stages_of(first, first.graph).items():
+    for node, stages in _stages_of(first).items():
         for tensor in _tensors(first, node):
             held.setdefault(tensor, set()).update(first.stage_names[stage] for stage in stages)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
+    program = program.with_own_graph()
+    graph = program.graph
     stage_of, copied = dict(program.stage_of), set(program.copied)
     for node in [node for node in graph.nodes if node.op == "get_attr" and node.target not in program.constants]:
-        buffer = program.attribute(str(node.target))
+        buffer = program.attribute(node)
         names = () if isinstance(buffer, nn.Parameter) else held.get(id(buffer), ())
         holders = {stage for stage, name in enumerate(program.stage_names) if name in names}
-        stages = _stages_of(program, graph)[node] if holders else set()
+        stages = _stages_of(program)[node] if holders else set()
         if stages <= holders or min(holders) > min(stages):
             continue
+        # What is computed from the buffer alone and copied moves along, so that the sent value is one.
         source, made = min(holders), {node}
         for each in graph.nodes:
             if each.name in copied and made.intersection(map(made_by, each.all_input_nodes)):
@@ -137,13 +140,13 @@ def read_where_held(program: Program, first: Program) -> Program:
             sent = graph.call_method("detach", (node,))
         stage_of[sent.name] = source
         node.replace_all_uses_with(sent, lambda user: stage_of.get(user.name) not in {*holders, source})  # noqa: B023
-    return program.replace(graph=graph, stage_of=stage_of, copied=frozenset(copied))
+    return program.replace(stage_of=stage_of, copied=frozenset(copied))
 
 
-def _stages_of(program: Program, graph: fx.Graph) -> dict[fx.Node, set[int]]:
+def _stages_of(program: Program) -> dict[fx.Node, set[int]]:
     """The stages in which each node is computed, or read: of what is copied, those of all that use it."""
     found: dict[fx.Node, set[int]] = {}
-    for node in reversed(graph.nodes):
+    for node in reversed(program.graph.nodes):
         if node.op == "output":
             found[node] = set() if program.output_stage is None else {program.output_stage}
         elif node.name in program.stage_of:

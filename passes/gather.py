@@ -23,7 +23,7 @@ from fxpipe.graph.program import (
     made_by,
     where,
 )
-from fxpipe.passes.analysis.effects import is_number, operator_name, used_tensors, written
+from fxpipe.passes.effects import is_number, operator_name, used_tensors, written
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ def entering(program: Program, stage: int, readers: Sequence[fx.Node]) -> Iterat
     for reader in waiting:
         for operand in reader.all_input_nodes:
             value = made_by(operand)
+            # A copied node is computed in the stage itself, so its own operands are what enters.
             if value.name in program.copied:
                 if value not in seen:
                     seen.add(value)
@@ -126,6 +127,7 @@ def crossed(operand: fx.Node) -> tuple[Gather | None, fx.Node | None]:
     last: fx.Node | None = None
     while is_boundary_value(operand):
         marker = operand.all_input_nodes[0]
+        # The walk goes backwards, so the first marker that it meets is the last in front of the reader.
         last, found = last or marker, found or gather_of(marker)
         operand = before_boundary(operand)
     return found, last

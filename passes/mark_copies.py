@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.passes.alias_groups import holders_of_written
-from fxpipe.passes.analysis.effects import is_random
+from fxpipe.passes.effects import is_random
 
 
 def mark_copies(program: Program) -> Program:
@@ -23,8 +23,9 @@ def mark_copies(program: Program) -> Program:
         elif node.op == "get_attr":
             roots[node] = _kind(program, str(node.target))
         elif is_compute(node) and all(made_by(operand) in roots for operand in node.all_input_nodes):
+            # A mix of inputs and parameters is the model's own work, and is done once.
             depends = frozenset().union(*(roots[made_by(operand)] for operand in node.all_input_nodes))
-            if node.op == "call_module" and any(True for _ in program.attribute(str(node.target)).parameters()):
+            if node.op == "call_module" and any(True for _ in program.attribute(node).parameters()):
                 depends |= {"parameter"}
             if len(depends) < 2 and not is_random(program, node):
                 roots[node] = depends

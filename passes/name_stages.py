@@ -52,6 +52,7 @@ def _opened(program: Program) -> dict[int, str]:
                 crossed.setdefault(stage, []).append(path)
     found: dict[int, str] = {}
     for stage, paths in crossed.items():
+        # A boundary that lies before another one of this stage opened an earlier stage.
         earlier = set().union(*(before[path[0]] for path in paths))
         openers = {boundary for path in paths if path[0] not in earlier for boundary in path}
         names = [boundary.args[1] for boundary in sorted(openers)]
@@ -69,9 +70,9 @@ def _greatest_submodule(program: Program, members: list[fx.Node], stages_in: dic
         path = next((path for path in called_in(node) if len(stages_in[path]) == 1), None)
         if path is None:
             continue
-        values = [program.attribute(str(o.target)) for o in map(made_by, node.all_input_nodes) if o.op == "get_attr"]
+        values = [program.attribute(o) for o in map(made_by, node.all_input_nodes) if o.op == "get_attr"]
         if node.op == "call_module":
-            values += program.attribute(str(node.target)).parameters()
+            values += program.attribute(node).parameters()
         sizes = {id(value): value.numel() for value in values if isinstance(value, nn.Parameter)}
         held.setdefault(path, {}).update(sizes)
     return max(held, key=lambda path: sum(held[path].values()), default=None)

@@ -13,14 +13,12 @@ from torch import fx
 from fxpipe.errors import PartitionError
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import Program, where
-from fxpipe.passes.analysis.effects import is_item_write, returns_written, written
+from fxpipe.passes.effects import is_item_write, returns_written, written
 
 
 def order_writes(program: Program) -> Program:
     """Program → the same program, with every write an edge to the reads behind it."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    program = program.replace(graph=graph)
+    program = program.with_own_graph()
     for node in list(program.graph.nodes):
         targets = written(program, node)
         for target in targets:
@@ -32,6 +30,7 @@ def order_writes(program: Program) -> Program:
                 )
         if not targets:
             continue
+        # Only what comes later reads the written value; earlier readers keep the old one.
         result = _as_expression(program.graph, node)
         if result is not None:
             targets[0].replace_all_uses_with(result, delete_user_cb=partial(_comes_after, result))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -37,8 +37,8 @@ from fxpipe.graph.program import (
 )
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.alias_groups import held, holders_of_written
-from fxpipe.passes.analysis.effects import is_number, writes_apart, written
-from fxpipe.passes.analysis.union import Union
+from fxpipe.passes.effects import is_number, named_arguments, nodes_in, writes_apart, written
+from fxpipe.passes.union import Union
 
 T = TypeVar("T", bound=Hashable)
 
@@ -55,6 +55,7 @@ class _FlowEdge:
 def partition(program: Program) -> Program:
     """Fills ``Program.stage_of`` by the rule above; PartitionError where no such cut keeps the program's meaning."""
     flow = _Flow(program)
+    # 1: only edges between the nodes to place count; _Flow leaves inputs, parameters, boundaries and copies out
     find, upstream = flow.units.find, flow.upstream()
     downstream = flow.downstream()
     # 2: what bypasses a boundary is cut
@@ -70,6 +71,7 @@ def partition(program: Program) -> Program:
         for node in flow.nodes:
             pieces.join(find(node), node)
         for edge in joined:
+            # Code moves to the side of its consumers: nodes that the same boundaries follow stay together.
             apart = downstream[find(edge.source)] != downstream[find(edge.target)]
             if not (apart and edge.source in separated and edge.target in separated):
                 pieces.join(edge.source, edge.target)
@@ -77,6 +79,7 @@ def partition(program: Program) -> Program:
         waiting = [node for node in flow.nodes if pieces.find(node) in cycles]
         if not waiting:
             break
+        # What still waits although all of it is separated is held together by a unit, which nothing may cut.
         if separated.issuperset(waiting):
             raise _cycle(program, waiting)
         separated.update(waiting)
@@ -109,6 +112,7 @@ class _Flow:
         self._arrows: list[tuple[fx.Node, fx.Node]] = []  # who is before whom, boundaries included
         self._behind: dict[fx.Node, frozenset[fx.Node]] = {}  # the boundaries that a copied node or a number is behind
         self._markers = [node for node in program.graph.nodes if is_boundary(node)]
+        # Units first: the arrows below go from unit to unit, and the checks look at what is joined already.
         self._join_written(program)
         for path in inner_gradients(program):
             self._join(path)
@@ -125,6 +129,7 @@ class _Flow:
         by_name = {node.name: node for node in program.graph.nodes}
         for group in program.written:
             members = [by_name[name] for name in sorted(group)]
+            # The value behind a boundary is a copy of the one in front of it; only its own stage writes it.
             copies = [node for node in members if is_boundary_value(node)]  # whoever reads one must see what is written
             self._join([*members, *(reader for node in copies for reader in node.users)])
         for holders in holders_of_written(program):
@@ -133,12 +138,13 @@ class _Flow:
 
     def _join(self, nodes: list[fx.Node]) -> None:
         placed = [node for node in nodes if node in self.units]
-        for node in placed[1:]:
-            self.units.join(placed[0], node)
+        if placed:
+            self.units.join(*placed)
 
     def _resolve(self, value: fx.Node) -> tuple[fx.Node, frozenset[fx.Node]]:
         """The node that makes a value, and the boundaries that the value has crossed on its way from there."""
         crossed: set[fx.Node] = set()
+        # A value may cross several boundaries on its way; each of them separates its maker from its reader.
         while is_boundary_value(value):
             crossed.add(value.all_input_nodes[0])
             value = before_boundary(value)
@@ -175,9 +181,6 @@ class _Flow:
             before = [source, *crossed] if source in self.units else crossed
             self._arrows += [(earlier, node) for earlier in before]
 
-    def in_one_unit(self, edge: _FlowEdge) -> bool:
-        return self.units.same(edge.source, edge.target)
-
     def downstream(self) -> dict[fx.Node, int]:
         """For each unit the boundaries that it is before, a bit each."""
         return self._spread([(after, before) for before, after in reversed(self._arrows)])
@@ -190,6 +193,7 @@ class _Flow:
         """What reaches each unit along the arrows, from the boundaries on."""
         unit = {node: self.units.find(node) for node in self.nodes}
         found = dict.fromkeys(unit.values(), 0)
+        # One bit for each boundary: the union of two sets is a single "or", however many boundaries there are.
         found |= {marker: 1 << place for place, marker in enumerate(self._markers)}
         changed = True
         while changed:  # once around is enough unless a unit spans much of the program
@@ -208,6 +212,7 @@ def _gathered(operands: Iterable[tuple[fx.Node, frozenset[fx.Node]]]) -> bool:
 def _checks(nodes: list[fx.Node]) -> set[fx.Node]:
     """The nodes that only assertions need, and these."""
     found: set[fx.Node] = set()
+    # Backwards: all users of a node are known before it.
     for node in reversed(nodes):
         if is_assertion(node) or (node.users and found.issuperset(node.users)):
             found.add(node)
@@ -284,6 +289,7 @@ def components(after: dict[T, set[T]]) -> list[list[T]]:
     for node, targets in after.items():
         for target in targets:
             before[target].append(node)
+    # The second walk goes against the arrows, from the node that the first walk left last.
     left = [node for walk in _walks(after, after) for node in walk]
     return _walks(before, reversed(left))
 
@@ -335,6 +341,7 @@ def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> list[tuple[
     hosts: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
     following: dict[str, fx.Node] = {}  # submodule → the next node that was called in it
     last: fx.Node | None = None
+    # Backwards, so that the next node of each submodule is known where a lone write is met.
     for node in reversed(program.graph.nodes):
         if node not in units:
             continue
@@ -391,26 +398,21 @@ def _between(program: Program, call: fx.Node) -> list[fx.Node]:
 
     A write is on the way where what it writes is. A parameter enters with the modules that hold it, too.
     """
-    sources = set(_nodes(call, 1, "inputs"))
+    given = named_arguments(call)
+    sources = set(nodes_in(given["inputs"]))
+    # A gradient by a parameter starts at every module that holds the parameter, too.
     tensors = {tensor for source in sources for tensor in held(program, source)}
     entries = {n for n in program.graph.nodes if n.op == "call_module" and held(program, n) & tensors}
     before = [node for node in program.graph.nodes if node < call]
+    # Forwards from the inputs of the gradient, then backwards from its outputs: what is in both is on the way.
     reached = sources | entries
     for node in before:
         if any(operand in reached for operand in node.all_input_nodes):
             reached |= {node, *written(program, node)}
-    wanted = set(_nodes(call, 0, "outputs"))
+    wanted = set(nodes_in(given["outputs"]))
     for node in reversed(before):
         if node in wanted or any(target in wanted for target in written(program, node)):
             wanted |= {node, *node.all_input_nodes}
     passed = (reached & wanted) - sources | (entries & wanted)
     passed |= {node for node in sources & wanted if any(operand in reached for operand in node.all_input_nodes)}
     return [node for node in before if node in passed]
-
-
-def _nodes(call: fx.Node, place: int, name: str) -> Iterable[fx.Node]:
-    """The nodes in an argument of a call."""
-    argument: Any = call.args[place] if place < len(call.args) else call.kwargs.get(name)
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return found

@@ -29,9 +29,9 @@ from fxpipe.graph.program import (
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written
-from fxpipe.passes.analysis.effects import aliased, is_number, is_random, own_tensors, writes_apart
-from fxpipe.passes.analysis.union import Union
+from fxpipe.passes.effects import aliased, is_number, is_random, own_tensors, writes_apart
 from fxpipe.passes.gather import crossed, entering, readers_of, way
+from fxpipe.passes.union import Union
 
 SIZE = torch.ops.aten.sym_size.int
 """Asks a tensor for a dimension's size, which is symbolic in the capture."""
@@ -109,9 +109,12 @@ class _WholeProgram:
         for node in self.nodes:
             if node.name in group_of and (node.op == "placeholder" or is_boundary_value(node)):
                 self.rewritten.setdefault(made_by(node), []).append(group_of[node.name])
+        # A stage may run several forwards before the first backward, as 1F1B does. A buffer that it writes has changed
+        # by then, so whatever another stage or a backward needs of it is copied at its place in the forward.
         holders = [node for nodes in holders_of_written(program) for node in nodes]
         self.may_write = frozenset().union({node.name for node in holders}, *program.written)
         self.kept = self._sharing([node for node in holders if node.op == "get_attr"])
+        # Program order throughout: it is the order in which autograd adds up the gradients of a value.
         self.readers = readers_of(program)
         self.uses: dict[fx.Node, list[tuple[int, int]]] = {}
         """Value of a stage → its uses, in program order: the place of the node that uses it, its stage."""
@@ -143,6 +146,7 @@ class _WholeProgram:
 
     def edges_from(self, value: fx.Node) -> dict[int, int]:
         """Consuming stage → position of its last use, for a value's uses outside of its own stage."""
+        # A later use of the same stage replaces the earlier one.
         last = {stage: place for place, stage in self.uses.get(value, ()) if stage != self.stage_of(value)}
         return dict(sorted(last.items()))
 
@@ -169,6 +173,7 @@ class _Builder:
         """Sizes of inputs → an arriving tensor that has them too, and in which dimension."""
         self._numbers: dict[fx.Node, SizeOf] = {}
         """Sizes of inputs that nothing that arrives has: no input is needed for its size alone."""
+        # The order matters: inputs come before all that reads them, and fx wants every placeholder in front.
         self._members = self._needed()
         self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
@@ -189,6 +194,7 @@ class _Builder:
         """This stage's own nodes, and the copied ones behind them."""
         needed: set[fx.Node] = set()
         arriving = self._arriving_sizes()
+        # From the ends backwards, through copied nodes, which belong to each stage that needs them.
         waiting = [node for node in self._whole.readers[self._stage] if node.op != "output"]
         waiting += self._whole.output.all_input_nodes if self._stage == self._whole.output_stage else []
         while waiting:
@@ -246,6 +252,7 @@ class _Builder:
                 self.ways.append(mode)
                 name = f"{node.name}_{mode}" if len(ways[node]) > 1 else node.name
                 self._arrived[node, mode] = self._graph.placeholder(name)
+        # Copies come behind the last placeholder.
         for (node, mode), arrived in [*self._arrived.items()]:
             self._built[node] = self._arrived[node, mode] = self._private(node, arrived)
 
@@ -274,6 +281,8 @@ class _Builder:
         for node in self._whole.readers[self._stage]:
             for target, place in self._whole.edges_from(node).items():
                 self.outputs.append(Edge(self._stage, target, node.name))
+                # Autograd sums the gradients of a value in the order of its uses. A use in another stage gets a node
+                # of its own at its place among them, so that the sum has the bits of the whole program.
                 if len(self._whole.uses[node]) > 1:
                     found.setdefault(place, []).append(node)
         return found
@@ -292,6 +301,7 @@ class _Builder:
             facts = (shapes, str(node.target), effects.is_rehearsed, name)
             self._graph.call_function(check_shapes, (made, *facts))
         self._built[node] = self._private(node, made)
+        # A write makes every private copy from before it stale.
         if node.name in self._whole.may_write:
             self._as_now.clear()
         self.draws_random |= is_random(program, node)
@@ -299,6 +309,7 @@ class _Builder:
 
     def _change_modes(self, node: fx.Node | None) -> None:
         """Leaves the modes of the nodes before, and enters those of ``node``, where they are others."""
+        # fx records no context managers, so each change of grad mode or autocast becomes a call in the graph.
         wanted = node.meta.get("modes") if node is not None else None
         if wanted == self._modes or (node is not None and not is_compute(node)):
             return
@@ -379,9 +390,11 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     """
     regions = [node for node in program.graph.nodes if is_kept(program, node)]
     found = {program.stage_of[node.name] for node in regions}
+    # Before a region, backwards along the edges: whether a gradient comes back is known in the step alone.
     for stage in reversed(stages):
         if any(edge.target in found for edge in stage.outputs):
             found.add(stage.index)
+    # Behind a region: sizes that come out of it change from step to step.
     symbols = {name for node in regions for out in node.users for name in _symbols(out)}
     sizes = {node.name: _symbols(node) for node in program.graph.nodes}
     behind = {program.stage_of[node.name] for node in regions}
@@ -390,6 +403,7 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
             behind.add(stage.index)
             if program.tracer == "symbolic" or any(sizes[edge.value] & symbols for edge in stage.outputs):
                 found.add(stage.index)
+    # A stage that trains nothing passes on whether its input needs a gradient.
     unsure = {program.stage_of[node.name] for node in regions}
     for stage in stages:
         given = any(isinstance(entry, Edge) and entry.source in unsure for entry in stage.inputs)

@@ -85,8 +85,9 @@ class Program:
     def inputs(self) -> tuple[str, ...]:
         return tuple(str(node.target) for node in self.graph.nodes if node.op == "placeholder")
 
-    def attribute(self, target: str) -> Any:
-        """What a ``get_attr`` or ``call_module`` node names."""
+    def attribute(self, named: str | fx.Node) -> Any:
+        """What a ``get_attr`` or ``call_module`` node names; or the attribute of that name."""
+        target = named if isinstance(named, str) else str(named.target)
         if target in self.constants:
             return self.constants[target]
         if target in self.opaque:
@@ -102,6 +103,12 @@ class Program:
 
     def replace(self, **changes: Any) -> Program:
         return dataclasses.replace(self, **changes)
+
+    def with_own_graph(self) -> Program:
+        """The same program with a copy of the graph, which a pass may change: node names stay."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        return self.replace(graph=graph)
 
     def __str__(self) -> str:
         names = self.stage_names or range(1 + max(self.stage_of.values(), default=0))

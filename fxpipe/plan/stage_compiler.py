@@ -24,8 +24,8 @@ from fxpipe.errors import RunError
 from fxpipe.graph.deferred import Deferred
 from fxpipe.graph.modes import ambient_autocast, within
 from fxpipe.graph.stage_graph import Stage
-from fxpipe.passes.analysis.effects import operator_name
 from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
+from fxpipe.passes.effects import operator_name
 from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
 
 StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]

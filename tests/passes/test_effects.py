@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import Program
-from fxpipe.passes.analysis import effects
+from fxpipe.passes import effects
 from tests.capturing import Model, captured, names
 
 

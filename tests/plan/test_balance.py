@@ -19,7 +19,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, called_in, is_compute
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import REFERENCE, Hardware
-from fxpipe.passes.analysis.blocks import Blocks, blocks
+from fxpipe.passes.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
 from fxpipe.plan.balance import choose
 from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages

@@ -21,8 +21,8 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Modes, ambient_autocast
 from fxpipe.graph.program import Effects, Program, where
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.passes import effects
 from fxpipe.passes.alias_groups import holders_of_written
-from fxpipe.passes.analysis import effects
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
 from fxpipe.torch_compat import known_truth

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.passes.alias_groups import nodes_of_written
-from fxpipe.passes.analysis.blocks import blocks
-from fxpipe.passes.analysis.effects import acts
+from fxpipe.passes.blocks import blocks
+from fxpipe.passes.effects import acts
 from fxpipe.plan.balance.node_costs import NodeCost, NodeCosts, total
 
 

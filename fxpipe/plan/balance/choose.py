@@ -23,8 +23,8 @@ from fxpipe.graph.program import Program, called_in
 from fxpipe.graph.ranks import Placement
 from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO, Options, Recompute
-from fxpipe.passes.analysis.union import Union
 from fxpipe.passes.partition import components
+from fxpipe.passes.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import CostUnknown, NodeCosts, costs_from_shapes

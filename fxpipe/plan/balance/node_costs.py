@@ -351,7 +351,7 @@ class _CostingRun:
         """The keys of the parameters, buffers and inputs that a node uses."""
         used: list[Tensor] = []
         if node.op == "call_module":
-            module: nn.Module = self.program.attribute(str(node.target))
+            module: nn.Module = self.program.attribute(node)
             effects = self.program.effects.get(node.name)
             read = module.buffers() if effects is None else map(self.program.attribute, effects.reads)
             used = [*module.parameters(), *read]

@@ -19,7 +19,7 @@ from typing import TypeVar
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.topological import topological_order
-from fxpipe.passes.analysis.union import Union
+from fxpipe.passes.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.plan.balance.segments import SMALL, Cuts, Line, Order, balanced, depth_first, entries, orders, segments_of
 from fxpipe.plan.balance.segments import towers as towers_of

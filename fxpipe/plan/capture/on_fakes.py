@@ -43,7 +43,7 @@ def faked(value: Any, fake: FakeModel) -> Any:
 
 def attribute(program: Program, node: fx.Node, fake: FakeModel) -> Any:
     """What a ``get_attr`` node names."""
-    value = program.attribute(str(node.target))
+    value = program.attribute(node)
     return faked(value, fake) if str(node.target) in program.constants else value
 
 
@@ -53,7 +53,7 @@ def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) ->
         return None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if node.op == "call_module":
-        return program.attribute(str(node.target))(*args, **kwargs)
+        return program.attribute(node)(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ def is_number(node: fx.Node) -> bool:
 
 def is_in_place(node: fx.Node) -> bool:
     """Whether a function is called with ``inplace=True``: it writes its first argument, and returns it."""
-    return _bound(node).get("inplace") is True
+    return named_arguments(node).get("inplace") is True
 
 
 def is_item_write(node: fx.Node) -> bool:
@@ -112,27 +112,28 @@ def returns_written(node: fx.Node) -> bool:
 def written(program: Program, node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory ``node`` writes."""
     if node.op == "call_module":
-        module = program.attribute(str(node.target))
+        module = program.attribute(node)
         return [node.args[0]] if getattr(module, "inplace", False) and isinstance(node.args[0], fx.Node) else []
     if not node.op.startswith("call_") or is_number(node):
         return []
     name = operator_name(node)
     if node.target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or is_item_write(node):
-        return _nodes(node.args[0])
-    found = [source for is_write, value in _schema_arguments(node) if is_write for source in _nodes(value)]
+        return nodes_in(node.args[0])
+    found = [source for is_write, value in _schema_arguments(node) if is_write for source in nodes_in(value)]
+    given = named_arguments(node)
     if is_in_place(node):
-        found += _nodes(next(iter(_bound(node).values())))
+        found += nodes_in(next(iter(given.values())))
     if name in _RUNNING_STATISTICS:
-        given = _named_arguments(node)
-        found += _nodes(given.get("running_mean")) + _nodes(given.get("running_var"))
-    if name in ("embedding", "embedding_bag") and _bound(node).get("max_norm") is not None:
-        found += _nodes(_bound(node)["weight"])
+        found += nodes_in(given.get("running_mean")) + nodes_in(given.get("running_var"))
+    if name in ("embedding", "embedding_bag") and given.get("max_norm") is not None:
+        found += nodes_in(given["weight"])
     return list(dict.fromkeys(found))
 
 
 def written_now(program: Program, node: fx.Node) -> list[fx.Node]:
     """The same in the mode of this capture: in evaluation, no batch norm writes its running statistics."""
-    is_off = operator_name(node) in _RUNNING_STATISTICS and _named_arguments(node).get("training") is False
+    # The functional batch norm has the flag among its arguments; a module has it as an attribute.
+    is_off = operator_name(node) in _RUNNING_STATISTICS and named_arguments(node).get("training") is False
     return [] if is_off else written(program, node)
 
 
@@ -142,7 +143,7 @@ def acts(program: Program, node: fx.Node) -> bool:
         return not (is_number(node) or node.target in _CONVERSIONS or _overloads(node))
     if node.op == "call_function":
         return not is_known(node.target)
-    module, effects = program.attribute(str(node.target)), program.effects.get(node.name)
+    module, effects = program.attribute(node), program.effects.get(node.name)
     if isinstance(module, OpaqueCall) or any(_has_hooks(part) for part in module.modules()):
         return True
     if effects is not None:
@@ -160,6 +161,7 @@ def aliased(program: Program, node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory ``node``'s result may share; what it writes included."""
     if is_boundary(node) or is_boundary_value(node) or is_number(node) or not node.op.startswith("call_"):
         return []
+    # Who writes a tensor shares its memory, whatever it returns.
     writes = written(program, node)
     shared = _shared_by_module(program, node) if node.op == "call_module" else _shared(node)
     return list(dict.fromkeys(writes + shared))
@@ -174,27 +176,29 @@ def writes_apart(program: Program, node: fx.Node) -> bool:
 
 def _shared_by_module(program: Program, node: fx.Node) -> list[fx.Node]:
     if node.name in program.effects:
-        given = _nodes((node.args, node.kwargs))
+        given = nodes_in((node.args, node.kwargs))
         return [given[place] for place in program.effects[node.name].shares]
-    module = program.attribute(str(node.target))
+    module = program.attribute(node)
     return node.all_input_nodes if isinstance(module, _MAY_RETURN_INPUT) else []
 
 
 def _shared(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of a function may share."""
     name = operator_name(node)
+    # x.to(dtype) is x itself where x has that type already, and a copy otherwise.
     if name in _CASTS and _is_other_type(node):
         return []
     if node.target in (operator.getitem, getattr) or name in _CONVERSIONS:
-        return _nodes(node.args[0])
+        return nodes_in(node.args[0])
     if name in _VIEWS_UNSAID:
         return node.all_input_nodes
     if not isinstance(node.target, OpOverload) and _schemas(name) is None:
+        # Without a schema nothing is known, so the result may be a view of any argument; Python arithmetic makes none.
         known = ("_operator", "builtins", "math", "fxpipe.graph.operators")
         return [] if getattr(node.target, "__module__", "") in known else node.all_input_nodes
-    shared = [source for _, value in _schema_arguments(node) for source in _nodes(value)]
+    shared = [source for _, value in _schema_arguments(node) for source in nodes_in(value)]
     if "dropout" in name:
-        shared += _nodes(node.args[0] if node.args else None)  # in eval, the input itself
+        shared += nodes_in(node.args[0] if node.args else None)  # in eval, the input itself
     return shared
 
 
@@ -212,13 +216,14 @@ def is_random(program: Program, node: fx.Node) -> bool:
     if node.op == "call_module":
         if node.name in program.effects:
             return program.effects[node.name].draws_random
-        parts = program.attribute(str(node.target)).modules()
+        parts = program.attribute(node).modules()
         return any(isinstance(part, _RANDOM_MODULES) for part in parts)
     if not node.op.startswith("call_") or is_boundary(node) or is_boundary_value(node) or _draws_nothing(node):
         return False
     name = operator_name(node)
     if "dropout" in name or name in _RANDOM_FUNCTIONS:
         return True
+    # What is not known may draw: a stage with a seed too many costs nothing, one without draws other numbers.
     if node.op == "call_function" and not is_known(node.target):
         return True
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(node))
@@ -229,7 +234,7 @@ def _draws_nothing(node: fx.Node) -> bool:
     name = operator_name(node)
     if not ("dropout" in name or name in _SWITCHED):
         return False
-    given = _named_arguments(node)
+    given = named_arguments(node)
     is_off = any(given.get(key) is False for key in ("train", "training"))
     chances = (given.get(key) for key in ("p", "dropout", "dropout_p"))
     return is_off or any(isinstance(chance, (int, float)) and chance == 0 for chance in chances)
@@ -294,6 +299,7 @@ def _overloads(node: fx.Node) -> list[OpOverload]:
     return _named(operator_name(node))
 
 
+@cache
 def _named(name: str) -> list[OpOverload]:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, OpOverloadPacket):
@@ -301,7 +307,8 @@ def _named(name: str) -> list[OpOverload]:
     return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
-def _nodes(value: Any) -> list[fx.Node]:
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes in an argument of a call, or in several, in order."""
     found: list[fx.Node] = []
     fx.node.map_arg(value, found.append)
     return found
@@ -341,12 +348,18 @@ def _schema_arguments(node: fx.Node) -> Iterator[tuple[bool, Any]]:
             yield argument.is_write, node.kwargs[argument.name]
 
 
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument of a call by name, those that were not given included; empty where the names are not known."""
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call by name, in the order of its signature, defaults included.
+
+    Only the keyword arguments where the names of others are not known.
+    """
     if node.op == "call_function" and inspect.isfunction(node.target):
-        signature = inspect.signature(node.target)
-        defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
-        return {**defaults, **_bound(node)}
+        try:
+            bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        except (TypeError, ValueError):  # ValueError: behind the wrapper of x ** 2 is no Python function
+            return dict(node.kwargs)
+        bound.apply_defaults()
+        return bound.arguments
     overloads = _overloads(node)
     if not overloads or not (len(overloads) == 1 or overload_name(overloads[0]) == "default"):
         return dict(node.kwargs)
@@ -354,14 +367,3 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
     return {**defaults, **given, **node.kwargs}
-
-
-def _bound(node: fx.Node) -> dict[str, Any]:
-    """A Python function's arguments by name; empty for what has no signature."""
-    if node.op != "call_function" or not inspect.isfunction(node.target):
-        return {}
-    target: Callable[..., Any] = node.target
-    try:
-        return dict(inspect.signature(target).bind(*node.args, **node.kwargs).arguments)
-    except (TypeError, ValueError):  # ValueError: behind the wrapper of x ** 2 is no Python function
-        return dict(node.kwargs)

@@ -26,9 +26,10 @@ class Union(Generic[T]):
             self._parent[item], item = root, self._parent[item]
         return root
 
-    def join(self, one: T, other: T) -> None:
-        """Puts both groups into one, for which the first of the two stands."""
-        self._parent[self.find(other)] = self.find(one)
+    def join(self, one: T, *others: T) -> None:
+        """Puts the groups of all into one, for which the first stands."""
+        for other in others:
+            self._parent[self.find(other)] = self.find(one)
 
     def same(self, one: T, other: T) -> bool:
         return self.find(one) == self.find(other)
@@ -39,7 +40,3 @@ class Union(Generic[T]):
         for item in self._parent:
             found.setdefault(self.find(item), []).append(item)
         return list(found.values())
-
-    def members(self, item: T) -> list[T]:
-        root = self.find(item)
-        return [other for other in self._parent if self.find(other) == root]

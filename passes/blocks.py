@@ -52,6 +52,7 @@ def blocks(program: Program) -> Blocks:
         for call in opaque_calls(program.opaque.get(str(node.target))):
             for attribute in call.attributes:
                 units.join(users.setdefault(attribute, node), node)
+    # Joining may close a circle, so circles are joined before and after.
     _join_cycles(flow)
     _join_unused(flow, {units.find(node) for node in made})
     _join_cycles(flow)
@@ -61,7 +62,7 @@ def blocks(program: Program) -> Blocks:
     number = {unit: place for place, unit in enumerate(members)}
     uses: dict[fx.Node, dict[int, None]] = {node: {} for node in made}
     for edge in flow.edges:
-        if not flow.in_one_unit(edge):
+        if not units.same(edge.source, edge.target):
             uses.setdefault(edge.source, {})[number[units.find(edge.target)]] = None
     return Blocks(
         tuple(map(tuple, members.values())),
@@ -76,11 +77,10 @@ def _join_cycles(flow: _Flow) -> None:
     units = flow.units
     after: dict[fx.Node, set[fx.Node]] = {units.find(node): set() for node in flow.nodes}
     for edge in flow.edges:
-        if not flow.in_one_unit(edge):
+        if not units.same(edge.source, edge.target):
             after[units.find(edge.source)].add(units.find(edge.target))
     for component in components(after):
-        for unit in component[1:]:
-            units.join(component[0], unit)
+        units.join(*component)
 
 
 def _join_unused(flow: _Flow, result: set[fx.Node]) -> None:
@@ -95,6 +95,7 @@ def _join_unused(flow: _Flow, result: set[fx.Node]) -> None:
     for edge in flow.edges:
         targets.setdefault(find(edge.source), []).append(edge.target)
         sources.setdefault(find(edge.target), []).append(edge.source)
+    # From the end: what used a unit has been joined by then, so that chains of unused units go as one.
     for unit in dict.fromkeys(find(node) for node in reversed(flow.nodes)):
         if unit in result or any(find(target) != unit for target in targets.get(unit, ())):
             continue

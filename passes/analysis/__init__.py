@@ -1,1 +1,0 @@
-"""Analysis: what passes ask about a program, and none of them changes."""
