@@ -234,12 +234,12 @@ def vit() -> nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
-def mixtral(experts: str = "grouped_mm") -> nn.Module:
+def mixtral(experts: str = "grouped_mm", layers: int = 4) -> nn.Module:
     """``experts``: by one grouped product, or "eager", a loop over those that the tokens chose."""
     config = transformers.MixtralConfig(
         **DECODER,
         **SPECIAL,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_local_experts=4,
         output_router_logits=True,
         router_aux_loss_coef=ROUTER,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -100,25 +100,6 @@ def by_grid(counts: Sequence[int], g: torch.Generator) -> Inputs:
     }
 
 
-def by_unequal_grids(counts: Sequence[int], g: torch.Generator) -> Inputs:
-    """Images of 1, 2 or 3 tokens, each of four patches."""
-    tokens = torch.randint(1, 4, (sum(counts),), generator=g)
-    ids = torch.randint(3, IMAGE_TOKEN - 2, (len(counts), 4 * max(counts) + 6), generator=g)
-    lengths = iter(tokens.tolist())
-    for row, count in zip(ids, counts, strict=True):
-        for place in range(count):
-            row[4 * place :][: next(lengths)] = IMAGE_TOKEN
-    is_image = ids == IMAGE_TOKEN
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": ids.masked_fill(is_image, NONE_LEFT),
-        "pixel_values": torch.randn(4 * int(tokens.sum()), 3 * 2 * 4 * 4, generator=g),
-        "image_grid_thw": torch.stack([torch.ones_like(tokens), 2 * tokens, torch.full_like(tokens, 2)], 1),
-        "mm_token_type_ids": is_image.int(),
-    }
-
-
 def long_words(counts: Sequence[int], g: torch.Generator) -> Inputs:
     ids = torch.randint(3, WORDS, (len(counts), 8 + 2 * sum(counts)), generator=g)
     globally = torch.zeros_like(ids)
@@ -146,9 +127,9 @@ GRIDS = {
 # --- models ---
 
 
-def qwen2_5_vl(layers: int = 4) -> nn.Module:
+def qwen2_5_vl() -> nn.Module:
     rotation = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0}
-    words = {**DECODER, **SPECIAL, "num_hidden_layers": layers, "rope_parameters": rotation}
+    words = {**DECODER, **SPECIAL, "num_hidden_layers": 4, "rope_parameters": rotation}
     words["tie_word_embeddings"] = False
     images = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
     images |= {"out_hidden_size": 16, "window_size": 16, "fullatt_block_indexes": [1]}
@@ -160,27 +141,6 @@ def qwen2_5_vl(layers: int = 4) -> nn.Module:
         tie_word_embeddings=False,
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
-
-
-class Lora(nn.Module):
-    """A frozen linear layer and what is trained beside it, of low rank."""
-
-    def __init__(self, plain: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.plain = plain.requires_grad_(False)
-        self.down, self.up = (
-            nn.Linear(*sizes, bias=False) for sizes in ((plain.in_features, rank), (rank, plain.out_features))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(x) + self.up(self.down(x))
-
-
-def with_lora() -> nn.Module:
-    model = qwen2_5_vl(layers=2).requires_grad_(False)
-    for layer in model.model.language_model.layers:
-        layer.self_attn.q_proj, layer.self_attn.v_proj = Lora(layer.self_attn.q_proj), Lora(layer.self_attn.v_proj)
-    return model
 
 
 def longformer() -> nn.Module:
@@ -245,13 +205,6 @@ STUDIES: Mapping[str, Study] = {
 }
 
 
-def bare(study: Study) -> Study:
-    """With its cuts alone, no rule for what is opaque."""
-    rules = {name: [rule] if isinstance(rule, str) else rule for name, rule in study.boundaries.items()}
-    cuts = {name: [one for one in rule if one != "whole"] for name, rule in rules.items()}
-    return replace(study, boundaries={name: rule for name, rule in cuts.items() if rule})
-
-
 def hubert() -> nn.Module:
     return transformers.HubertForCTC(
         transformers.HubertConfig(
@@ -274,94 +227,8 @@ def spoken(counts: Sequence[int], g: torch.Generator) -> Inputs:
     }
 
 
-def looked_at_by_all(counts: Sequence[int], g: torch.Generator) -> Inputs:
-    """The first token, or the first two, look at all others, as a question does; one batch in two has padding."""
-    ids = torch.randint(3, WORDS, (len(counts), 12), generator=g)
-    mask, globally = torch.ones_like(ids), torch.zeros_like(ids)
-    globally[:, : 1 + sum(counts) % 2] = 1
-    mask[-1, 12 - 4 * (sum(counts) % 2) :] = 0
-    return {"input_ids": ids, "attention_mask": mask, "global_attention_mask": globally, "labels": ids.clone()}
-
-
-def mistral3() -> nn.Module:
-    words = {**DECODER, **SPECIAL, "num_hidden_layers": 4, "model_type": "mistral", "head_dim": 4}
-    images = {**WIDTH, "num_hidden_layers": 2, "image_size": 16, "patch_size": 4, "head_dim": 4}
-    config = transformers.Mistral3Config(
-        vision_config={**images, "model_type": "pixtral"},
-        text_config=words,
-        image_token_index=IMAGE_TOKEN,
-        spatial_merge_size=2,
-        vision_feature_layer=-1,
-    )
-    return transformers.Mistral3ForConditionalGeneration(config)
-
-
-def by_sizes(counts: Sequence[int], g: torch.Generator) -> Inputs:
-    """Images of 4 tokens each, in a canvas of the largest."""
-    images = sum(counts)
-    sizes = torch.tensor([[16, 16]]).repeat(images, 1)
-    return texts(counts, 4, g) | {
-        "pixel_values": torch.randn(images, 3, 16, 16, generator=g),
-        "image_sizes": sizes,
-    }
-
-
-def detr() -> nn.Module:
-    backbone = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
-    )
-    sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_queries": 6, "num_labels": 4}
-    heads = dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4)
-    config = transformers.DetrConfig(
-        **sizes,
-        **heads,
-        **dict.fromkeys(["dropout", "attention_dropout", "activation_dropout"], 0.0),
-        encoder_layers=2,
-        decoder_layers=2,
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone=None,
-        backbone_config=backbone,
-    )
-    return transformers.DetrForObjectDetection(config)
-
-
-def boxes(counts: Sequence[int], g: torch.Generator) -> Inputs:
-    """An image for each row, as many boxes in each as its count, padding in one batch of two."""
-    mask = torch.ones(len(counts), 64, 64, dtype=torch.long)
-    mask[-1, 64 - 16 * (sum(counts) % 2) :] = 0
-    labels = [
-        {
-            "class_labels": torch.randint(0, 4, (count,), generator=g),
-            "boxes": torch.rand(count, 4, generator=g) / 3 + 1 / 3,
-        }
-        for count in counts
-    ]
-    return {"pixel_values": torch.randn(len(counts), 3, 64, 64, generator=g), "pixel_mask": mask, "labels": labels}
-
-
-AS_THEY_COME: Mapping[str, Study] = {
-    "Qwen2.5-VL": bare(STUDIES["Qwen2.5-VL"]),
-    "Mistral 3": Study(
-        mistral3,
-        by_sizes,
-        layers("model.language_model.layers", *THREE),
-        {"pixel_values": Packed(images_in), "image_sizes": Packed(images_in)},
-    ),
-    "HuBERT": Study(hubert, spoken, layers("hubert.encoder.layers", 1, 2)),
-    "Longformer": Study(longformer, looked_at_by_all, layers("longformer.encoder.layer", 1, 2)),
-    "DETR": Study(
-        detr,
-        boxes,
-        {"model.encoder.layers.1": "before", **layers("model.decoder.layers", 0, 1)},
-        {"labels": Packed(1)},
-    ),
-}
-"""Models that look at values between their cuts, without a rule."""
-
-_OPAQUE = dict.fromkeys(("model.get_image_features", "model.compute_3d_position_ids"), "whole")
-LORA = Study(with_lora, by_unequal_grids, {**_OPAQUE, **layers("model.language_model.layers", 1)}, GRIDS)
-"""A VLM fine-tuned with adapters, on images of unequal sizes."""
+HUBERT = Study(hubert, spoken, layers("hubert.encoder.layers", 1, 2))
+"""It looks at values between its cuts, without a rule. More of that kind: ``examples/benchmarks/compatibility.py``."""
 
 
 # --- runs ---

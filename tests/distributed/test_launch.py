@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from fxpipe.distributed.launch import launch
 from fxpipe.distributed.processes import init
 from fxpipe.errors import RunError, TopologyError
-from tests.distributed.environment import clean_environment
 from tests.pool import forking
+from tests.scripts import Scripts
 
 SECONDS = 200.0  # for anything that starts processes; each imports torch
 
@@ -159,14 +159,14 @@ def test_no_process_is_no_launch() -> None:
 
 # --- no orphans ---
 
-# Each rank reports to the test over a connection, whose end then tells the test that the rank has ended.
+# Each rank sends its launcher's number over a connection, whose end then tells the test that the rank has ended.
 HANG = """
-import signal, socket, sys
+import os, signal, socket, sys
 from fxpipe.distributed.launch import launch
 
 def hang(port):
     line = socket.create_connection(("127.0.0.1", port))
-    line.sendall(b"!")
+    line.sendall(os.getppid().to_bytes(4, "big"))
     line.settimeout(600)
     line.recv(1)
 
@@ -187,24 +187,19 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_launching_process(
-    tmp_path: Path, listener: socket.socket, number: signal.Signals
+    tmp_path: Path, listener: socket.socket, scripts: Scripts, number: signal.Signals
 ) -> None:
-    script = tmp_path / "hang.py"
-    script.write_text(HANG)
-    command = [sys.executable, str(script), str(listener.getsockname()[1])]
-    launcher = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
-    try:
+    (tmp_path / "hang.py").write_text(HANG)
+    with ThreadPoolExecutor() as threads:
+        launcher = threads.submit(scripts.outcome, ["hang.py", str(listener.getsockname()[1])], tmp_path)
         lines = [listener.accept()[0] for _ in range(2)]
         for line in lines:
             line.settimeout(SECONDS)
-            assert line.recv(1) == b"!"
-        launcher.send_signal(number)
+        (pid,) = {int.from_bytes(line.recv(4), "big") for line in lines}
+        os.kill(pid, number)
         for line in lines:
             assert line.recv(1) == b""
             line.close()
-        _, errors = launcher.communicate(timeout=SECONDS)
-    finally:
-        launcher.kill()
-        launcher.wait(SECONDS)
-    assert launcher.returncode == -number
+        status, _, errors = launcher.result()
+    assert status == -number
     assert ("KeyboardInterrupt" in errors) is (number == signal.SIGINT)

@@ -71,7 +71,7 @@ def steps(
 
 @pytest.mark.parametrize(("engine", "tracer"), every(8, list(product(["local", "strict 1", "distributed"], TRACERS))))
 def test_it_trains_and_evaluates_as_plain_pytorch(engine: str, tracer: str, request: pytest.FixtureRequest) -> None:
-    count = 4 if ALL or engine == "local" else 2  # each searches for itself
+    count = 4 if ALL else 2
     ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(count, steps, tracer, count)
     for step, rows in enumerate((16, 10)):
         plain, total = model(), torch.zeros(())

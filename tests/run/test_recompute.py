@@ -494,7 +494,7 @@ def _part(gradient: Tensor | None) -> Tensor | None:
 @pytest.mark.parametrize(
     ("zero", "axes", "schedule"),
     every(
-        2,
+        4,
         [
             (0, [("pipe", 4)], "1f1b"),
             (0, [("pipe", 2), ("data", 2)], "gpipe"),

@@ -119,7 +119,7 @@ def sends_what_formulas_say(printed: str) -> None:
 CASES = [
     Case("compatibility.py --only Llama --page page.md", r"^Llama: export as it comes \S+ \S+ s$"),
     Case("compile_cost.py actions --divided 500", grown("actions, 1f1b, 8 ranks", "actions, zb_h1, 8 ranks")),
-    Case("compile_cost.py nodes --divided 100", grown("nodes, symbolic", "nodes, export", "nodes, record")),
+    Case("compile_cost.py nodes --divided 100", grown("nodes, symbolic", "nodes, export", "nodes, record"), long=True),
     Case("compile_cost.py stages --divided 4", grown("stages, a rank each", "stages on 4 ranks"), long=True),
     Case("compile_cost.py --models GPT-2", phases_sum_to_the_first_step, long=True),
     Case("depth_connected.py attention --ranks 2 --stages 2", sends_what_formulas_say),
@@ -130,7 +130,7 @@ CASES = [
     Case("opaque_regions.py local wav2vec2", r"(?s)\nwav2vec2 (0\.0|\S+e-0[6-9]) .*\nwav2vec2 (0\.0|\S+e-0[6-9]) "),
     Case("opaque_regions.py told SmolVLM", r"\] {'model\.get_image_features': 'whole'}\n$", long=True),
     Case("step_profile.py sleep --rounds 2", sleeps_as_long),
-    Case("step_profile.py gpt --rounds 2 --width 64", parts_sum_to_the_step),
+    Case("step_profile.py gpt --rounds 2 --width 64", parts_sum_to_the_step, long=True),
     Case("step_profile.py collectives --rounds 1", r"all-gather \d+\.\d+, maximum \d+\.\d+, broadcast \d"),
     Case(
         "vlm.py --models ImageBind-huge --ranks 4 --encoder frozen --measure --rounds 1",
@@ -183,15 +183,15 @@ def test_no_layout_by_hand_is_better_and_costs_are_those_of_the_shapes(
     vlm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tower = vlm.VLMS["PaliGemma-3B"].vision.__class__
-    vision, language = tower(3, 512, 2048, 8), tower(6, 512, 2048, 8, gated=True, causal=True)
+    vision, language = tower(2, 512, 2048, 8), tower(4, 512, 2048, 8, gated=True, causal=True)
     small = vlm.VLMS["PaliGemma-3B"].__class__(vision, 448, language, 1000)
     monkeypatch.setitem(vlm.MODELS, "small", small)
     monkeypatch.setitem(vlm.VLMS, "small", small)
     model = vlm.costed("small", True, 4)
     patches, tokens, width = 32**2, 32**2 + 512, 512
-    products = patches * (3 * 14**2 * width + 3 * (4 * width**2 + 2 * width * 2048) + width * width)
-    products += tokens * (6 * (4 * width**2 + 3 * width * 2048) + width * 1000)
-    products += 2 * width * (3 * patches**2 + 6 * tokens**2)  # attention's two, without a mask
+    products = patches * (3 * 14**2 * width + 2 * (4 * width**2 + 2 * width * 2048) + width * width)
+    products += tokens * (4 * (4 * width**2 + 3 * width * 2048) + width * 1000)
+    products += 2 * width * (2 * patches**2 + 4 * tokens**2)  # attention's two, without a mask
     assert sum(cost.flops for cost in model.costs.nodes.values()) == 2 * products
 
     found = vlm.outcomes(model, 4)

@@ -153,7 +153,7 @@ class LogitsInGroups(Logits):
 
 
 def evaluated(kind: type[nn.Module], topology: Topology, rows: tuple[int, ...]) -> Any:
-    options = {"example_args": batch(min(rows)), "tracer": "export"}
+    options = {"example_args": batch(min(rows)), "tracer": "record"}
     forward_backward = fxpipe.compile(model(kind), topology, microbatches=4, **options)
     replica = replica_of(topology) if len(rows) > 1 else 0
     return forward_backward.evaluate(*(x.split(list(rows))[replica] for x in batch(sum(rows))), outputs="all")

@@ -41,6 +41,7 @@ from tests.hf import (  # noqa: E402
     SGD,
     HFCase,
     gpt2,
+    layers,
     mixtral,
     request_of,
     trained_plainly,
@@ -69,6 +70,7 @@ def test_evaluation_gives_the_logits(name: str) -> None:
         boundaries=case.boundaries,
         microbatches=2,
         example_kwargs=case.batch(),
+        **QUICK,
     )
     batch = {name: value for name, value in case.batch().items() if name not in ("labels", "return_loss")}
     if "input_features" in batch or name == "T5":  # a decoder needs something to begin with
@@ -90,8 +92,9 @@ def test_images_by_a_grid_are_refused_with_the_line_that_reads_it() -> None:
 
 def test_a_loop_over_the_experts_that_were_chosen_runs_inside_a_block() -> None:
     """Which experts run depends on the numbers: no graph holds that, but an opaque module does."""
-    looping = replace(MODELS["Mixtral"], build=lambda: mixtral("eager"))
-    assert_trained(local(4, train, looping, {"tracer": "record"}), looping)
+    cuts: Any = {"boundaries": layers("model.layers", 1), "stages": 2, "ranks": 2}
+    looping = replace(MODELS["Mixtral"], build=lambda: mixtral("eager", layers=2), **cuts)
+    assert_trained(local(2, train, looping, {"tracer": "record"}), looping)
 
 
 # --- four processes ---

@@ -46,14 +46,14 @@ from tests.hf import (
     text,
     trained_plainly,
 )
-from tests.opaque_regions import AS_THEY_COME, LORA, STUDIES, furthest, plainly, train
+from tests.opaque_regions import HUBERT, STUDIES, furthest, plainly, train
 
 ENDS = {"CLIP": ("visual_projection", "text_projection"), "SigLIP": ("vision_model", "text_model")}
 
 
 @pytest.mark.parametrize(
     ("name", "microbatches", "rows", "schedule", "tracer"),
-    [("CLIP", 4, 5, "cached", "export"), ("SigLIP", 3, 7, "group_interleaved", "record")],
+    [("CLIP", 4, 5, "cached", "record"), ("SigLIP", 3, 7, "group_interleaved", "record")],
 )
 def test_a_contrastive_model_trains_on_the_whole_batch(
     name: str, microbatches: int, rows: int, schedule: str, tracer: str
@@ -130,7 +130,7 @@ def test_llava_trains_with_another_number_of_images_in_each_row() -> None:
         forward_backward(**images_in_rows([1, 0, 0, 0, 2, 1]))  # a micro-batch without an image, in CLIP's .view
 
 
-IMAGES = [[1, 0, 2, 1, 0, 3, 1, 1], [0, 1, 1, 0, 3, 0, 0, 2], [2, 0, 0, 1, 1, 1, 3, 0]]
+IMAGES = [[1, 0, 2, 0], [0, 2, 0, 1], [2, 0, 1, 0]]
 """Of each row, step by step: no micro-batch of two rows is without one."""
 LANGUAGE: dict[str, Any] = {"model.multi_modal_projector": 0, "model.language_model.layers.2": 1}
 
@@ -142,7 +142,7 @@ def train_with_tower(folder: str) -> tuple[list[Tensor], dict[str, Tensor]]:
         forward_backward = fxpipe.compile(
             seeded_llava().double(),
             Topology([("pipe", 2)]),
-            microbatches=4,
+            microbatches=2,
             boundaries=list(LANGUAGE),
             placement=LANGUAGE | {"model.vision_tower": tower},
             batch_dim=COUNTED,
@@ -241,7 +241,7 @@ ROUNDING = 1e-5
 @pytest.mark.parametrize(
     ("name", "engine", "data", "in_one", "tracer"),
     [
-        ("Qwen2.5-VL", "local", 1, True, "export"),
+        ("Qwen2.5-VL", "local", 1, True, "record"),
         ("Longformer", "distributed", 1, False, "record"),
         ("wav2vec2", "distributed", 2, False, "export"),
     ],
@@ -250,7 +250,7 @@ def test_two_steps_are_those_of_plain_pytorch(
     name: str, engine: str, data: int, in_one: bool, tracer: str, engines: Engines
 ) -> None:
     """Each micro-batch has another number of images, or another length; layers of wav2vec2 are dropped at random."""
-    runs = engines(engine)(4, _trained, name, data, in_one, tracer)
+    runs = engines(engine)(4 if ALL else 2 * data, _trained, name, data, in_one, tracer)
     wanted = plainly(STUDIES[name], data, in_one)
     for run in runs:
         assert furthest(run, wanted) < ROUNDING
@@ -258,40 +258,13 @@ def test_two_steps_are_those_of_plain_pytorch(
 
 
 def _trained(name: str, data: int, in_one: bool, tracer: str) -> dict[str, Any]:
-    return train(STUDIES[name], 4 // data, data, data - 1, in_one, tracer=tracer)
+    return train(STUDIES[name], 4 // data if ALL else 2, data, data - 1, in_one, tracer=tracer)
 
 
-OPAQUE = {"Qwen2.5-VL": "model.get_image_features", "Mistral 3": "model.get_image_features", "HuBERT": "loss_function"}
-
-
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        ("HuBERT", "distributed"),
-        *[(name, "local") for name in ("Qwen2.5-VL", "Mistral 3", "Longformer", "DETR") if ALL],
-    ],
-)
-def test_models_that_look_at_values_train_without_a_rule(name: str, engine: str, engines: Engines) -> None:
-    """Micro-batches of other outcomes, and other numbers of images or boxes."""
-    wanted = plainly(AS_THEY_COME[name], 1, False)
-    for run in engines(engine)(3 if name in ("HuBERT", "Longformer") else 4, _as_it_comes, name):
+def test_a_model_that_looks_at_values_trains_without_a_rule(pool: Pool) -> None:
+    """HuBERT's loss, with micro-batches of other outcomes."""
+    wanted = plainly(HUBERT, 1, False)
+    for run in pool.run(train, HUBERT, 3, 1, 0, False, ranks=3):
         assert furthest(run, wanted) < ROUNDING
         opaque = [line.split()[0] for line in run["stages"].splitlines() if "is opaque" in line]
-        assert set(opaque) <= {OPAQUE.get(name), *(_MERGES if name == "Qwen2.5-VL" else ()), "loss_function"}
-
-
-_MERGES = "model.compute_3d_position_ids", "model.get_rope_index"
-
-
-def _as_it_comes(name: str) -> dict[str, Any]:
-    ranks = 3 if name in ("HuBERT", "Longformer") else 4
-    return train(AS_THEY_COME[name], ranks, 1, 0, False)
-
-
-def test_a_vlm_with_lora_and_unequal_images_trains_as_plain_pytorch() -> None:
-    wanted, before = plainly(LORA, 1, False), LORA.model().state_dict()
-    trained = {name for name, tensor in wanted["state"].items() if not torch.equal(tensor, before[name])}
-    assert trained == {name for name in before if ".up." in name or ".down." in name}
-    run = train(LORA, 2, 1, 0, False, tracer="export")
-    assert furthest(run, wanted) < ROUNDING
-    assert all(torch.equal(run["state"][name], before[name]) for name in before.keys() - trained)
+        assert set(opaque) <= {"loss_function"}

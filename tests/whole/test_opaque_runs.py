@@ -114,7 +114,7 @@ PACKED = {
     "counts": fxpipe.Packed(lambda y: y[:, 0].long()),
     "patches": fxpipe.Packed(lambda counts: counts, of="counts"),
 }
-IMAGES_OF = [[2, 1, 1, 3], [1, 1, 2, 2], [3, 2, 4, 2], [1, 3, 1, 4], [2, 2, 5, 1]]
+IMAGES_OF = [[2, 1, 1, 3], [3, 1, 1, 1]]
 """How many images each row has."""
 
 

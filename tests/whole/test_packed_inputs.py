@@ -115,7 +115,7 @@ def check(runs: Sequence[Steps], name: str, microbatches: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    every(2, [*product(["images", "documents"], [1, 2, 3, 4]), ("sum", 3), ("lists", 2), ("lists", 4)]),
+    every(2, [*product(["images", "documents"], [1, 2, 3, 4]), ("sum", 3)]),
 )
 def test_a_step_is_that_of_micro_batches_cut_by_hand(name: str, microbatches: int) -> None:
     check([ran(name, microbatches, {})], name, microbatches)
@@ -167,9 +167,9 @@ def test_micro_batches_that_are_split_already_need_no_cutting(name: str) -> None
     case = CASES[name]
     model, parts = built(case), [case.batch(rows, place) for place, rows in enumerate(case.batches)]
     loss, _ = accumulate(lambda _, part: model(**part), parts, [float(len(rows)) for rows in case.batches])
-    for ((got, gradients),) in strict(0)(case.stages, stepped, name):
-        assert_same(got, loss, "loss")
-        assert_gradients(gradients, model)
+    ((got, gradients),) = stepped(name)
+    assert_same(got, loss, "loss")
+    assert_gradients(gradients, model)
 
 
 def test_a_dict_input_is_cut_by_rules_for_its_values() -> None:

@@ -19,8 +19,8 @@ from tests.pool import Pool
 from tests.random_models import RandomModel, batch, staged
 from tests.thinned import ALL
 
-GRAPHS = 40 if ALL else 8
-IN_PROCESSES = 12 if ALL else 3
+GRAPHS = 40 if ALL else 5
+IN_PROCESSES = 12 if ALL else 2
 STEPS = 3
 FAMILIES = ["1f1b", "gpipe", "zb_h1", "greedy", "interleaved_1f1b"]
 
@@ -151,7 +151,7 @@ def test_random_models_train_as_in_plain_pytorch(number: int) -> None:
 
 
 def test_two_runs_have_the_same_bits_whoever_goes_first() -> None:
-    draw = dataclasses.replace(drawn(3), data=2, zero=1)
+    draw = dataclasses.replace(drawn(0), data=2, zero=1)
     one, other = (strict(seed)(2 * draw.ranks, trained, draw) for seed in (0, 7))
     for (losses, held), (same_losses, same) in zip(one, other, strict=True):
         assert all(map(torch.equal, losses, same_losses))
@@ -321,7 +321,7 @@ def steps_and_outputs(counted: bool, head: Any, microbatches: int) -> list[Any]:
     forward_backward = fxpipe.compile(Head(counted), topology, microbatches=microbatches, placement=placement)
     found: list[Any] = []
     generator = torch.Generator().manual_seed(1)
-    for rows in (12, 5, 12):
+    for rows in (12, 5):
         given = {"x": torch.randn(rows, 4, generator=generator), "y": torch.randn(rows, 2, generator=generator)}
         found += [forward_backward(**given), dict(forward_backward.metrics)]
         found += [forward_backward.evaluate(**given, outputs=outputs) for outputs in ("all", "loss", "last")]
