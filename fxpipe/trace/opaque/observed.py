@@ -25,7 +25,7 @@ from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import refuse
-from fxpipe.trace.record.touched import TouchedMode
+from fxpipe.trace.record.tape import TouchedMode
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.reads import Reads
 from fxpipe.trace.state.replay import Batch, as_in_a_step, gpus_of, own

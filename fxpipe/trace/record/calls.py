@@ -75,6 +75,7 @@ class Calls:
         # super().__call__() in it: only the outermost call is a call of the submodule.
         kinds = {type(part) for part in module.modules()}
         self._owners = {kind: next(base for base in kind.__mro__ if "__call__" in vars(base)) for kind in kinds}
+        # as they are before the run, by which functional_call is found
         self._tables = {id(table): dict(table) for part in module.modules() for table in _tables(part)}
         self._set: set[str] = set()  # the names of attributes that forward has set
         self._thread = threading.get_ident()
@@ -125,6 +126,7 @@ class Calls:
         if self._buffers.assign(module, name, value, full):
             recorder.marks += 1
             return True
+        # a tensor that is set before it is read is a value of this call; a number may steer a branch in the next
         if isinstance(value, Tensor) and self.own.take(module, name, value, recorder.is_constant(value)):
             self.in_call.add(full)
         else:
@@ -377,6 +379,7 @@ class Calls:
             is_stateful |= state is not None and state.has_changed()
             return result
 
+        # nothing is recorded while it runs on real numbers
         recorder.paused = True
         try:
             found = rehearse(watched, args, kwargs, frame.module, self._numbers)
@@ -416,6 +419,7 @@ class Calls:
                 shared = shared if like.requires_grad else shared.detach()
                 return shared.as_strided(like.shape, like.stride)
 
+        # None stands for None; a TensorLike for each tensor
         leaves, spec = pytree.tree_flatten(found.result)
         made = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
         return pytree.tree_unflatten(made, spec)

@@ -58,6 +58,7 @@ class _Writer:
         self._parts: dict[int, dict[Key, TapeValue]] = {}
         used = [value for operation in self.tape for value in operation.values]
         for value in [*used, *(leaf for leaf in self.result if isinstance(leaf, TapeValue))]:
+            # which parts of a result are used, so that only these become nodes
             self._parts.setdefault(id(value.maker), {})[value.key] = value
 
     def add_input(self, source: NamedSource) -> None:
@@ -72,6 +73,7 @@ class _Writer:
 
     def write(self) -> None:
         """All operations, in order."""
+        # runs of operations in the same modes; inside of a checkpoint they are entered once for each
         for modes, group in itertools.groupby(self.tape, lambda one: one.place.modes.beside(self.around)):
             entered = None
             if modes is not None and not self.keeps_notes:

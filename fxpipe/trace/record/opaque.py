@@ -51,6 +51,7 @@ class Method(nn.Module):
         stand_in = object.__new__(type(owner))
         vars(stand_in).update(vars(owner))
         vars(stand_in)["_modules"] = dict(self.parts.items())
+        # a table of its own, so that what the method sets is found, and does not reach the owner half way
         before = dict(vars(stand_in))
         result = getattr(stand_in, self.name)(*args, **kwargs)
         changed = next((name for name, value in vars(stand_in).items() if value is not before.get(name, self)), None)
@@ -100,6 +101,7 @@ def method_in(error: BaseException, paths: Mapping[int, str]) -> Name | None:
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name
         path = paths.get(id(vars(owner))) if isinstance(owner, nn.Module) else None
         if path is not None and name not in _CALLS:
+            # the frame runs the code inside of all decorators
             function = inspect.unwrap(getattr(type(owner), name, None) or method_in)
             if getattr(function, "__code__", None) is frame.f_code:
                 found = path, name

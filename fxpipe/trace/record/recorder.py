@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from fxpipe.trace.record.tape import (
     Surroundings,
     TapeValue,
     Touched,
+    TouchedMode,
     getter_of,
     mapped,
     name_of,
@@ -45,7 +45,6 @@ from fxpipe.trace.record.tape import (
     target_of,
     tensors,
 )
-from fxpipe.trace.record.touched import TouchedMode
 from fxpipe.trace.state.snapshot import Snapshot, storage_of
 from fxpipe.trace.user_line import current_line
 
@@ -119,6 +118,7 @@ class Recorder:
         """Whether a function of torch runs now, which is recorded as a whole."""
         self.serial = 0
         self._real_names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
+        # the tensor stands beside its value, so that no other one is given its id meanwhile
         self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self._line: str | None = None
         self._unmapped: NeedsValues | None = None
@@ -138,8 +138,10 @@ class Recorder:
 
     def value_of(self, tensor: Tensor) -> TapeValue:
         known = self._values.get(id(tensor))
+        # a tensor that no recorded operation has made
         if known is None:
             known = self._values[id(tensor)] = tensor, self._constant(tensor)
+        # An opaque call holds its operation by now, and does not return it: the next run traces through that call.
         maker = known[1].maker
         if isinstance(maker, Operation) and maker.hidden_in is not None:
             self.problem(_ESCAPED.format(path=maker.hidden_in), "", descend=maker.hidden_in)
@@ -153,6 +155,7 @@ class Recorder:
         """Whether a tensor is made of no inputs, parameters or random numbers: always the same."""
         known = self.known(tensor)
         waiting = [known.maker] if known is not None else []
+        # back along what it was computed from, down to sources
         while waiting:
             maker = waiting.pop()
             if isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random:
@@ -218,6 +221,7 @@ class Recorder:
             return None
         if setter is not None:
             self.problem(f"forward sets .{setter} of a tensor, which is not recorded", "write into it in place")
+        # The function runs for its shapes; what it touches is seen one level below, by operator.
         with self.touched.noting() as touched:
             result = self._run(function, args, kwargs)
         self._record(function, args, kwargs, result, touched)
@@ -279,6 +283,7 @@ class Recorder:
         self.touched.note(touched)  # the calls around do what is done inside of them
         self.serial += 1
         place = place or self.place()
+        # something is computed in a part behind the boundary that seemed to be its end
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
         if ended is not None:
             raise refuse(_AMID.format(name=ended), _AT_THE_EDGE)
@@ -373,6 +378,7 @@ class Recorder:
         It is in front of ``checkpoint(layer, x)`` where nothing was computed in it yet, and behind it where nothing
         will be any more, which ``append`` sees to.
         """
+        # the boundary itself belongs to no part, so that the graph can be cut there
         around, self.checkpoints = self.checkpoints, ()
         begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
         self._ended |= dict.fromkeys((part for part in around if part in begun), name or "an unnamed one")
@@ -388,6 +394,7 @@ class Recorder:
         self.marks += 1
         if self.paused:
             return given  # whoever is run for real now may not hold it
+        # a new tensor for each value: the old one stays a value of the stage before
         with no_function_modes(), torch.enable_grad():
             behind = [tensor.view_as(tensor) for tensor in given]
         values = [self.value_of(tensor) for tensor in given]
@@ -444,32 +451,25 @@ _ESCAPED = "a tensor made inside of {path} is used elsewhere, and {path} does no
 
 # --- Branches that go one way in every step ---
 
-_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
-    **dict.fromkeys(("lt", "less"), operator.lt),
-    **dict.fromkeys(("le", "less_equal"), operator.le),
-    **dict.fromkeys(("gt", "greater"), operator.gt),
-    **dict.fromkeys(("ge", "greater_equal"), operator.ge),
-}
-
 
 def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bool | None:
-    """The truth of a comparison with what ``torch.rand`` has drawn, in [0, 1), where any such number gives the same.
+    """The truth of ``torch.rand([]) < bound`` where every number in [0, 1) gives the same; else None.
 
-    As ``torch.rand([]) < self.layerdrop`` does in transformers' speech models and BART, where that is 0.
+    transformers' speech models and BART ask so with their ``layerdrop``, which is 0 where it is off.
     """
     compared = value.maker if value is not None else None
-    if not isinstance(compared, Operation) or len(compared.args) != 2 or compared.kwargs:
+    if not isinstance(compared, Operation) or len(compared.args) != 2:
         return None
     drawn, bound = compared.args
-    comparison = _COMPARISONS.get(str(getattr(compared.target, "__name__", compared.target)))
+    is_less = str(getattr(compared.target, "__name__", compared.target)) == "lt"
     maker = drawn.maker if isinstance(drawn, TapeValue) else None
-    if comparison is None or type(bound) not in (int, float) or not isinstance(maker, Operation):
+    if not is_less or type(bound) not in (int, float) or not isinstance(maker, Operation):
         return None
+    # what was drawn must still be there: nothing has written it since
     memory = storage_of(maker.result) if maker.target in (torch.rand, torch.rand_like) else None
     if memory is None or any(memory in entry.touched.writes for entry in tape if isinstance(entry, Operation)):
         return None
-    truth = comparison(0.0, bound)
-    return truth if comparison(1 - 2**-53, bound) == truth else None
+    return None if 0 < bound < 1 else bound >= 1
 
 
 def passing() -> bool | None:
@@ -483,12 +483,14 @@ def passing() -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
+    # f_lasti is the call that asks for the truth: the jump that follows depends on it
     code = [one for one in dis.get_instructions(frame.f_code) if one.opname not in _BETWEEN]
     places = [place for place, one in enumerate(code) if one.offset >= frame.f_lasti]
     jump = next((place for place in places[:2] if "_IF_" in code[place].opname), None)
     if jump is None:
         return None
     if_true = "_IF_TRUE" in code[jump].opname
+    # A conditional jump has two ways on: to its target, and to the next instruction.
     if _raises(code, _target(code, jump)):
         return not if_true
     return if_true if _raises(code, jump + 1) else None

@@ -1,12 +1,13 @@
 """Rehearsal: a submodule that looks at the values of tensors is run for real, once or twice, on made-up inputs.
 
-What is learnt is the shapes and types of what it returns, which memory it touches and whether it draws random numbers.
+It shows the shapes and types of the results, the memory that the call touches, and whether it draws random numbers.
 The model's own tensors are not touched: copies stand in for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +20,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import outside
-from fxpipe.trace.record.tape import Touched
-from fxpipe.trace.record.touched import TouchedMode
+from fxpipe.trace.record.tape import Touched, TouchedMode
 from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
@@ -53,17 +53,18 @@ def rehearse(
     with outside(), torch.random.fork_rng(devices=devices):
         state = RandomState()
         try:
-            call = _Rehearsal(function, args, kwargs, module, real_of)
-            first = call.run(0)
+            run = functools.partial(_run, function, args, kwargs, module, real_of)
+            first = run(0)
             second: Rehearsed | None = None
             # how many rows or classes integers count is not known, and an index out of range is an error on the CPU;
             # elsewhere it may end the process's use of the device, so that there they are 0 in both runs
             for highest in (3, 1) if all(leaf.is_cpu for leaf in given) else ():
                 with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
-                    second = second or call.run(1, highest)
-            second = second or call.run(1)
+                    second = second or run(1, highest)
+            second = second or run(1)
         finally:
             state.restore()
+    # Shapes and types must hold for all values: the stages behind are captured with them.
     if first.result != second.result:
         raise TraceError("the shape of what it returns depends on the values of its inputs")
     shares = {**first.shares, **second.shares}
@@ -73,45 +74,42 @@ def rehearse(
     return replace(first, shares=shares)
 
 
-@dataclass(frozen=True)
-class _Rehearsal:
-    """What is rehearsed."""
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: nn.Module | None,
+    real_of: Mapping[int, Tensor],
+    seed: int,
+    highest: int = 0,
+) -> Rehearsed:
+    torch.manual_seed(seed)
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the fake tensor: it, its copy
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: nn.Module | None
-    real_of: Mapping[int, Tensor]
+    def copy_of(fake: Tensor) -> Tensor:
+        if id(fake) not in copies:
+            copies[id(fake)] = fake, _numbers(real_of.get(id(fake)), fake, seed, highest)
+        return copies[id(fake)][1]
 
-    def run(self, seed: int, highest: int = 0) -> Rehearsed:
-        torch.manual_seed(seed)
-        copies: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the fake tensor: it, its copy
-
-        def copy_of(fake: Tensor) -> Tensor:
-            if id(fake) not in copies:
-                copies[id(fake)] = fake, _numbers(self.real_of.get(id(fake)), fake, seed, highest)
-            return copies[id(fake)][1]
-
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        given = [copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        with contextlib.nullcontext() if self.module is None else _copies_in(self.module, copy_of):
-            args, kwargs = pytree.tree_map_only(Tensor, copy_of, (self.args, self.kwargs))
-            mode = TouchedMode()
-            with mode, mode.noting() as touched:
-                result = self.function(*args, **kwargs)
-        places = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
-        reads, writes = ({places[one] for one in memory & places.keys()} for memory in (touched.reads, touched.writes))
-        arguments = {storage_of(tensor): place for place, tensor in enumerate(given)}
-        memory = {
-            number: storage_of(leaf)
-            for number, leaf in enumerate(pytree.tree_leaves(result))
-            if isinstance(leaf, Tensor)
-        }
-        return Rehearsed(
-            pytree.tree_map(_described, result),
-            Touched(reads, writes, touched.draws_random),
-            {number: arguments[storage] for number, storage in memory.items() if storage in arguments},
-        )
+    leaves = pytree.tree_leaves((args, kwargs))
+    given = [copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    with contextlib.nullcontext() if module is None else _copies_in(module, copy_of):
+        args, kwargs = pytree.tree_map_only(Tensor, copy_of, (args, kwargs))
+        mode = TouchedMode()
+        with mode, mode.noting() as touched:
+            result = function(*args, **kwargs)
+    # from the memory of copies to that of the fake tensors, by which the recorder knows the model
+    places = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
+    reads, writes = ({places[one] for one in memory & places.keys()} for memory in (touched.reads, touched.writes))
+    arguments = {storage_of(tensor): place for place, tensor in enumerate(given)}
+    memory = {
+        number: storage_of(leaf) for number, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)
+    }
+    return Rehearsed(
+        pytree.tree_map(_described, result),
+        Touched(reads, writes, touched.draws_random),
+        {number: arguments[storage] for number, storage in memory.items() if storage in arguments},
+    )
 
 
 def _described(leaf: Any) -> TensorLike | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.graph.modes import DEVICES, Autocast, Modes
-from fxpipe.graph.program import IN_PLACE_NAMES, Effects
+from fxpipe.graph.program import Effects
+from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
+from fxpipe.trace.state.snapshot import storage_of
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
@@ -40,6 +43,54 @@ class Touched:
         self.is_stateful |= other.is_stateful
 
 
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+"""Arguments that normalisations write although not every schema says so."""
+
+
+class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what every operation touches; ``noting()`` gathers it for a part of the run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = Touched()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[Touched]:
+        """What is touched while it is open; what surrounds it has then touched it, too."""
+        around, self._now = self._now, Touched()
+        try:
+            yield self._now
+        finally:
+            around.add(self._now)
+            self._now = around
+
+    def note(self, touched: Touched) -> None:
+        """Notes what was learnt in another way than by watching operators, for all that is open now."""
+        self._now.add(touched)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (schema := schema_of(func)) is None:  # a higher-order operator, such as flex_attention
+            self._now.reads |= {
+                storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            }
+            return func(*args, **kwargs)
+        given: dict[str, Any] = {}
+        # the schema says which arguments an operator writes: "Tensor(a!) self"
+        for position, argument in enumerate(schema.arguments):
+            value = given[argument.name] = args[position] if position < len(args) else kwargs.get(argument.name)
+            storages = {storage_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+            self._now.reads |= storages
+            if argument.is_write or argument.name in _RUNNING_STATISTICS:
+                self._now.writes |= storages
+        # attention has the tag, and draws only with a dropout_p that is not 0
+        if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
+            self._now.draws_random = True
+        return func(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class ModesNow:
     """Gradients on or off, autocast on each type of device, and the number of the autocast block."""
@@ -60,6 +111,7 @@ class ModesNow:
     def beside(self, around: ModesNow) -> Modes | None:
         """What differs from the modes ``around``; None where nothing does."""
         grad = self.grad if self.grad != around.grad else None
+        # autocast that is off on both sides changes nothing, whatever its type is
         autocast = tuple(
             mine
             for mine, theirs in zip(self.autocast, around.autocast, strict=True)
@@ -121,7 +173,7 @@ class Operation:
 
     @property
     def values(self) -> Iterator[TapeValue]:
-        for leaf in leaves((self.args, self.kwargs)):
+        for _, leaf in paths((self.args, self.kwargs)):
             if isinstance(leaf, TapeValue):
                 yield leaf
 
@@ -150,9 +202,11 @@ class Obstacle:
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(keys that lead there, leaf) for everything in nested tuples, lists and mappings."""
+    """(keys that lead there, leaf) for everything in nested tuples, lists, mappings and slices."""
     if isinstance(value, torch.Size):
         yield path, value
+    elif isinstance(value, slice):  # among arguments: x[start:], of tensors too
+        yield from paths((value.start, value.stop, value.step), path)
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from paths(part, (*path, key))
@@ -163,23 +217,13 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
         yield path, value
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of an argument: nested tuples, lists, dicts and slices."""
-    if isinstance(value, slice):
-        value = (value.start, value.stop, value.step)
-    for _, leaf in paths(value):
-        if isinstance(leaf, slice):
-            yield from leaves(leaf)
-        else:
-            yield leaf
-
-
 def tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for _, leaf in paths(value) if isinstance(leaf, Tensor)]
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """An argument with each leaf changed; tuples, named tuples, lists, dicts and slices stay what they are."""
+    # a graph takes a tuple of ints, and no torch.Size
     if isinstance(value, torch.Size):
         return tuple(value)
     if isinstance(value, tuple):
@@ -209,19 +253,15 @@ def is_plain(value: Any) -> bool:
 
 # --- How a call that a torch function mode has seen is written in a graph ---
 
-_UNARY = ("abs", "invert", "neg", "pos")
-_BINARY = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", *IN_PLACE_NAMES),
-)
-
-
-def _operator(name: str) -> Any:
-    return getattr(operator, f"{name}_" if name in ("and", "or") else name)
-
-
-_OPERATORS = {f"__{name}__": _operator(name) for name in (*_UNARY, *_BINARY)} | {"__div__": operator.truediv}
-_REVERSED = {f"__r{name}__": _operator(name) for name in _BINARY[:13]} | {"__rdiv__": operator.truediv}
+_OPERATORS = {
+    name: function
+    for name, function in vars(operator).items()
+    if name.startswith("__") and callable(function) and hasattr(Tensor, name)
+}
+"""``"__add__"`` → ``operator.add``, ``"__iadd__"`` → ``operator.iadd``, and so on."""
+_REVERSED = {f"__r{name[2:]}": function for name, function in _OPERATORS.items()}
+"""``"__rsub__"`` → ``operator.sub``, with its arguments the other way round. ``"__rdiv__"`` is what ``1 / x`` calls."""
+_OPERATORS["__div__"] = _REVERSED["__rdiv__"] = operator.truediv
 _BY_FUNCTION = {getattr(Tensor, name): function for name, function in _OPERATORS.items() if hasattr(Tensor, name)}
 """Some, such as ``Tensor.__pow__``, bear the name of another method."""
 
@@ -232,6 +272,8 @@ Target = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
     """The node for a call: Python's operators as such, methods by name, other functions as they are."""
     name = name_of(function)
+    # The order counts: __get__ is an attribute read; Tensor.__pow__ bears the name "pow"; 2 - x arrives as
+    # Tensor.__rsub__(x, 2), whose arguments are turned round.
     if getter_of(function) is not None:
         return "call_function", getattr, (args[0], getter_of(function)), {}
     if isinstance(args[0] if args else None, Tensor) and function in _BY_FUNCTION:

@@ -17,6 +17,7 @@ from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.cuts.cutting import check_boundaries, cutting
@@ -44,6 +45,7 @@ def record(request: Request) -> Program:
     plan = _RunPlan()
     try:
         with within(request.autocast):
+            # each plan knows more than the one before: descend and methods only grow, so this ends
             while True:
                 found = _capture(request, plan)
                 if isinstance(found, Program):
@@ -75,10 +77,11 @@ def _capture(request: Request, plan: _RunPlan) -> Program | _RunPlan:
     """The program; or a better plan."""
     _refuse_scripted(request.module)
     roots = [request.module] if request.loss_module is None else [request.module, request.loss_module]
-    real = dict(_named_tensors(request.module))
+    real = all_tensors(request.module)
     with fake_model(request.module, request.device, request.compute) as fake:
         untouched = [Snapshot(root) for root in roots]
         try:
+            # what forward sets in its first call alone, it does not change in the second
             earlier: list[SetAttribute] = []
             if plan.settled:
                 first = _RecordedRun(request, plan, fake, real, untouched)
@@ -110,7 +113,8 @@ class _RecordedRun:
         before: Sequence[Snapshot],
     ) -> None:
         self._request, self._plan, self._real = request, plan, real
-        stand_ins = {_known(fake, name, tensor): tensor for name, tensor in _named_tensors(request.module)}
+        stand_ins = {_known(fake, name, tensor): tensor for name, tensor in all_tensors(request.module).items()}
+        # a buffer of this name is on another rank; its numbers were kept while it was here
         numbers = {**real, **{name: kept for name, kept in request.numbers.items() if real[name].is_meta}}
         real_of = {id(tensor): numbers[name] for name, tensor in stand_ins.items()}
         self.recorder = Recorder(fake, real, stand_ins, before if plan.watch else ())
@@ -155,18 +159,20 @@ class _RecordedRun:
         """
         plan, recorder, calls = self._plan, self.recorder, self._calls
         problems = [entry for entry in recorder.tape if isinstance(entry, Obstacle)]
+        # What a better plan mends comes before what is refused: an obstacle may be a part of an opaque call next time.
         descend = {problem.descend for problem in problems if problem.descend is not None} - plan.descend
         if descend:
             return replace(plan, descend=plan.descend | descend)
         if problems:
             raise TraceError(problems[0].message)
+        # Without a boundary the model itself would be one opaque call, and "auto" could cut nowhere.
         if not recorder.boundaries and plan.limit is None:
             held = sum(tensor.numel() * tensor.element_size() for tensor in self._real.values())
             return replace(plan, limit=held // _FINE)
         model, opaque = self._request.module, self._opaque()
         sets = [*earlier, *recorder.sets]
+        # opaque calls set theirs in every step, as in the model; what is set before it is read is a value of one call
         excused = (recorder.set_inside - {one.name for one in sets}) | calls.in_call
-        # opaque calls change theirs in every step
         lost = [name for name in changed if name not in excused and not name.startswith(opaque)]
         if lost and not plan.watch:
             return replace(plan, settled=True, watch=plan.settled)
@@ -212,13 +218,6 @@ _RESET = (
     "forward sets {name} from outside of that submodule, which is called as a whole and in a pipeline would keep the "
     "value that it had before; set it before the model is compiled, or inside that submodule's forward\n{line}"
 )
-
-
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
 
 
 def _known(fake: FakeModel, name: str, tensor: Tensor) -> str:

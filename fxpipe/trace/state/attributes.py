@@ -30,6 +30,7 @@ def watching_attributes(
     """
     original, get = nn.Module.__setattr__, nn.Module.__getattribute__
 
+    # nn.Module.__getattr__, which finds parameters and submodules, is asked only after this
     def noted(module: nn.Module, name: str) -> Any:
         own.read.add((id(object.__getattribute__(module, "__dict__")), name))
         return get(module, name)
@@ -59,10 +60,13 @@ class CallAttributes:
         looked whether an earlier one has."""
         table = vars(module)
         key, before = (id(table), name), table.get(name, MISSING)
+        # the first value that it had is the one to put back
         if key in self._before:
             return True
         if any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
             return False
+        # An attribute that is read first carries a value from the call before. One that was None, or absent, may be
+        # read first if every call would set the same: it is a cache.
         is_read, was_nothing = key in self.read, before is None or before is MISSING
         if isinstance(value, (nn.Module, nn.Parameter)) or (is_read and not (is_constant and was_nothing)):
             return False
@@ -90,8 +94,6 @@ class AssignedBuffers:
     """The buffers that forward has set. Whoever watches attributes hands them over."""
 
     def __init__(self) -> None:
-        self.count = 0
-        """How many times forward has set one."""
         self._assigned: dict[tuple[int, str], tuple[dict[str, Any], Tensor, str]] = {}
         """(the table that holds it, the tensor that it was, the user's line)"""
 
@@ -109,7 +111,6 @@ class AssignedBuffers:
                 f"{list(value.shape)}, and a buffer keeps its memory in a pipeline",
                 "keep its shape and type",
             )
-        self.count += 1
         self._assigned.setdefault((id(module._buffers), name), (module._buffers, before, current_line()))
         module._buffers[name] = value
         return True
@@ -130,14 +131,14 @@ class AssignedBuffers:
 
 
 class CaptureGuard:
-    """Watches one capture of a model, and of its loss function where that is a module: refuses what the capture gets
-    wrong, and leaves the model and random state as they were.
+    """Watches one capture of a model, and of its loss function where that is a module. It refuses what the capture
+    gets wrong, and leaves the model and random state as they were.
 
     ``has_regions``: whether a part of it runs for real in every step, where it may look for what forward sets.
     """
 
     def __init__(self, module: nn.Module, loss: nn.Module | None, has_regions: bool) -> None:
-        self.roots = [module] if loss is None else [loss, module]  # what is in both is called as in the model
+        self.roots = [module] if loss is None else [loss, module]  # a module in both is called as in the model
         self.paths = {id(vars(part)): path for root in self.roots for path, part in root.named_modules()}
         self.own, self.random, self.has_regions = CallAttributes(), RandomState(), has_regions
         self.snapshots: dict[nn.Module, Snapshot] = {}
@@ -167,6 +168,7 @@ class CaptureGuard:
                 stack.enter_context(watching_attributes(self.paths, self.take_attribute, self.own))
                 stack.enter_context(no_checkpoints())
                 yield
+            # before the comparison, which would find the attributes that forward may set
             self.own.put_back()
             for root, snapshot in self.snapshots.items():
                 refuse_changes(root, (name for name in snapshot.changes() if not allowed(name)), instead)

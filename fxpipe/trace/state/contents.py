@@ -1,4 +1,4 @@
-"""Contents: what is in a value that may be changed in place, to be compared from step to step, and put back.
+"""Contents: the parts of a value that may change in place. They are compared from step to step, and put back.
 
 Looked into are dicts, lists, tuples, sets and deques; the attributes of objects of users' classes, slots included; what
 a bound method or a ``functools.partial`` is bound to; NumPy's arrays, by their bytes. All else is compared by identity:
@@ -68,8 +68,10 @@ def _reading_of(cls: type) -> _Reading:
         return _Reading()
     if any(base.__module__ == "numpy" and hasattr(base, "tobytes") for base in cls.__mro__):
         return _Reading(_numbers)
+    # the methods of the container itself are called: those of a class derived from it may do anything
     container: Any = next((base for base in _CONTAINERS if issubclass(cls, base)), None)
     items = None if container is None else _entries if container is dict else _iterated(container)
+    # what torch and Python keep in their objects is their own affair; users set the attributes of their own classes
     users = [base for base in cls.__mro__ if not is_library(base.__module__)]
     declared = [one for base in users if "__slots__" in vars(base) for one in vars(base).values()]
     slots = tuple(one for one in declared if isinstance(one, types.MemberDescriptorType))
@@ -103,6 +105,7 @@ def contents(value: Any) -> Any:
         return value
     if type(value) is tuple and all(reading_of(type(item)).is_leaf for item in value):
         return value
+    # The number of parts stands in front of them, level by level: so no two values that differ give the same tuple.
     found: list[Any] = []
     for part in walk(value):
         if part.parts is None:
@@ -124,6 +127,7 @@ class Inner(NamedTuple):
 def walk(value: Any) -> Iterator[Inner]:
     """A value and all that is in it, the nearest first, as far as ``MOST`` and ``DEEP``."""
     level, seen, count = [value], dict[int, int](), 1
+    # Breadth first, since ``MOST`` ends it: forward reads what is near more often than what lies deep inside.
     for depth in range(DEEP + 1):
         below: list[Any] = []
         for one in level:
@@ -131,6 +135,7 @@ def walk(value: Any) -> Iterator[Inner]:
             if reading.is_leaf:
                 yield Inner(one)
             elif id(one) in seen:
+                # two names for one object, or a cycle
                 yield Inner(seen[id(one)])
             else:
                 seen[id(one)] = len(seen)
@@ -151,6 +156,7 @@ def alike(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(alike, one, other))
+    # nan is unequal to itself, and has not changed
     return isinstance(one, _PLAIN) and bool(one == other or (one != one and other != other))
 
 
@@ -171,6 +177,7 @@ class Taken:
         ``functools.cached_property`` does."""
         before, now = self._own, self._reading.attributes(self._value)
         kept = all(name in now and alike(value, now[name]) for name, value in before.items())
+        # a tensor that an object caches during a capture has no numbers, and so counts as a change
         new = (now[name] for name in now.keys() - before.keys())
         is_same = kept and alike(tuple(self._items), tuple(self._items_now()))
         return not is_same or any(isinstance(part.value, Tensor) for one in new for part in walk(one))
@@ -178,17 +185,19 @@ class Taken:
     def put_back(self) -> None:
         value, items = self._value, self._items
         own, slots = dict(self._own), {slot.__name__: slot for slot in self._reading.slots}
+        # A slot is set through its descriptor: the class may be frozen, or check what is set.
         for name in self._reading.attributes(value).keys() & slots.keys() - own.keys():
             slots[name].__delete__(value)
         for name in slots.keys() & own.keys():
             slots[name].__set__(value, own.pop(name))
         table = self._reading.table(value)
-        if table is not value:  # as it is in a mapping whose attributes are its items
+        if table is not value:  # they are one in a mapping whose attributes are its items
             table.clear()
             table.update(own)
         if alike(tuple(items), tuple(self._items_now())):
             return
         if items and isinstance(items[-1], bytes) and hasattr(value, "tobytes"):
+            # in place, since others may hold the array
             value.flat = sys.modules["numpy"].frombuffer(items[-1], value.dtype)
         if not isinstance(value, (dict, list, set, deque)):
             return

@@ -1,7 +1,7 @@
-"""Reads: what of a model's Python a capture has read (attributes, submodules, hooks), and whether it is still that.
+"""Reads: the attributes, submodules and hooks of a model that a capture has read, and whether they have changed.
 
-A capture holds it as it was. So every call asks for the number of the state that the model is in: it is another one
-where something that was read has changed since, and what a state has not captured yet is captured in it.
+A capture holds them as they were. So every call asks for the number of the state that the model is in. It is another
+state where something that was read has changed since, and then the model is captured anew, once for each state.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Reads:
         for root in roots:
             for path, module in root.named_modules():
                 self._modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
+        # A stage calls these submodules for real: they read their attributes anew in every step.
         follows = {id(vars(part)) for module in live for part in module.modules()}
         wanted = [key for key in noted if key[0] in self._modules and key[0] not in follows and key not in sets]
         self._set |= {key for key in sets if key[0] not in follows}
@@ -126,12 +127,14 @@ class Reads:
                 )
         if self._glance is not None and self._glance.finds_nothing():
             return self._now
+        # Only behind the glance, which ends nearly every call: this compares attribute by attribute.
         self._check_buffers()
         state = self._states[self._now]
         changed = self._changed(state)
         if changed is None:
             self._glance = _Glance({*state, *self._buffers}, self._modules)
             return self._now
+        # back in a state that was captured before, whose captures hold again
         known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
         number = next(known, len(self._states))
         if number == MOST:
@@ -141,6 +144,7 @@ class Reads:
                 "every change it is captured anew; give what changes from step to step to forward as an input, as a "
                 "0-dimensional tensor"
             )
+        # the same attributes count in each state, with other values
         if number == len(self._states):
             self._states.append({key: self._value(key) for key in state})
         self._now, self._glance = number, None
@@ -156,6 +160,7 @@ class Reads:
     def _changed(self, state: dict[Key, Any]) -> Key | None:
         for key, value in state.items():
             now = self._held(key)
+            # most values are leaves, and the same object
             if now is not value and not alike(value, contents(now)):
                 return key
         return None
@@ -192,11 +197,13 @@ class _Glance:
         for place, name in keys:
             module = modules[place][1]
             own = vars(module)
+            # in the order in which torch looks for a name; where none has it, all three are watched
             tables: list[Mapping[str, Any]] = [own, module._modules, module._buffers]
             for table in tables:
                 names.setdefault(id(table), (table, set()))[1].add(name)
                 if name in table:
                     break
+            # the tables themselves may be replaced
             names[id(own)][1].update(("_modules", "_buffers"))
         self._held = []
         values: dict[int, Any] = {}  # each once

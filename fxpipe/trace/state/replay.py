@@ -66,6 +66,7 @@ def checkpoints_that_keep(around: Around = contextlib.nullcontext) -> Iterator[N
         with around():
             yield
 
+    # the generator that non-reentrant checkpoints run, and the autograd function of reentrant ones
     with without_reentrant_checkpoints(around), patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, only_run):
         yield
 
@@ -132,6 +133,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.count()
             own = kwargs.get("generator")
+            # anew for each operator: so neither the order of draws nor their number counts
             for generator in self._generators if own is None else [own]:
                 generator.manual_seed(_SEED)
         return func(*args, **kwargs)
@@ -170,9 +172,11 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_reentrant_checkpoints())
+        # off here; the call of the model or of a stage turns on what the step has on
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
             stack.enter_context(same_draws(devices))
+        # the caller puts .data back, by a State
         for parameter in request.module.parameters() if request.compute is not None else ():
             if parameter.is_floating_point():
                 parameter.data = parameter.detach().to(request.compute)
@@ -199,19 +203,21 @@ def in_double(value: Tensor | None, like: Tensor | None) -> Tensor:
     """In double precision; nothing is zeros."""
     if value is None:
         value = torch.zeros(()) if like is None else torch.zeros_like(like)
+    # a difference of two close numbers has few digits left in their own type
     value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def differences(one: Tensor, other: Tensor) -> Tensor:
     """Of each pair of numbers; none between two that are equal, or both nan."""
+    # inf - inf is nan, and would count as infinite
     same = (one == other) | (one.isnan() & other.isnan())
     return (one - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0)
 
 
 def gap(got: Tensor | None, wanted: Tensor | None) -> float:
     """The largest difference; infinite where only one of them is finite, or shapes differ."""
-    if got is wanted:
+    if _is_same(got, wanted):
         return 0.0
     one, other = in_double(got, wanted), in_double(wanted, got)
     if one.shape != other.shape:
@@ -234,9 +240,9 @@ def unit(value: Tensor | None) -> float:
 
 def is_close(got: Tensor | None, wanted: Tensor | None, tolerance: float | None = None) -> bool:
     """Whether they are the same but for rounding. ``tolerance``: of the largest number."""
-    apart = 0.0 if _is_same(got, wanted) else gap(got, wanted)
+    apart = gap(got, wanted)
     tolerance = CLOSE * unit(wanted) if tolerance is None else tolerance
-    return apart == 0 or apart <= tolerance * largest(wanted)
+    return apart == 0 or apart <= tolerance * largest(wanted)  # 0 first: a largest of inf times 0 is nan
 
 
 def is_repeated(again: Tensor, first: Tensor) -> bool:

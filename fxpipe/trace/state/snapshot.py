@@ -42,6 +42,7 @@ class Snapshot:
         for part in walk(value):
             if isinstance(part.value, Tensor):
                 self._keep(name, part.value)
+            # an object with several names is taken once, by the first of them
             elif part.parts is not None and id(part.value) not in self._taken:
                 self._taken[id(part.value)] = name, Taken(part.value)
             elif (ways := _generator(part.value)) is not None:
@@ -55,6 +56,7 @@ class Snapshot:
 
     def storages(self) -> dict[int, str]:
         """The memory of every tensor that the model holds, and the tensor's name."""
+        # reversed, so that the first name of a tensor stays
         found = {storage_of(state.tensor): state.name for state in reversed(self._tensors.values())}
         return {storage: name for storage, name in found.items() if storage}
 
@@ -72,7 +74,7 @@ class Snapshot:
         return [state.tensor for state in self._tensors.values()]
 
     def changes(self) -> Iterator[str]:
-        """The names of what is no longer as it was. What is written into a tensor is not seen here."""
+        """The names of all that has changed, but for the numbers in tensors: see ``written``."""
         for path, now, before in self._attributes:
             for name in {**before, **now}:
                 if not alike(now.get(name, _MISSING), before.get(name, _MISSING)):
@@ -88,6 +90,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Puts everything back that ``changes`` can see, and generators."""
+        # In place: torch and the model hold these very tables. Tables before containers and tensors, which are in them.
         for _, now, before in self._attributes:
             now.clear()
             now.update(before)
@@ -130,7 +133,7 @@ class _GeneratorState(NamedTuple):
 
 
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """What says where a generator of random numbers stands, and what puts it there; None for what is none."""
+    """How to ask where a generator of random numbers stands, and how to put it there; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
@@ -175,8 +178,10 @@ class State:
             snapshot.restore()
         with torch.no_grad():
             for tensor, copy, _ in self.numbers:
+                # copy_() on the tensor raises its version, and on .data it does not
                 if id(tensor) in bumped:
                     tensor.copy_(copy)
+                # On a GPU a copy costs less than to wait for a comparison. An expanded tensor (stride 0) takes none.
                 elif (tensor.is_cuda and 0 not in tensor.stride()) or not torch.equal(tensor, copy):
                     tensor.data.copy_(copy)
 

@@ -164,6 +164,7 @@ class _Tracer(fx.Tracer):
         self.guard.check()
         if (kind, target) == ("call_method", "backward") or target is BACKWARD:
             refuse_backward()
+        # a node tells in which grad mode it was made, where that is not the one around the call
         node = super().create_node(kind, target, *args, **kwargs)
         if (grad := torch.is_grad_enabled()) != self.request.training:
             node.meta["modes"] = Modes(grad)
@@ -177,6 +178,7 @@ class _Tracer(fx.Tracer):
     # modules
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # a module of the loss function is no submodule of the model, and is traced through
         known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
         if known and self.is_leaf_module(m, ""):
             self._refuse_swapped(m)
@@ -235,11 +237,13 @@ class _Tracer(fx.Tracer):
             name = self._names[id(tensor)] = f"_constant{len(self.constants)}"
             self.constants[name] = tensor
             self.guard.keep(tensor)
+        # one node for each tensor, by whatever name it is reached
         if name not in self._sources:
             self._sources[name] = self.create_node("get_attr", name, (), {})
         return self._sources[name]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        # torch.fx asks this for each attribute that forward reads of a module
         if isinstance(attr_val, Tensor) and id(attr_val) in self._names:
             name = self._names[id(attr_val)]
             if name not in parameter_proxy_cache:
@@ -323,7 +327,7 @@ class _SymbolicGuard(CaptureGuard):
                 torch.set_grad_enabled(grad_mode)
 
     def computed_with(self) -> tuple[tuple[str, Tensor, int], ...]:
-        """What of the model the capture has computed with, and what would be so ever after."""
+        """The tensors of the model that the capture has computed with, and their versions: their numbers are fixed."""
         return tuple((name, tensor, version_of(tensor)) for name, tensor in self._state.computed_with.values())
 
     def keep(self, tensor: Tensor) -> None:
@@ -366,6 +370,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{func} draws random numbers while tracing, and they would be the same ever after",
                 "draw from a traced tensor (torch.randn_like(x), x.new_empty(4, 8).normal_())",
             )
+        # only real tensors come here: a proxy reaches no operator
         for position, argument in enumerate(schema_of(func).arguments):
             value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
             for tensor in pytree.tree_leaves(value):
@@ -379,6 +384,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"forward writes {self.names[storage]} while tracing, which would happen once",
                 "write it as self.<name>.add_(...), which is recorded, or outside of forward",
             )
+        # detach() and alias() compute nothing: the tensor that they return is checked where it is used
         if storage in self._changing and func not in _ALIASES:
             raise refuse(
                 f"forward computes with the values that {self.names[storage]} has while tracing, and the result would "
