@@ -136,8 +136,8 @@ def fxpipe_contestant(
     compiled = partial(fxpipe.compile, topo=topology, microbatches=microbatches, zero_scope=scope)
     forward_backward = compiled(Layers(), zero=zero)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, **ADAMW)
-    # zero=2 reduces every micro-batch, synchronised or not; what it computes is what zero=1 does.
-    silent = compiled(Layers(), zero=1) if zero == 2 else forward_backward
+    # zero=2 and 3 reduce in every call, synchronised or not; what they compute is what zero=1 does.
+    silent = compiled(Layers(), zero=1) if zero > 1 else forward_backward
 
     def step() -> None:
         optimizer.zero_grad()

@@ -55,8 +55,8 @@ def part_of(held: Tensor, given: Tensor) -> Tensor:
         return local(given)
     from torch.distributed.tensor import distribute_tensor
 
+    # src_data_rank=None: each rank has the same whole tensor, and takes its part of it.
     given = given.detach().to(held.device)
-    # src_data_rank=None: each rank has the same whole tensor, and takes its part of it
     return local(distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None))
 
 
@@ -90,6 +90,7 @@ def settle_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     torch's ``foreach`` implementations cannot mix them. A group for which the user has chosen stays unchanged.
     """
     for group in optimizer.param_groups:
+        # foreach=None leaves the choice to torch. Whoever has made one, or asks for fused, keeps it.
         kinds = {tensor.device_mesh if is_dtensor(tensor) else None for tensor in group["params"]}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False

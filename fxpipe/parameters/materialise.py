@@ -86,6 +86,7 @@ def materialise(
             f"{name} is on the meta device, and nothing says what its values are; pass checkpoint=, or {hint}, "
             "fxpipe.reset_parameters for modules of torch.nn)"
         )
+    # Memory for all of them, then init_fn, then the checkpoint: init_fn sees none of what the checkpoint fills.
     new = {id(held.tensor): _real(held, device) for held in mine if held.tensor.is_meta}
     replace_tensors(model, new)
     if missing and init_fn is not None:
@@ -117,29 +118,28 @@ def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights |
 def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
     """Every tensor of the model once, in its order."""
     known = frozenset(weights.names) if weights is not None else frozenset()
+    # A tensor is saved unless all of its names are of buffers with persistent=False.
     passing = {
         f"{path}.{leaf}".removeprefix(".")
         for path, module in model.named_modules(remove_duplicate=False)
         for leaf in module._non_persistent_buffers_set
     }
-    tensors: dict[int, Tensor] = {}
-    names: dict[int, list[str]] = {}
+    aliases: dict[Tensor, list[str]] = {}
     for name, tensor in all_tensors(model).items():
-        tensors[id(tensor)] = tensor
-        names.setdefault(id(tensor), []).append(name)
+        aliases.setdefault(tensor, []).append(name)
     return [
         _HeldTensor(
             tensor,
-            tuple(names[key]),
-            next((name for name in names[key] if name in known), None),
-            not passing.issuperset(names[key]),
+            tuple(names),
+            next((name for name in names if name in known), None),
+            not passing.issuperset(names),
         )
-        for key, tensor in tensors.items()
+        for tensor, names in aliases.items()
     ]
 
 
 def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: InitFn | None) -> None:
-    """CheckpointError where the checkpoint does not fit; a warning of what it lacks and ``init_fn`` will make."""
+    """CheckpointError where the checkpoint does not fit; warns of tensors that it lacks and ``init_fn`` will make."""
     for held in tensors:
         if held.key is not None:
             weights.check_fits(held.key, held.names[0], held.tensor)
@@ -240,6 +240,7 @@ def _initialise(
                 _tensors_kept(submodule),
             ):
                 init_fn(submodule)
+    # What the writes of a tensor have not covered is still NaN.
     for (name, *_), tensor in missing.items():
         is_partial = storage_id(tensor) in written
         left = tensor.is_floating_point() and tensor.element_size() > 1 and bool(tensor.isnan().any())
@@ -259,25 +260,19 @@ def _around(name: str) -> Iterator[str]:
         yield name
 
 
-def _innermost_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _innermost_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every submodule once, by its first path, in the order of ``Module.apply``."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        seen.add(id(module))
-        for name, child in module.named_children():
-            if id(child) not in seen:
-                yield from walk(child, f"{path}.{name}" if path else name)
-        yield path, module
-
-    return walk(model, "")
+    order: dict[nn.Module, None] = {}
+    model.apply(order.setdefault)
+    paths = {module: path for path, module in model.named_modules()}
+    return [(paths[module], module) for module in order]
 
 
 class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Starts random numbers anew before and after each write of a tensor of the model, by which write of which it is.
+    """Seeds the random numbers anew before and after each write of a tensor of the model, by its name and its count.
 
-    Without it, a write of a tensor of another rank, which is on the meta device, would draw nothing, and those after
-    it would draw other numbers than where that rank is this one. ``written``: takes the storages that are written.
+    Without it, a write of a tensor of another rank, which is on the meta device, would draw nothing, and the writes
+    after it would draw other numbers than on that rank. ``written``: takes the storages that are written.
     """
 
     def __init__(self, model: nn.Module, seed: int, path: str, device: torch.device, written: set[int]) -> None:
@@ -293,6 +288,7 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = None if storage is None else self._names.get(storage)
         if storage is None or name is None:
             return func(*args, **(kwargs or {}))
+        # The second seed stands for what this write has drawn, which differs between a real tensor and a meta one.
         self._written.add(storage)
         self._writes[name] += 1
         self._start(name, 2 * self._writes[name])

@@ -29,9 +29,6 @@ class Ownership:
     names: tuple[frozenset[str], ...]
     tied: Mapping[tuple[int, ...], tuple[str, ...]]
 
-    def first_owner(self, name: str) -> int:
-        return next(rank for rank, names in enumerate(self.names) if name in names)
-
 
 def ownership(graph: StageGraph) -> Ownership:
     """A rank holds what its stages use, under all names that it bears; what nobody uses is with the first stage."""
@@ -39,14 +36,15 @@ def ownership(graph: StageGraph) -> Ownership:
     aliases: dict[int, list[str]] = {}
     for name, tensor in all_tensors(graph.module).items():
         aliases.setdefault(id(tensor), []).append(name)
-    owners: dict[int, set[int]] = {key: set() for key in aliases}
+    owners: dict[int, set[int]] = {}
     for stage in graph:
         for tensor in stage.tensors.values():
             owners.setdefault(id(tensor), set()).update(graph.ranks(stage.index))
     names: list[set[str]] = [set() for _ in range(ranks)]
     tied: dict[tuple[int, ...], list[str]] = {}
     for key, group in aliases.items():
-        holders = sorted(owners[key]) or [graph.ranks(0)[0]]
+        # All names of a tensor go to all its owners, so that each finds it under the name that its stages use.
+        holders = sorted(owners.get(key, graph.ranks(0)[:1]))
         for rank in holders:
             names[rank].update(group)
         if len(holders) > 1:
@@ -72,8 +70,8 @@ def _reaches_nothing(name: str, instead: str) -> Any:
 
 
 class _HeldPart(nn.Module):
-    """A part of what a rank holds, whose tensors are those that the stages use. What would be set here and reach
-    nothing is refused; a copy, such as one that averages weights, is like any module."""
+    """A part of the module that a rank holds; its tensors are those that the stages use. It refuses whatever would be
+    set here and reach nothing. A copy of it, such as one that averages weights, is like any module."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -113,8 +111,8 @@ class _HeldPart(nn.Module):
         is_new = name not in own and name != "training" and not name.startswith("_")
         if _is_held(self) and is_new and hasattr(vars(self)[_ORIGINAL], name):
             raise RunError(
-                f"{name} is set in forward_backward.module, of which stages use tensors alone; set it in the model "
-                "that was given to fxpipe.compile"
+                f"{name} is set in forward_backward.module, but stages use nothing of that but tensors; set it in the "
+                "model that was given to fxpipe.compile"
             )
         super().__setattr__(name, value)
 
@@ -241,7 +239,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def own_buffers(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -> set[str]:
-    """The names of what each replica has of its own in a state dict of ``module``: buffers, but for spread ones."""
+    """The names in a state dict of ``module`` whose values differ between replicas: buffers that are not spread."""
     names = {prefix + name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name for name in names & state.keys() if not is_dtensor(state[name])}
 
@@ -250,7 +248,7 @@ class OwnBuffer(Tensor):
     """A buffer in the state dict of a replica that is not the first: a checkpoint has the first one's in its place.
 
     torch.distributed.checkpoint would take each from whichever replica has less to write, so that a mean and its
-    variance could be of different rows. To everybody else it is a tensor, and what is computed with it is a plain one.
+    variance could be of different rows. To everybody else it is a tensor, and results computed with it are plain ones.
     """
 
     __torch_function__ = plain_results
@@ -295,7 +293,7 @@ def full_state_dict(
     held = mine.state_dict()
     state: dict[str, Tensor] = {}
     for name, like in tensors_of(model).items():
-        owner = owners.first_owner(name)
+        owner = next(rank for rank, names in enumerate(owners.names) if name in names)
         tensor = held.get(name, like)
         if transport.pipe_rank is not None:
             if transport.pipe_rank == owner:
@@ -320,6 +318,7 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
         return tensor
     if not is_cut_over(tensor, transport.ranks("gather")):  # the user's own mesh, which parallelize= was given
         return whole_of(tensor)
+    # FSDP2's chunks have ceil(rows / ranks) rows, the last ones fewer: padded, they can be gathered, and cut again.
     ranks = len(transport.ranks("gather"))
     part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
     part[: len(own)] = own
@@ -346,6 +345,7 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
         if not isinstance(state[name], Tensor) or state[name].is_meta or state[name].layout is not torch.strided:
             raise CheckpointError(f"{name} of the state dict is {shown(state[name])}; it is a dense tensor with values")
         check_fits(name, tensor, "the state dict", state[name].shape, state[name].dtype)
+    # Nothing is written until all of it fits.
     with torch.no_grad():
         for name, tensor in held.items():
             overwrite(local(tensor), part_of(tensor, state[name]))

@@ -61,6 +61,7 @@ def sources(path: Path) -> Iterator[WeightFile]:
 def _sources_in(folder: Path) -> Iterable[WeightFile]:
     """What a folder holds, the first of: an index, what fxpipe.save wrote, safetensors files, what torch.distributed
     saved, one torch file."""
+    # The order matters: beside an index lie its files, and beside the manifest of fxpipe.save a .metadata of torch's.
     for name in _INDICES:
         if (folder / name).exists():
             return _indexed(folder / name)
@@ -171,8 +172,8 @@ class _TorchFile:
 class _Folder:
     """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in, and as data.
 
-    Of what ``fxpipe.save`` has written it is the model: its own names, and of the optimizer the masters of what is kept
-    rounded. What is read of the files is compared with the manifest.
+    A checkpoint of ``fxpipe.save`` stands for its model, under the model's names; a parameter that was kept rounded
+    has the optimizer's master as its value. The pieces of files that are read are compared with the manifest.
     """
 
     path: Path

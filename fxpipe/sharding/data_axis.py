@@ -47,23 +47,16 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     ``zero_scope="data"``. "replica": the ranks with the same section. "gather" is "shard" once more, "flags" the data
     group, "all" everybody: groups of their own, on which nothing waits for what is under way on another.
     """
-    shards: list[list[int]] = []
-    replicas: list[list[int]] = []
-    nodes = topology.shard_groups()
-    cut = [[part for part in nodes if part[0] in group] for group in topology.groups("data")]
+    data, nodes = topology.groups("data"), topology.shard_groups()
+    cut = [[part for part in nodes if part[0] in group] for group in data]
     hierarchical = all(len(parts) > 1 and len(parts[0]) > 1 for parts in cut)
-    flat = zero_scope == "data" if zero else not hierarchical
-    for group, parts in zip(topology.groups("data"), cut, strict=True):
-        shards += [group] if flat else parts
-        replicas += [[rank] for rank in group] if flat else [list(ranks) for ranks in zip(*parts, strict=True)]
+    if zero_scope == "data" if zero else not hierarchical:
+        cut = [[group] for group in data]
+    shards = [part for parts in cut for part in parts]
+    # The i-th ranks of all parts have the same section.
+    replicas = [list(ranks) for parts in cut for ranks in zip(*parts, strict=True)]
     everyone = [list(range(topology.world_size))]
-    return {
-        "shard": shards,
-        "gather": shards,
-        "replica": replicas,
-        "flags": topology.groups("data"),
-        "all": everyone,
-    }
+    return {"shard": shards, "gather": shards, "replica": replicas, "flags": data, "all": everyone}
 
 
 def way_of(zero: int, transport: Transport, precision: Precision | None, replicated: bool) -> GradientSums:
@@ -156,6 +149,7 @@ def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tup
     they are complete. Those of tied items depend on nothing else that a rank has: their owners must agree. Items to be
     stepped whole go to the ranks balanced by size, largest first (Graham, 1969).
     """
+    # An item joins the open bucket of its kind, and of the rank that steps it where one does.
     owner = _owners([item for item in items if item.kind.whole], ranks)
     open_: dict[tuple[Kind, int | None], list[Item]] = {}
     closed: list[tuple[Kind, int | None, list[Item]]] = []
@@ -163,6 +157,7 @@ def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tup
         key = (item.kind, owner.get(item))
         held = open_.setdefault(key, [])
         held.append(item)
+        # Which bucket is the first depends on the rank, so that those of tied items never are.
         full = capacity if closed or item.kind.owners else first
         if sum(one.numel for one in held) * item.kind.element >= full:
             closed.append((*key, open_.pop(key)))
@@ -193,6 +188,7 @@ def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> 
     for item in items:
         slots.append(Slot(item.name, end, item.numel))
         end = _up(end + item.numel, step)
+    # A bucket divides into a section for each shard rank, and a section into a part for each owner, all aligned.
     sections = ranks * max(len(kind.owners), 1)
     return BucketLayout(kind, tuple(slots), end if root is not None else _up(end, step * sections), root)
 

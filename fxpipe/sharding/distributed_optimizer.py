@@ -6,9 +6,9 @@ https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import itertools
 import math
 import warnings
 from collections import defaultdict
@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elementwise: whether ``cls`` steps each element by itself; None: whether ``optimizer_class`` knows it to.
         steppers: parameter → who steps it, of the model's optimizers: the one that was made last.
         alone: refuses what is called from inside of a call.
-        cause: what is known of why a step is left out, the same on every rank; called by all of them.
+        cause: says why a step is left out, where that is known; the same on every rank, and called by all of them.
 
     Raises:
         RunError: ``cls`` makes no optimizer, or is LBFGS or SparseAdam; or a group asks for what is no parameter of the
@@ -93,30 +93,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         transport: Transport,
         *,
         held: Mapping[str, Tensor],
-        whole: Mapping[str, Tensor] | None = None,
-        precision: Precision | None = None,
-        offload: bool = False,
-        device: torch.device | None = None,
-        originals: dict[str, Tensor] | None = None,
-        elementwise: bool | None = None,
-        cause: Callable[[], str] = str,
-        steppers: MutableMapping[str, DistributedOptimizer] | None = None,
-        alone: Callable[[str], AbstractContextManager[None]] = lambda called: contextlib.nullcontext(),
+        whole: Mapping[str, Tensor],
+        precision: Precision | None,
+        offload: bool,
+        device: torch.device,
+        originals: dict[str, Tensor],
+        elementwise: bool | None,
+        cause: Callable[[], str],
+        steppers: MutableMapping[str, DistributedOptimizer],
+        alone: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         check_class(cls, store.way.sharded or precision is not None or offload)
         self._inner: torch.optim.Optimizer | None = None
         self._make = functools.partial(cls, **kw)
         self._store, self._transport = store, transport
-        self._held, self._all = held, held if whole is None else whole
+        self._held, self._all = held, whole
         self._names: dict[int, list[str]] = {}
         for name, parameter in held.items():
             self._names.setdefault(id(parameter), []).append(name)
-        self._canonical = first_names(self._all)
-        self._precision, self._offload = precision, offload
-        self._device = transport.device if device is None else device
+        self._canonical = first_names(whole)
+        self._precision, self._offload, self._device = precision, offload, device
         self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
-        self._cause, self._alone = cause, alone
-        self._originals = {} if originals is None else originals
+        self._cause, self._alone, self._originals = cause, alone, originals
         self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
@@ -125,8 +123,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         the optimizer finds."""
         self.steps = self.skipped_steps = 0
         self.stepping = False
-        self._steppers = {} if steppers is None else steppers
+        self._steppers = steppers
         self._replaced = ""  # a parameter that a later optimizer steps
+        # torch's constructor makes groups of the model's own parameters; the inner optimizer has the pieces of them.
         super().__init__(self._resolved(params), {})
         self._check_alone()
         self._targets = self._claim(self.param_groups)
@@ -138,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_over()
 
     def _resolved(self, params: Any) -> list[dict[str, Any]]:
-        """This rank's part of the groups, and in ``_group_names`` whole ones. All ranks have as many, or all refuse."""
+        """This rank's part of the groups; ``_group_names`` takes the whole ones. Either all ranks succeed, or none."""
         groups, failure = [], None
         try:
             groups = resolve_groups(params, self._held, self._all)
@@ -154,8 +153,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise RunError(
                 f"params is {shown(params)}, and has no parameter of the model; leave it out for all of them"
             )
-        taken = {name for group in self._group_names for name in group}
-        twice = next((name for group in names for name in group if name in taken), None)
+        taken = set(itertools.chain(*self._group_names))
+        twice = next((name for name in itertools.chain(*names) if name in taken), None)
         if twice is not None:
             raise RunError(f"{twice} is in a parameter group of this optimizer already")
         self._group_names += names
@@ -165,8 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
         """The names of a group's parameters; RunError where one of them is not this rank's."""
         names = []
-        for entry in group["params"]:
-            parameter = entry[1] if isinstance(entry, tuple) else entry
+        for parameter in group["params"]:
             if id(parameter) not in self._names:
                 raise RunError(
                     f"a parameter of shape {list(parameter.shape)} is not among this rank's; "
@@ -188,7 +186,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _take_over(self) -> None:
         """From now on this is who steps its parameters. All ranks know it, so that none waits for one that refuses."""
-        for name in (name for group in self._group_names for name in group):
+        for name in itertools.chain(*self._group_names):
             former = self._steppers.get(name, self)
             if former is not self:
                 former._replaced = former._replaced or name
@@ -244,7 +242,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _flat(self) -> list[Target]:
-        return [target for group in self._targets for target in group]
+        return list(itertools.chain(*self._targets))
 
     @property
     def steps_here(self) -> bool:
@@ -290,15 +288,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         assert self._inner is not None
-        self._store.settle()  # what the step before has sent may still be on its way
+        # 1. What the step before has sent may still be on its way into the memory that is stepped now.
+        self._store.settle()
+        # 2. Copies follow what was written by hand, and are shown the gradients; transfers to the CPU run meanwhile.
         targets = self._flat
         for target in targets:
             target.follow()
         stepped = [target for target in targets if target.take_gradient()]
         self._wait()
+        # 3. Schedulers write into the outer groups, and some optimizers keep numbers in theirs, the inner ones.
         self._exchange(self.param_groups, self._inner.param_groups)
         self._inner.step()
-        self._exchange(self._inner.param_groups, self.param_groups)  # some optimizers keep numbers in their groups
+        self._exchange(self._inner.param_groups, self.param_groups)
+        # 4. The parameters become what the copies are, and what was stepped goes to the ranks that use it.
         self._exact.clear()
         for target in targets:
             target.drop_gradient()
@@ -366,8 +368,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         never stepped is there with an initial state. With ``precision`` each has its ``"master"``.
 
         Raises:
-            CheckpointError: the optimizer keeps what belongs to no parameter, or to a whole one of which ranks step
-                slices.
+            CheckpointError: the optimizer keeps a value that belongs to no parameter, or that has a parameter's whole
+                shape while ranks step slices of it.
         """
         refuse_torchs_helpers()
         return self.state_to_fill(())
@@ -406,27 +408,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         refuse_torchs_helpers()
         saved, found = read_state_dict(state_dict, self._group_names, self._all)
-        own = [options_of(group) for group in self.param_groups]
-        for mine, new in zip(own, found, strict=True):
-            check_numbers(CheckpointError, new, mine)
-        options = [{**mine, **new} for mine, new in zip(own, found, strict=True)]  # those not saved as they are
-        loaded: list[tuple[Target, Entry]] = []
+        options: list[dict[str, Any]] = []
+        masters: list[tuple[Target, Tensor]] = []
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
-        for mine, new, targets in zip(own, options, self._targets, strict=True):
+        for group, new, targets in zip(self.param_groups, found, self._targets, strict=True):
+            own = options_of(group)
+            check_numbers(CheckpointError, new, own)
+            options.append({**own, **new})
             for target in targets:
                 name = self._canonical[target.piece.name]
                 there = saved.get(name, {})
-                initial = asked = initial_state(self._make, new, target.tensor)
+                initial = asked = initial_state(self._make, options[-1], target.tensor)
                 if not there.keys() - {MASTER}:  # it was frozen: are these options content without a state?
-                    asked = initial_state(self._make, mine, target.tensor)
+                    asked = initial_state(self._make, own, target.tensor)
                 entry = entry_to_load(name, there, initial, asked, target)
-                loaded.append((target, entry))
-                kept = {key: value for key, value in entry.items() if key != MASTER}
-                # an optimizer that makes a state in its first step has none of what was never stepped
-                if not self._is_lazy or (kept and not is_initial(kept, initial)):
-                    state[target.tensor] = kept or initial
+                if MASTER in entry:
+                    masters.append((target, entry.pop(MASTER)))
+                # An optimizer that makes a state in its first step has none of what was never stepped.
+                if not self._is_lazy or (entry and not is_initial(entry, initial)):
+                    state[target.tensor] = entry or initial
+        # Everything fits. From here on nothing is refused, so that a failed load has changed nothing.
         self._store.settle()  # what the step before has sent may still be on its way
-        masters = [(target, entry[MASTER]) for target, entry in loaded if MASTER in entry]
         # Where the parameter itself is stepped it takes the master's bits; but the model may be loaded after this.
         self._exact = [(target, master) for target, master in masters if not target.is_copy]
         with torch.no_grad():

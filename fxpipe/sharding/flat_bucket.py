@@ -84,7 +84,7 @@ class FlatBucket:
         self._summed = False  # whether what is here is the sum over all ranks
         self._aside: Tensor | None = None  # in a call: what earlier calls have left
         self._aside_is_summed = False
-        self._had = [False] * len(self.parameters)  # of which parameters there are summed gradients aside
+        self._had = [False] * len(self.parameters)  # whose summed gradients stand aside
         self.present = [False] * len(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
@@ -195,6 +195,7 @@ class FlatBucket:
         """zero=0: all of it, in place."""
         wire = self.way.on_wire(flat)
         steps: list[Collective] = []
+        # Across nodes only 1/shards of the bucket travels from each rank: scatter, sum the section across, gather.
         if self.way.replicas > 1:
             part = wire.new_empty(self.layout.size // self.way.shards)
             steps.append(Collective("reduce_scatter", "shard", part, wire))
@@ -213,6 +214,7 @@ class FlatBucket:
         wire, root = self.way.on_wire(flat), self.layout.root
         if root is not None and root != self.way.rank:
             return [Collective("reduce", "shard", wire, root=root)]
+        # Sections of several micro-batches (zero=2) add up in the gradients' own type, not in the wire's.
         mine = wire[self.begins : self.ends]
         is_first = self.part is None
         if self.part is None:
@@ -234,9 +236,9 @@ class FlatBucket:
         return [Collective("reduce_scatter", "shard", received, wire, then=arrived), *steps]
 
     def _across(self, part: Tensor) -> tuple[Callable[[], object], list[Collective]]:
-        """The sum of a section over nodes and owners: what is called once the section is complete, and what follows.
+        """The sum of a section over nodes and owners: a call for when the section is complete, and then collectives.
 
-        It travels in a buffer of its own where that is of another type.
+        It travels in a buffer of its own where the wire has another type: the call fills the buffer.
         """
         dtype = self.way.on_wire(part[:0]).dtype
         if dtype == part.dtype:
@@ -313,6 +315,7 @@ class FlatBucket:
                 if self.values is not None and self.layout.root is None:
                     data = self.values[start:stop]
                 owners = self.layout.kind.owners
+                # Owners that step equal parts all count theirs; where each has all of it, the first one counts it.
                 is_apart = not owners or self._steps != (self.begins, self.ends)
                 counts = is_apart or owners[0] == self.transport.pipe_rank
                 read = partial(self._gradient, place)
@@ -340,6 +343,7 @@ class FlatBucket:
         """Starts all-gathers over the owners and the shard group: each rank has stepped its section of the values."""
         if self.values is None:
             return None
+        # The owners' parts make a section, and the sections the bucket.
         steps: list[Collective] = []
         if self._steps != (self.begins, self.ends):
             section, mine = (self.values[slice(*ends)] for ends in ((self.begins, self.ends), self._steps))

@@ -124,6 +124,7 @@ class FsdpStage(_FsdpModules):
     def _set_gathered(self, gathered: bool) -> None:
         """Parameters stay whole, and gradients add up, as long as they are gathered."""
         self._gathered = gathered
+        # FSDP2 would reduce and free in each micro-batch's backward. While gathered, it takes none for the last.
         for root in self._roots:
             root.set_is_last_backward(not gathered)
         for module in self._modules:
@@ -209,11 +210,8 @@ class FsdpUnit(_FsdpModules):
     def free(self) -> None:
         self.shell.reshard()
 
-    def reduce(self, gradients: Mapping[str, Tensor] | None = None) -> None:
-        """Starts the reduction of what the backwards left, or of these gradients, and frees the whole parameters."""
-        if gradients is not None:
-            for name, managed in zip(self.names, self._managed, strict=True):
-                managed.unsharded_param.grad = gradients.get(name)
+    def reduce(self) -> None:
+        """Starts the reduction of what the backwards left, and frees the whole parameters."""
         self._post_backward()
         self._reduced = True
 
@@ -268,7 +266,7 @@ def fully_sharded(
     owners: Ownership,
     precision: Precision | None = None,
 ) -> FullyShardedGradients:
-    """Shards the parameters of this rank's stages, in ``model`` and in the modules of all ``graphs``' stages alike.
+    """Shards the parameters of this rank's stages, both in ``model`` and in the modules of all ``graphs``' stages.
 
     A collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``. ``transport``
     has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage uses, stays
@@ -277,10 +275,12 @@ def fully_sharded(
     assert transport.pipe_rank is not None
     every, kept = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
     names = {id(parameter): name for name, parameter in reversed(every.items())}
-    for parameter in [parameter for name, parameter in every.items() if name in kept]:
-        if precision is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(precision.master)
-        parameter.data = parameter.data.contiguous()  # plain strides are all that FSDP2 can shard
+    for name in kept & every.keys():
+        data = every[name].detach()
+        if precision is not None and data.is_floating_point():
+            data = data.to(precision.master)
+        every[name].data = data.contiguous()  # plain strides are all that FSDP2 can shard
+    # A unit's parameters have the same users, so that all of them are needed from the same action to the same action.
     users: dict[nn.Parameter, set[int]] = {}
     for stage in _stages_of(graphs[0], transport.pipe_rank):
         for parameter in stage.parameters.values():
@@ -290,7 +290,7 @@ def fully_sharded(
         if parameter.ndim:
             group = grouped.setdefault((frozenset(stages), parameter.dtype), {})
             group[names[id(parameter)]] = parameter
-    units = [FsdpUnit(stages, parameters, mesh, transport, precision) for (stages, _), parameters in grouped.items()]
+    units = [FsdpUnit(stages, group, mesh, transport, precision) for (stages, _), group in grouped.items()]
     # One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has.
     share_comm_ctx([unit.shell for unit in units])
     for unit in units:
@@ -319,19 +319,15 @@ class FullyShardedGradients(Gradients):
         self._units, self._precision = units, precision
         self._names = {id(parameter): name for name, parameter in held.items()}
         self._whole = {name: p for name, p in held.items() if not isinstance(p, DTensor)}
-        self._kept: dict[str, Tensor] = {}  # unreduced gradients of calls without synchronisation, by name
-        self._behind = False  # whether there has been such a call, on whatever replica it left gradients
         self._call = _CallState()
 
     # a call
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        """``scales`` changes nothing here: earlier gradients are always kept out."""
-        # What the user has cleared since: its .grad held zeros that stood for it.
-        for name in [name for name in self._kept if self._own[name].grad is None]:
-            del self._kept[name]
+        """Every call reduces, whatever ``sync`` is, so that no more than shards is kept; and earlier gradients are
+        always kept out, whatever ``scales`` is."""
         self._set_earlier_aside()
-        self._start(graphs, row, _CallState(training=True, sync=sync, deferred=self._behind or not sync))
+        self._start(graphs, row, _CallState(training=True))
 
     @contextlib.contextmanager
     def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> Iterator[None]:
@@ -393,25 +389,20 @@ class FullyShardedGradients(Gradients):
 
     def end(self, factor: Tensor | None) -> None:
         """This call's gradients, summed over the data axis and the owners; None where no rank used a parameter."""
-        call = self._call
+        used = self._call.used
         self._stop()
-        if call.deferred:
-            self._settle_local(call, factor)
-        if call.sync:
-            for unit in self._units:
-                unit.finish()
-            for name, parameter in self._whole.items():
-                parameter.grad = call.local.get(name)
-            used = self._ask_who_used(call.used | call.local.keys()).wait()
-            self._sum_used(used, self._whole, None if call.deferred else factor)
+        for unit in self._units:
+            unit.finish()
+        used |= {name for name, parameter in self._whole.items() if parameter.grad is not None}
+        self._sum_used(self._ask_who_used(used).wait(), self._whole, factor)
         self._leave_gradients()
 
     def _stop(self) -> None:
-        """The modules hold what they held before the call, and ``local`` the gradients of what was never sharded."""
+        """The modules hold what they held before the call; what was never sharded has the gradients of its copy."""
         for name, parameter in self._whole.items():
             gradient = self._call.now[name].grad
             if gradient is not None:
-                self._call.local[name] = gradient.to(parameter.dtype)
+                parameter.grad = gradient.to(parameter.dtype)
             self._swap(name, parameter)
         self._call = _CallState()
 
@@ -435,39 +426,13 @@ class FullyShardedGradients(Gradients):
     def _let_go(self, unit: FsdpUnit) -> None:
         call = self._call
         call.over.add(unit)
-        found = {name: p.grad for name in unit.names if (p := call.now[name]).grad is not None}
-        # Unsummed gradients of earlier calls are not scaled with this call's. So where there are some, this call's are
-        # kept in full until the factor is known, and reduced at the end.
-        if call.deferred:
-            call.local |= found
-            for name in found:
-                call.now[name].grad = None
+        call.used |= {name for name in unit.names if call.now[name].grad is not None}
         for name, shard in unit.shards.items():
             self._swap(name, shard)
-        if not call.training or call.deferred:
-            unit.free()
-        else:
-            call.used |= found.keys()
+        if call.training:
             unit.reduce()
-
-    def _settle_local(self, call: _CallState, factor: Tensor | None) -> None:
-        """The unreduced gradients of this call, scaled, and those of the calls before it."""
-        for name, gradient in call.local.items():
-            if factor is not None:
-                gradient.mul_(factor)
-            if name in self._kept:
-                gradient.copy_(self._kept.pop(name).add_(gradient))
-        self._kept |= call.local
-        self._behind = True
-        if not call.sync:
-            for name in call.local:  # where it is gone, the next call knows that gradients were cleared
-                self._earlier.setdefault(name, torch.zeros_like(self._own[name]))
-            return
-        call.local, self._kept, self._behind = self._kept, {}, False
-        call.used = {name for name in call.local if name not in self._whole}
-        for unit in self._units:
-            if unit in call.last:
-                unit.reduce({name: call.local[name] for name in unit.names if name in call.local})
+        else:
+            unit.free()
 
     # what an optimizer sees
 
@@ -480,7 +445,7 @@ class FullyShardedGradients(Gradients):
         def gradient() -> Tensor | None:
             return None if parameter.grad is None else local(parameter.grad).view(-1)
 
-        # FSDP2 cuts along the first dimension, into chunks of as many rows; the last ones may be shorter, or empty.
+        # FSDP2 cuts along the first dimension, into chunks of equal length; the last ones may be shorter, or empty.
         data = local(parameter.detach()).view(-1)
         rows, length = parameter.shape[0], math.prod(parameter.shape[1:])
         chunk, place = -(-rows // self.way.shards), self.way.rank
@@ -498,20 +463,12 @@ class FullyShardedGradients(Gradients):
             )
         return OptimizerPieces(0, tuple(piece for piece in self.pieces() if piece.name in wanted))
 
-    def clear(self) -> None:
-        super().clear()
-        self._kept.clear()
-        self._behind = False
-
 
 @dataclass
 class _CallState:
     """All that changes in a call."""
 
     training: bool = False
-    sync: bool = True
-    deferred: bool = False
-    """Whether gradients are reduced at the end, after scaling, and not where a unit's last action was."""
     homes: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     """Where a parameter is registered."""
     last: dict[FsdpUnit, Action] = field(default_factory=dict)
@@ -520,7 +477,6 @@ class _CallState:
     over: set[FsdpUnit] = field(default_factory=set)
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     """What stands in a parameter's place."""
-    local: dict[str, Tensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
 

@@ -229,8 +229,10 @@ class Gradients(ABC):
     def _sum_used(self, used: Collection[str], over_data: Iterable[str], factor: Tensor | None) -> None:
         """Sums what this call has left in ``.grad`` over owners, and of some parameters over the data axis.
 
-        ``used``: the names of what any rank has used, which has a gradient on all, spread as the parameter is.
+        ``used``: the names of the parameters that any rank has used. These have a gradient on all ranks afterwards.
         """
+        # All ranks of a group sum the same parameters, in parts of the same shape: zeros where this rank has used
+        # nothing, and a gradient whose placement autograd chose (a partial sum, say) is spread as the parameter is.
         for name, parameter in self._own.items():
             gradient = parameter.grad
             if name not in used:
@@ -260,9 +262,11 @@ class WhoUsed:
         over_data = bool(used) and transport.data_size > 1
         if not over_data and not any(owners for owners, _ in used.values()):
             return  # this rank's word is all there is: no device need be waited for
-        self._names = sorted(used, key=lambda name: used[name][0])  # groups in one order, or ranks wait in a circle
+        # The owners' groups come in one order on all ranks. In different orders, ranks would wait in a circle.
+        self._names = sorted(used, key=lambda name: used[name][0])
         flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
         self._flags = flags.to(transport.device)
+        # First the replicas agree, then the owners. The flags of an owners' group lie side by side, as sorted.
         steps = [Collective("maximum", "flags", self._flags)] if over_data else []
         start = 0
         for owners, names in groupby(self._names, key=lambda name: used[name][0]):
@@ -289,6 +293,7 @@ def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
 
 
 _NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
+# Whatever only multiplies a gradient is one still, so that a norm of it is seen.
 _MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}  # type: ignore[attr-defined]
 
 
@@ -326,6 +331,7 @@ class _HeldNorm(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A number computed from norms of several gradients is a norm over them.
         gradients = {id(one.gradient): one.gradient for one in pytree.tree_leaves(args) if isinstance(one, _HeldNorm)}
         if len(gradients) > 1:
             raise RunError(

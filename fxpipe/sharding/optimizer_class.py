@@ -87,6 +87,7 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
         return {}
     scratch = torch.zeros_like(like)
     optimizer = make([{**options, "params": [scratch]}])
+    # Adagrad and its like have a state from the start; the others make it in a step, here one by a gradient of 0.
     if not optimizer.state:
         zeros = torch.zeros_like(scratch)
         scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
@@ -94,7 +95,8 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
         with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
             optimizer.step()
     state: Entry = dict(optimizer.state[scratch])
-    starts = {"step": 0, "mu_product": 1, "eta": options.get("lr", optimizer.defaults.get("lr"))}  # NAdam's, ASGD's
+    # That step has counted itself, multiplied NAdam's product of momenta, and set ASGD's rate.
+    starts = {"step": 0, "mu_product": 1, "eta": options.get("lr", optimizer.defaults.get("lr"))}
     for key, value in starts.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)
@@ -111,6 +113,7 @@ def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool:
     where it is stepped. The random state is left alone.
     """
 
+    # Two tensors are stepped twice, with other gradients of the second: does the first one come out otherwise?
     def stepped(other: float) -> Tensor:
         tensors = torch.ones(2, 2, 2).unbind()
         optimizer = make([{**options, "params": list(tensors)}])
@@ -128,10 +131,15 @@ def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool:
 
 
 def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:
-    """A class of torch.optim by its name, in any case, or what makes one as it is. RunError where it is none."""
+    """The class of torch.optim with this name, in any case; a class or function is returned unchanged.
+
+    Raises:
+        RunError: torch.optim has no such class, or it cannot be called.
+    """
     make: Any = optimizer
     if isinstance(optimizer, str):
-        known = {name.lower(): one for name, one in vars(torch.optim).items() if _is_optimizer(one)}
+        kinds = {name: one for name, one in vars(torch.optim).items() if isinstance(one, type)}
+        known = {name.lower(): one for name, one in kinds.items() if torch.optim.Optimizer in one.__mro__[1:]}
         if optimizer.lower() not in known:
             raise RunError(f"optimizer is {shown(optimizer)}, which torch.optim has not{nearest(optimizer, known)}")
         make = known[optimizer.lower()]
@@ -150,10 +158,6 @@ def states_of(make: OptimizerMaker) -> float:
         raise RunError(f"optimizer={shown(make)} cannot step a matrix of zeros: {error}") from error
     kept = [leaf for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor) and leaf.ndim]
     return sum(leaf.nbytes for leaf in kept) / like.nbytes
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
 
 def is_initial(entry: Entry, initial: Entry) -> bool:

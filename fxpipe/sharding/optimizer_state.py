@@ -122,7 +122,7 @@ MASTER = "master"
 
 
 def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
-    """What a state dict has for a target, out of what the optimizer keeps of it."""
+    """A target's entry in a state dict, made of the entry that the optimizer keeps. Parts become ``Slice``s."""
     if target.saves_master:
         entry = {**entry, MASTER: target.tensor if target.is_copy else target.tensor.detach().clone()}
     return {
@@ -137,8 +137,9 @@ def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: En
     ``initial``: the state that the saved options ask for. ``asked``: that of this optimizer's own options, under which
     a checkpoint is asked for entries, so that it cannot have more.
     """
+    # A parameter that was frozen when it was saved has no state, and begins anew.
     like = {**initial, MASTER: target.tensor} if target.saves_master else initial
-    keys = saved.keys() - {MASTER}  # none where it was frozen
+    keys = saved.keys() - {MASTER}
     if (keys or asked.keys()) != initial.keys() or MASTER in saved.keys() - like.keys():
         raise CheckpointError(
             f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
@@ -152,8 +153,8 @@ def _shown(name: str, value: Tensor, target: Target) -> Tensor:
         return value
     if value.shape != target.tensor.shape:
         raise CheckpointError(
-            f"the optimizer keeps a tensor of shape {list(value.shape)} for {name}, of which this rank steps "
-            f"{len(target.tensor)} elements, so that it does not step each element by itself; make it with "
+            f"the optimizer keeps a tensor of shape {list(value.shape)} for {name}, and this rank steps "
+            f"{len(target.tensor)} elements of it, so that it does not step each element by itself; make it with "
             "forward_backward.optimizer(..., elementwise=False)"
         )
     parameter = target.piece.parameter
@@ -165,12 +166,10 @@ def _listed(entry: Mapping[str, Any]) -> str:
 
 
 def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
-    """The same for what an entry has under one key, which may be a list or dict of tensors."""
-    values, form = pytree.tree_flatten(value)
-    places, wanted = pytree.tree_flatten(mine)
-    if form != wanted:
-        places = [None] * len(values)
-    return pytree.tree_unflatten([_one_taken(what, *pair, target) for pair in zip(values, places, strict=True)], form)
+    """The same for the value under one key of an entry, which may be a list or dict of tensors."""
+    if pytree.tree_structure(value) != pytree.tree_structure(mine):
+        mine = pytree.tree_map(lambda _: None, value)
+    return pytree.tree_map(lambda one, place: _one_taken(what, one, place, target), value, mine)
 
 
 def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
@@ -187,7 +186,7 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
 
 
 def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
-    """What of a saved value this rank has; None where it does not fit."""
+    """This rank's part of a saved value; None where it does not fit."""
     if isinstance(value, Slice):
         fits = (value.start, value.local.shape) == (target.piece.start, mine.shape)
         return value.local if fits and value.shape == target.piece.parameter.shape else None
@@ -222,12 +221,9 @@ def read_state_dict(
         CheckpointError: it is of another model; a name was not saved; or names of one group were saved in several, or
             of several in one.
     """
-    check(CheckpointError, _KINDS, state_dict=state_dict)
-    check(CheckpointError, _KINDS, state=state_dict["state"], param_groups=state_dict["param_groups"])
+    check(CheckpointError, {"state_dict": _STATE_DICT}, state_dict=state_dict)
     entries, saved = state_dict["state"], state_dict["param_groups"]
-    unknown = [name for name in entries if name not in parameters]
-    if unknown:
-        raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(parameters))}")
+    # A group takes the options of the one saved group that has its names. No saved group goes to two.
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     taken_by: dict[int, int] = {}
     options: list[dict[str, Any]] = []
@@ -245,23 +241,23 @@ def read_state_dict(
                 "saved, and each of these belongs to one; make the optimizer with the groups that it was saved with"
             )
         options.append(options_of(saved[next(iter(homes))]) if homes else {})
+    unknown = [name for name in entries if name not in parameters]
+    if unknown:
+        raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(str(unknown[0]), list(parameters))}")
     return entries, options
 
 
 _SAVE = 'save {"model": forward_backward, "optim": optimizer}, or a plain one by torch\'s get_optimizer_state_dict'
-_KINDS = {
-    "state_dict": Expected(
-        lambda value: is_mapping(value) and "state" in value and "param_groups" in value,
-        "what optimizer.state_dict() gave",
+_are_groups = list_of(lambda value: is_mapping(value) and is_list(value.get("params")))
+_STATE_DICT = Expected(
+    lambda value: (
+        is_mapping(value)
+        and is_mapping(value.get("state"))
+        and all(map(is_mapping, value["state"].values()))
+        and _are_groups(value.get("param_groups"))
     ),
-    "state": Expected(
-        lambda value: is_mapping(value) and all(map(is_mapping, value.values())), "a dict parameter name -> its state"
-    ),
-    "param_groups": Expected(
-        list_of(lambda value: is_mapping(value) and is_list(value.get("params"))),
-        f"a list of dicts with the names of parameters; {_SAVE}",
-    ),
-}
+    "what optimizer.state_dict() gave",
+)
 
 
 def refuse_torchs_helpers() -> None:
@@ -293,9 +289,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [Box((), ())]
+    # The rows first to last are whole, and one box. What comes before and behind them lies in one row each, and is cut
+    # in the same way along the next dimension.
     length = math.prod(shape[1:])
-    first, last = -(-start // length), stop // length  # the whole rows
-    if first > last:
+    first, last = -(-start // length), stop // length
+    if first > last:  # it begins and ends in one row
         return _in_row(shape, last, start - last * length, stop - last * length)
     found = _in_row(shape, first - 1, start - (first - 1) * length, length) if start < first * length else []
     if first < last:
@@ -337,6 +335,7 @@ class Slice(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What a checkpoint does with tensors on its way to a file."""
+        # Copies of the local part alone: whatever else torch computes would need the whole tensor, and is refused.
         one, *others = args
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
         if func in _COPIES:
@@ -362,7 +361,7 @@ class Slice(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Slice:
         return self.alike(self.local.clone())
 
-    # what torch.distributed.checkpoint asks of a tensor that it does not know
+    # What torch.distributed.checkpoint asks of a tensor subclass (its _Checkpointable): boxes to save and to fill.
 
     def _boxes(self) -> list[Box]:
         stored = [self.shape[dim] for dim in self.order]
@@ -392,6 +391,7 @@ class Slice(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # Boxes follow each other in memory, so each is a view of the next elements.
         begin = 0
         for box in self._boxes():
             end = begin + math.prod(box.sizes)

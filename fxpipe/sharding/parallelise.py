@@ -287,7 +287,7 @@ class _StageFunction:
 
 
 def _share_tensors(stage: Stage, module: fx.GraphModule) -> None:
-    """A captured module, of which only the code runs, holds what the model now holds, and nothing else."""
+    """Has a captured module hold the model's new tensors; of the module only the code runs."""
     for node in module.graph.nodes:
         name = str(node.target)
         if node.op == "get_attr" and name in stage.tensors:
@@ -298,8 +298,8 @@ def _share_tensors(stage: Stage, module: fx.GraphModule) -> None:
 
 
 def _let_be_sharded(module: fx.GraphModule) -> None:
-    """The results of submodules may be shards now, of other shapes than those captured; of those whose code looks at
-    values, shapes are checked all the same."""
+    """Takes out the checks of shapes: results of submodules may be shards now. Those of modules whose code looks at
+    values stay."""
     checks = [node for node in module.graph.nodes if node.target is check_shapes and not node.args[3]]
     for node in checks:
         module.graph.erase_node(node)
@@ -338,6 +338,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
                 home.module.register_buffer(renamed[target], value, persistent=False)
             else:
                 setattr(home.module, renamed[target], value)
+            # Captures come and go with kinds of batches; what they brought goes with them.
             weakref.finalize(module, delattr, home.module, renamed[target])
         node.target = renamed[target]
         setattr(module, renamed[target], value)
@@ -381,7 +382,7 @@ class ParallelGradients(Reducer):
         self._take_flags()
 
     def _set_earlier_aside(self, wanted: bool = True) -> None:
-        super()._set_earlier_aside()  # what is summed here is this call's alone
+        super()._set_earlier_aside()  # so that only this call's gradients are summed
 
     def _take_flags(self) -> None:
         """The copies are in training, or not, as the model's modules are."""
@@ -403,6 +404,7 @@ class ParallelGradients(Reducer):
         """Frees, too, what stages without a backward have gathered, and asks who has used what."""
         for sharded in self._sharded.values():
             sharded.free()
+        # Of what FSDP2 manages, reduce() has said who has used it: every rank has a gradient of it by now.
         super().flush()
         self._used |= {n for n, p in self._own.items() if p.grad is not None and n not in self._managed}
         self._own_asked = self._ask_who_used(self._used)

@@ -14,16 +14,17 @@ from fxpipe.validation import shown
 
 
 def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups as torch's optimizers take them, of what this rank holds out of ``params``.
+    """Parameter groups as torch's optimizers take them, with this rank's share of ``params``.
 
     ``params`` is None (all), or parameters, or groups ``{"params": parameters, "lr": ...}``. Parameters may be given
     as such, as (name, parameter), by name (a tied one by any of its names), by a pattern (``"*.bias"``), or by a
     predicate ``(name, parameter) -> bool``. ``held``: this rank's parameters under all their names; ``whole``: the
-    whole model's, on the meta device where others hold them. A predicate sees both, so it may ask for the shape and
-    the type of a parameter, not for its values.
+    whole model's, these and the other ranks', which are on the meta device. A predicate sees both, so it may ask for
+    the shape and the type of a parameter, not for its values.
 
-    There are as many groups on each rank, some of them empty: ``{"params": []}``. Every group holds its parameters in
-    the order given or, under a pattern or predicate, in the model's. Parameters outside of the model pass through.
+    All ranks have the same number of groups; where a rank holds nothing of one, it is ``{"params": []}``. Every group
+    has the order in which parameters were given; under a pattern or predicate, the model's. Parameters outside of the
+    model pass through.
 
     Raises:
         RunError: a name, pattern or predicate fits nothing in the whole model; or what torch's optimizers refuse, a
@@ -33,7 +34,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         raise RunError(f"params is a {type(params).__name__}; write a list of parameters, or of groups of them")
     entries = list(held) if params is None else _listed(params)
     groups: list[Any] = entries if any(isinstance(one, Mapping) for one in entries) else [{"params": entries}]
-    names, has_names = _Names(held, whole), bool(groups)
+    names = _Names(held, whole)
     resolved: list[dict[str, Any]] = []
     home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
@@ -41,10 +42,9 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
             raise RunError(f"parameter group {number} is {shown(group)}, and no dict; write {_GROUP}")
         if "params" not in group:
             raise RunError(f"parameter group {number} has {shown(list(group))}, and no 'params'; write {_GROUP}")
-        entries = _listed(group["params"])
-        has_names = has_names and all(map(_is_pair, entries))
         mine: dict[int, Tensor] = {}
-        for name, tensor in (one for entry in entries for one in names.meant_by(entry, number)):
+        for name, tensor in (one for entry in _listed(group["params"]) for one in names.meant_by(entry, number)):
+            # A parameter that another rank holds has a name here, and no tensor to step.
             if home.setdefault(name or id(tensor), number) != number:
                 raise RunError(
                     f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
@@ -54,8 +54,6 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
             if here is not None:
                 mine[id(here)] = here
         resolved.append({**group, "params": list(mine.values())})
-    for group in resolved if has_names else ():  # as torch keeps them
-        group["params"] = [(names.of.get(id(parameter), ""), parameter) for parameter in group["params"]]
     return resolved
 
 
@@ -77,8 +75,9 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[i
     """The names of each group out of all pipe ranks' parts of it, in the model's order. ``who``: a pipe rank in words.
 
     Raises:
-        RunError: a rank has no groups, but what is wrong with them; or as many groups as rank 0.
+        RunError: a rank could not make its groups, and has sent why; or it has not the number of groups of rank 0.
     """
+    # Each rank sends the names in its groups, or its error as text, so that all ranks raise together.
     for rank, sent in enumerate(everyone):
         if isinstance(sent, str):
             raise RunError(f"{who(rank)} could not make the optimizer: {sent}")
@@ -102,27 +101,24 @@ def _listed(params: Any) -> list[Any]:
     return list(params)
 
 
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], Tensor)
-
-
 class _Names:
     """The parameters of the whole model by name. ``held``: those of this rank, by their first names; ``of``: that
     name by identity."""
 
     def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-        self._whole = {**whole, **held}
-        self._first = first_names({**held, **whole})
-        self.of = {id(t): self._first[name] for each in (held, whole) for name, t in each.items()}
+        self._whole, self._first = whole, first_names(whole)
+        self.of = {id(tensor): self._first[name] for name, tensor in whole.items()}
         self.held = {self._first[name]: tensor for name, tensor in held.items()}
 
     def meant_by(self, entry: Any, group: int) -> list[tuple[str, Tensor]]:
-        """First name and parameter of what an entry of a group means; of a tensor from elsewhere the name is empty."""
-        if _is_pair(entry):
-            entry = entry[1]
+        """The parameters that an entry of a group means, each with its first name; "" for a tensor from elsewhere."""
+        match entry:
+            case (str(), Tensor() as parameter):  # as named_parameters() gives it
+                entry = parameter
         if isinstance(entry, Tensor):
             return [(self.of.get(id(entry), ""), entry)]
         if isinstance(entry, str):
+            # A name is a pattern that fits itself. Of a tied parameter every name fits, whoever holds it.
             asked, wrong = repr(entry), "which fits no parameter of the model"
             names = [name for name in self._whole if fnmatch.fnmatchcase(name, entry)]
             close = [] if names else difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)

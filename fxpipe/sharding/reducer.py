@@ -64,7 +64,7 @@ class Reducer(Gradients):
         tied: Mapping[tuple[int, ...], Sequence[str]] | None = None,
     ) -> None:
         super().__init__(alone, transport, way, tied or {})
-        self._shared, self._capacity = list(shared), capacity
+        self._shared, self._capacity = {one.name: one for one in shared}, capacity
         self._buckets: list[FlatBucket] = []
         self._hooks: dict[str, Any] = {}
         self._claims: set[int] = set()
@@ -75,7 +75,7 @@ class Reducer(Gradients):
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
         self._awaited: dict[FlatBucket, set[int]] = {}  # what the backward that runs has still to give to a bucket
         self._asked: WhoUsed | None = None
-        self._add_buckets(self._shared, 0, whole=False)
+        self._add_buckets(shared, 0, whole=False)
 
     def close(self) -> None:
         for hook in self._hooks.values():
@@ -88,43 +88,35 @@ class Reducer(Gradients):
         # replicas start their sums in that order.
         items = [Item(one.name, one.parameter.numel(), _kind(one, whole)) for one in shared]
         layouts = lay_out(items, self.way.shards, self._capacity, min(self._capacity, FIRST_BUCKET))
-        known = {one.name: one for one in self._shared}
         for layout in layouts:
-            parameters = [known[slot.name].parameter for slot in layout.slots]
+            parameters = [self._shared[slot.name].parameter for slot in layout.slots]
             self._buckets.append(FlatBucket(layout, parameters, self.way, self._transport, claim))
-        place = list(known).index
-        self._buckets.sort(key=lambda bucket: place(bucket.layout.slots[-1].name))
+        place = {name: number for number, name in enumerate(self._shared)}
+        self._buckets.sort(key=lambda bucket: place[bucket.layout.slots[-1].name])
         self._home = {slot.name: (b, n) for b in self._buckets for n, slot in enumerate(b.layout.slots)}
-        self._users = {
-            b: {stage for slot in b.layout.slots for stage in known[slot.name].stages} for b in self._buckets
-        }
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         """With ``whole``, parameters are balanced over the ranks by size.
 
         RunError where gradients are there already: with zero=1 or 2 they would have to move to other ranks.
         """
-        wanted = set(names)
-        mine = [one for one in self._shared if one.name in wanted]
-        number = 0
+        wanted, number = set(names), 0
         if self.way.sharded:
+            # These parameters get buckets of their own. What is left in the ones that they leave is nobody's, claim 0.
+            left = {self._home[name][0].claim for name in wanted & self._shared.keys()}
+            moving = [one for one in self._shared.values() if self._home[one.name][0].claim in left]
+            if any(one.parameter.grad is not None for one in moving):
+                raise RunError(
+                    "there are gradients already; make the optimizer before the first step, or call zero_grad()"
+                )
+            self.settle()
             number = 1 + max(self._claims, default=0)
-            self._lay_out_anew(mine, number, whole)
+            self._buckets = [bucket for bucket in self._buckets if bucket.claim not in left]
+            self._claims -= left
+            self._add_buckets([one for one in moving if one.name not in wanted], 0, whole=False)
+            self._add_buckets([one for one in moving if one.name in wanted], number, whole)
         self._claims.add(number)
         return OptimizerPieces(number, tuple(piece for piece in self.pieces() if piece.name in wanted))
-
-    def _lay_out_anew(self, mine: Sequence[Shared], claim: int, whole: bool) -> None:
-        """Gives these parameters buckets of their own; what is left of those that they leave is nobody's."""
-        names = {one.name for one in mine}
-        left = {self._home[name][0].claim for name in names}
-        moving = [one for one in self._shared if self._home[one.name][0].claim in left]
-        if any(one.parameter.grad is not None for one in moving):
-            raise RunError("there are gradients already; make the optimizer before the first step, or call zero_grad()")
-        self.settle()
-        self._buckets = [bucket for bucket in self._buckets if bucket.claim not in left]
-        self._claims -= left
-        self._add_buckets([one for one in moving if one.name not in names], 0, whole=False)
-        self._add_buckets(mine, claim, whole)
 
     def pieces(self) -> list[Piece]:
         return super().pieces() + [piece for bucket in self._buckets for piece in bucket.pieces()]
@@ -132,7 +124,7 @@ class Reducer(Gradients):
     # a call
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        for one in self._shared if len(self._hooks) < len(self._shared) else ():
+        for one in self._shared.values() if len(self._hooks) < len(self._shared) else ():
             if one.parameter.requires_grad and one.name not in self._hooks:  # it may have been frozen until now
                 hook = partial(_arrived, weakref.ref(self), one.name)
                 self._hooks[one.name] = one.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -161,6 +153,8 @@ class Reducer(Gradients):
     def before(self, action: Action) -> None:
         if not self._live:  # nothing is shared
             return
+        # With zero=2 every micro-batch's gradients are reduced, in a queue of this backward's buckets alone; otherwise
+        # those of the last one, in the queue of all.
         self._last = self._lasts[action.stage] == action and self._sync and not self._hold
         if self.way.zero == 2 or self._last:
             mine = [bucket for bucket in self._live if bucket.layout.kind.stage == action.stage]
@@ -202,17 +196,14 @@ class Reducer(Gradients):
                 self._awaited[bucket].clear()
         self._go()
 
-    def _is_scattered(self, bucket: FlatBucket) -> bool:
-        """Whether it is reduced behind each of its backwards."""
-        return self.way.zero == 2 and bucket.layout.kind.stage in self._lasts
-
     def flush(self) -> None:
         """Asks, too, who has used what."""
         last = self._sync and not self._hold
         for bucket in self._live:
             if bucket in self._complete:
                 continue
-            if not self._is_scattered(bucket):
+            # With zero=2 a bucket of one stage was scattered behind each of its backwards.
+            if self.way.zero < 2 or bucket.layout.kind.stage not in self._lasts:
                 if last or self.way.zero == 2:
                     bucket.start(last)
             elif last and bucket.layout.kind.owners:
@@ -231,17 +222,15 @@ class Reducer(Gradients):
             )
 
     def end(self, factor: Tensor | None) -> None:
-        if self._hold or not self._sync:
-            for bucket in self._live:
-                bucket.wait()
-                bucket.scale(factor, summed=False)
+        summed = self._sync and not self._hold
+        for bucket in self._live:
+            bucket.wait()
+            bucket.scale(factor, summed)
         if self._hold:
             for bucket in self._live:
                 bucket.start() if self.way.zero < 2 else bucket.start_across()
-        for bucket in self._live:
-            bucket.wait()
-            if self._sync and not self._hold:
-                bucket.scale(factor, summed=True)
+            for bucket in self._live:
+                bucket.wait()
         # waits only where this rank has not used all
         if self._asked is not None and not all(all(bucket.present) for bucket in self._live):
             used = self._asked.wait()
@@ -279,7 +268,8 @@ class Reducer(Gradients):
             return
         for entry in list(self._gathering):
             bucket, work = entry
-            if stage is None or stage in self._users[bucket]:
+            users = {user for slot in bucket.layout.slots for user in self._shared[slot.name].stages}
+            if stage is None or stage in users:
                 work.wait()
                 self._gathering.remove(entry)
 
@@ -324,21 +314,18 @@ def reducer_for(
         for parameter in reversed(graph[stage].parameters.values()):
             if id(parameter) in names:
                 users.setdefault(id(parameter), {})[stage] = None
-    tied: dict[int, tuple[int, ...]] = {}
-    if transport.pipe_rank is not None:
-        groups = owners.tied.items()
-        tied = {id(parameters[name]): holders for holders, group in groups for name in group if name in parameters}
-    every = dict.fromkeys([*users, *names])
-    by_name = {names[key]: parameters[names[key]] for key in reversed(every)}
-    shared = [
-        Shared(names[key], parameters[names[key]], tuple(users.get(key, ())), tied.get(key, ()))
-        for key in every
-        if transport.data_size > 1 or key in tied
-    ]
-    shared = [one for one in shared if one.parameter.is_floating_point() or one.parameter.is_complex()]
+    groups = owners.tied.items() if transport.pipe_rank is not None else ()
+    tied = {id(parameters[name]): holders for holders, group in groups for name in group if name in parameters}
+    shared: list[Shared] = []
+    alone: dict[str, nn.Parameter] = {}
+    for key in dict.fromkeys([*users, *names]):
+        one = Shared(names[key], parameters[names[key]], tuple(users.get(key, ())), tied.get(key, ()))
+        has_gradient = one.parameter.is_floating_point() or one.parameter.is_complex()
+        if has_gradient and (transport.data_size > 1 or one.owners):
+            shared.append(one)
+        else:
+            alone[one.name] = one.parameter
     # What several stages use is complete behind all of them. Owners of tied parameters see different rows: they agree
     # on the order of names.
     shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.owners, one.name if one.owners else ""))
-    for one in shared:
-        del by_name[one.name]
-    return make(shared, by_name, transport, way, capacity)
+    return make(shared, dict(reversed(alone.items())), transport, way, capacity)

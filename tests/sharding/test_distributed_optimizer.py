@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable
@@ -115,9 +116,13 @@ def held(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def of_rank(model: nn.Module, rank: int, cls: Any, params: Any = None, ranks: int = 2, **kw: Any) -> Any:
     """The optimizer of one of two ranks, both of which step the same model."""
-    named = {key: kw.pop(key) for key in ("precision", "offload", "originals", "elementwise") if key in kw}
+    options: dict[str, Any] = {"precision": None, "offload": False, "originals": {}, "elementwise": None}
+    named = {key: kw.pop(key, default) for key, default in options.items()}
+    named |= {"held": held(model), "whole": held(model), "device": torch.device("cpu"), "steppers": {}}
     store = Halves(dict(model.named_parameters()), rank, ranks)
-    return DistributedOptimizer(cls, params, kw, store, World(rank), held=held(model), **named)
+    return DistributedOptimizer(
+        cls, params, kw, store, World(rank), cause=str, alone=lambda called: contextlib.nullcontext(), **named
+    )
 
 
 def both(model: nn.Module, cls: Any, params: Any = None, **kw: Any) -> list[Any]:
@@ -347,29 +352,14 @@ def test_a_tied_parameter_goes_by_any_of_its_names(params: Any) -> None:
 def test_all_by_default_each_once_and_bare_lists_are_one_group() -> None:
     model = Tied()
     everything = [name for name, _ in model.named_parameters()]
-    for params in (None, model.parameters(), list(held(model)), "*"):
+    for params in (None, model.parameters(), model.named_parameters(), list(held(model)), "*"):
         assert names_in(resolve_groups(params, held(model), held(model)), model) == [everything]
-
-
-def test_pairs_keep_their_names_as_in_torch() -> None:
-    model = Tied()
-    resolved = resolve_groups(model.named_parameters(), held(model), held(model))
-    assert torch.optim.SGD(resolved).param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD,
-        model.named_parameters(),
-        {},
-        Halves(dict(model.named_parameters())),
-        World(),
-        held=held(model),
-    )
-    assert optimizer.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
 
 
 def test_what_other_ranks_hold_leaves_a_group_empty() -> None:
     model = Tied()
     mine = {name: p for name, p in held(model).items() if name.startswith("norm")}
-    whole = held(copy.deepcopy(model).to("meta"))
+    whole = held(copy.deepcopy(model).to("meta")) | mine
     groups = [
         {"params": "head.*"},
         {"params": lambda name, p: p.ndim == 1 and "bias" not in name},

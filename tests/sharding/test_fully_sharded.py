@@ -219,11 +219,13 @@ def test_a_replica_that_runs_no_last_backward_or_none_takes_part(pool: Pool, wei
 
 @in_a_new_world
 def added_up(topology: Topology, build: Build, syncs: list[bool]) -> None:
-    """Calls of the same batch in a row: only what this call makes is scaled, and what is not reduced waits."""
+    """Calls of the same batch in a row: only what this call makes is scaled, and no more than shards is ever kept."""
     forward_backward, x = compiled(build, topology)
     for sync in syncs:
         forward_backward.set_requires_gradient_sync(sync)
         forward_backward(x)
+        gradients = [(p, p.grad) for p in forward_backward.parameters() if p.grad is not None]
+        assert all(isinstance(grad, DTensor) == isinstance(p, DTensor) for p, grad in gradients)
     expected = plain_gradients(build, topology.size("data"), 2)
     check(forward_backward, expected, len(syncs))
     forward_backward.zero_grad()

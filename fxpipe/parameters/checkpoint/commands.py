@@ -155,6 +155,7 @@ def write_safetensors(path: Path, entries: Entries, read: Callable[[str, Tensor]
     if odd:
         raise CheckpointError(f"safetensors has no type for {odd[0]}; export the others with --prefix")
     names = sorted(entries, key=lambda name: (-entries[name][1].itemsize, name))  # so that each is aligned
+    # Written beside and renamed, so that a file of this name is whole.
     beside = path.with_name(f"{path.name}.partial")
     with beside.open("wb") as file:
         file.write(_header(entries, names))
@@ -177,5 +178,5 @@ def _header(entries: Entries, names: list[str]) -> bytes:
         header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format wants the tensors to begin at a multiple of 8
     return struct.pack("<Q", len(text)) + text

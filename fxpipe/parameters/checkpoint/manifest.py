@@ -92,6 +92,7 @@ class Manifest:
 
     def check_contents(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """CheckpointError where a piece has another crc32 than it was written with: each ``ranks``-th, for ``rank``."""
+        # Dealt out in turn: large files are shared by all ranks.
         pieces = [(name, place) for name in sorted(self.files) for place in range(len(self.files[name].crc32s))]
         self.check_pieces(folder, pieces[rank::ranks])
 

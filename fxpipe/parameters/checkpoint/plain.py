@@ -71,7 +71,8 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         return {"tensor": _kept(value, what, tensors)}
-    if isinstance(value, dict):  # an OrderedDict or defaultdict comes back as a dict
+    # JSON has string keys alone, so that a dict is a list of pairs. OrderedDicts and defaultdicts come back as dicts.
+    if isinstance(value, dict):
         for key in value:
             if type(key) not in (str, int):
                 raise CheckpointError(f"{what} has the key {key!r}, and a checkpoint holds plain data alone: {PLAIN}")
@@ -90,6 +91,7 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
 def _kept(tensor: Tensor, what: str, tensors: dict[str, Tensor]) -> str:
     if is_dtensor(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         raise CheckpointError(f"{what} is a tensor that is spread, sparse or without memory; convert it to a plain one")
+    # Named by its content: a value that all ranks have is written once.
     kept = tensor.detach().to("cpu", copy=True).contiguous()
     digest = hashlib.blake2b(f"{kept.dtype} {list(kept.shape)} ".encode(), digest_size=16)
     digest.update(bytes_of(kept))

@@ -39,8 +39,8 @@ from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, storage_in
 
 class FolderReader:
     """A folder that is read from. ``names``: of tensors and plain values in it. ``tensors``: shape and type of each
-    tensor, by name. ``asked``: the names that its plans fill. ``manifest``: of what is read the crc32 is compared with
-    it; None where that has been done."""
+    tensor, by name. ``asked``: the names that its plans fill. ``manifest``: the crc32 of each piece that is read is
+    compared with it; None where that has been done."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder, self._manifest = folder, manifest
@@ -90,8 +90,8 @@ class FolderReader:
     def _check(self, name: str, value: Any) -> None:
         entry = self.metadata.state_dict_metadata.get(name)
         if entry is None:
-            alike = [other for other in self.names if other.partition(".")[0] == name.partition(".")[0]]
-            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, alike)}")
+            beside = [other for other in self.names if other.partition(".")[0] == name.partition(".")[0]]
+            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, beside)}")
         is_tensor = isinstance(value, Tensor)
         if is_tensor == isinstance(entry, BytesStorageMetadata):
             kinds = ("a tensor", "none") if is_tensor else ("no tensor", "one")
@@ -149,6 +149,7 @@ class ModelValues:
 
     def plan(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
         """Checks that tensors can be filled, by the model's names; returns what fills them."""
+        # Where there is a master, both it and the rounded value are read, and merged: two tensors for one.
         plain: dict[str, Tensor] = {MODEL + name: tensor.detach() for name, tensor in into.items()}
         finer: list[tuple[Tensor, Tensor, Tensor]] = []
         for name, tensor in into.items():
@@ -227,6 +228,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, pickled: bytes) -> None:
         super().__init__(io.BytesIO(pickled))
         # Made anew: whatever a pickle does to them is gone with them.
+        # Classes become records, and functions hand on their argument: a pickle names them, and runs nothing of them.
         self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in METADATA_CLASSES}
         self._known |= {key: lambda value: value for key in METADATA_FUNCTIONS}
         self._known["torch", "Size"] = lambda sizes: tuple(sizes)
@@ -322,6 +324,7 @@ def _check_stored(
         inside = len(chunk.sizes) == len(entry.size) and all(map(int.__le__, ends, entry.size))
         if where is None or where.length < needed or not inside:
             raise ValueError(f"a part of {name[:80]} is stored nowhere, or does not fit")
+    # Chunks that are inside and have the tensor's volume together fill it, but for overlaps, which torch never writes.
     volume = sum(map(math.prod, (chunk.sizes for chunk in entry.chunks)))
     if volume != math.prod(entry.size):
         raise ValueError(f"parts of {name[:80]} have {volume} elements of {math.prod(entry.size)}")

@@ -81,6 +81,7 @@ def begin(folder: Path, step: int) -> Path:
 def complete(partial: Path) -> Path:
     """Gives a folder its name, once all its files are on the disk, and makes it the latest at once: there is no moment
     without a latest one."""
+    # The order must hold: a name is on the disk only after everything that it names.
     flush(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     partial.rename(final)
@@ -98,6 +99,7 @@ def keep_newest(folder: Path, keep: int | None) -> None:
         return
     readable = [path for number, path in numbered(folder) if number is not None]  # others are for the user to look at
     for old in readable[keep:]:
+        # Renamed first: a checkpoint that is half deleted must not bear a checkpoint's name.
         leaving = old.with_name(f"{old.name}{REMOVED}")
         old.rename(leaving)
         shutil.rmtree(leaving)

@@ -51,7 +51,7 @@ class RankPlan:
         return [[_item_message(item) for item in self._plan.items], list(self._plan.planner_data.items())]
 
     def settle(self, messages: Sequence[Message]) -> None:
-        """Finds this rank's share. What several ranks have is written by one of them, each about as many bytes."""
+        """Finds this rank's share. One rank writes what several have; each gets about the same number of bytes."""
         local = [
             SavePlan([_item_of(*one) for one in items], planner_data={name: tuple(path) for name, path in paths})
             for items, paths in messages
@@ -60,18 +60,20 @@ class RankPlan:
 
     def keep_copies(self) -> None:
         """Copies the share to memory of the host, so that training may go on meanwhile."""
-        found = [(item.index, self._planner.resolve_data(item)) for item in self._plans[self._rank].items]
-        self._planner.copies = {
-            index: data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data for index, data in found
-        }
+        copies: dict[MetadataIndex, Any] = {}
+        for item in self._plans[self._rank].items:
+            data = self._planner.resolve_data(item)
+            copies[item.index] = data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
+        self._planner.copies = copies
 
     def write(self, folder: Path) -> Message:
         """Writes this rank's share, and waits until it is on the disk; for ``finish``."""
+        # torch's zip writer would sum every tensor once more; the manifest's checksums cover all bytes of the file.
         writer, torchs_crc32 = self._writer(folder), get_crc32_options()
         if self._planner.copies is not None:
             writer.per_thread_copy_ahead = 0  # nothing is on a GPU any more
         plan = writer.prepare_global_plan(self._plans)[self._rank]
-        set_crc32_options(False)  # one of each tensor before it is written; the manifest covers it
+        set_crc32_options(False)
         try:
             done = writer.write_data(plan, self._planner)
             done.wait()
@@ -136,6 +138,7 @@ class _Summed:
 
     def write(self, data: Any) -> int:
         self._file.write(data)
+        # Checksums are of pieces of equal length, wherever the writes begin and end.
         left = memoryview(data).cast("B")
         count = len(left)
         while left:
@@ -165,21 +168,21 @@ class _Summed:
 
 
 def _item_message(item: WriteItem) -> Message:
-    data = item.tensor_data
-    sent = None
+    message, data = [*_index_message(item.index), item.type.name], item.tensor_data
     if data is not None:
-        sent = [data.chunk.offsets, data.chunk.sizes, str(data.properties.dtype).removeprefix("torch."), data.size]
-    return [*_index_message(item.index), item.type.name, sent]
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        message += [data.chunk.offsets, data.chunk.sizes, dtype, data.size]
+    return message
 
 
 def _index_message(index: MetadataIndex) -> Message:
     return [index.fqn, index.offset, index.index]
 
 
-def _item_of(name: str, offset: Any, index: Any, kind: str, sent: Any) -> WriteItem:
+def _item_of(name: str, offset: Any, index: Any, kind: str, *tensor: Any) -> WriteItem:
     data = None
-    if sent is not None:
-        offsets, sizes, dtype, size = sent
+    if tensor:
+        offsets, sizes, dtype, size = tensor
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         data = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, dtype)), torch.Size(size))
     return WriteItem(MetadataIndex(name, offset, index), WriteItemType[kind], tensor_data=data)
