@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,14 +78,9 @@ def materialise(
     mine = [held for held in tensors if not set(held.names).isdisjoint(names)]
     missing = [held for held in mine if held.key is None and held.tensor.is_meta]
     if missing and init_fn is None:
-        name, hint = missing[0].names[0], "init_fn= (model._init_weights for a Hugging Face model"
-        if weights is not None:
-            raise RunError(
-                f"{name} is a buffer on the meta device that no checkpoint holds (persistent=False); pass {hint})"
-            )
         raise RunError(
-            f"{name} is on the meta device, and nothing says what its values are; pass checkpoint=, or {hint}, "
-            "fxpipe.reset_parameters for modules of torch.nn)"
+            f"{missing[0].names[0]} is a buffer on the meta device that no checkpoint holds (persistent=False); pass "
+            "init_fn= (model._init_weights for a Hugging Face model, fxpipe.reset_parameters for modules of torch.nn)"
         )
     # Memory for all of them, then init_fn, then the checkpoint: init_fn sees none of what the checkpoint fills.
     new = {id(held.tensor): _real(held, device) for held in mine if held.tensor.is_meta}
@@ -127,15 +123,11 @@ def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in all_tensors(model).items():
         aliases.setdefault(tensor, []).append(name)
-    return [
-        _HeldTensor(
-            tensor,
-            tuple(names),
-            next((name for name in names if name in known), None),
-            not passing.issuperset(names),
-        )
-        for tensor, names in aliases.items()
-    ]
+    found = []
+    for tensor, names in aliases.items():
+        key = next((name for name in names if name in known), None)
+        found.append(_HeldTensor(tensor, tuple(names), key, not passing.issuperset(names)))
+    return found
 
 
 def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: InitFn | None) -> None:
@@ -228,14 +220,12 @@ def _initialise(
     written: set[int] = set()
     with torch.no_grad(), seeded(seed, device), _only(model, missing.values()):
         for path, submodule in [one for one in _innermost_first(model) if one[0] in around]:
-            kind = type(submodule).__name__
+            called = (
+                f"init_fn was called on the {type(submodule).__name__} {path!r}; of its tensors, those that have "
+                "values already or are with other ranks are on the meta device"
+            )
             with (
-                noted(
-                    lambda path=path, kind=kind: (  # type: ignore[misc]
-                        f"init_fn was called on the {kind} {path!r}; of its tensors, those that have values already or "
-                        "are with other ranks are on the meta device"
-                    )
-                ),
+                noted(partial(str, called)),
                 _SeededWrites(submodule, seed, path, device, written),
                 _tensors_kept(submodule),
             ):

@@ -88,6 +88,7 @@ class _HeldPart(nn.Module):
 
     def _check_same(self, name: str, value: Any) -> Mapping[str, Any]:
         """What it holds. RunError where that of this name would become another."""
+        # What is there already may be set again: nothing changes.
         own = self._parameters | self._buffers | self._modules
         if _is_held(self) and own.get(name, value) is not value:
             kind = "module" if name in self._modules else "tensor"
@@ -189,6 +190,7 @@ def release(
     ``why``: a name → what is said where its values are used. ``device``: what stands for the meta device.
     """
     tensors = all_tensors(model)
+    # A tensor is kept if any of its names is: it may be tied to one that this rank holds under another.
     done = {id(tensor) for name, tensor in tensors.items() if name in keep or isinstance(tensor, Elsewhere)}
     empty: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -295,6 +297,7 @@ def full_state_dict(
     for name, like in tensors_of(model).items():
         owner = next(rank for rank, names in enumerate(owners.names) if name in names)
         tensor = held.get(name, like)
+        # One tensor at a time, so that no more than the result and one tensor is in memory.
         if transport.pipe_rank is not None:
             if transport.pipe_rank == owner:
                 tensor = _whole(tensor, transport).to(device)

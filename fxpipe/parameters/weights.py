@@ -1,4 +1,8 @@
-"""Weights: a checkpoint on disk. Only what is asked for is read; a class for each kind of file."""
+"""Weights: a checkpoint on disk. Only what is asked for is read.
+
+There is a class for each kind of file. ``entries()``: shape and type of each tensor in it, by name. ``read_into(name,
+target)``: copies a tensor into one of the same shape.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,17 +35,7 @@ _SUFFIXES = (".safetensors", *_TORCH_SUFFIXES)
 _MOST_INDEX = 256 * 2**20  # bytes; that of a trillion parameters has some ten million
 
 
-class WeightFile(Protocol):
-    """A file of tensors, or a folder of torch.distributed.checkpoint."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and type of each tensor in it."""
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copies a tensor into one of the same shape."""
+WeightFile: TypeAlias = "_Safetensors | _TorchFile | _Folder"
 
 
 def sources(path: Path) -> Iterator[WeightFile]:
@@ -59,8 +53,7 @@ def sources(path: Path) -> Iterator[WeightFile]:
 
 
 def _sources_in(folder: Path) -> Iterable[WeightFile]:
-    """What a folder holds, the first of: an index, what fxpipe.save wrote, safetensors files, what torch.distributed
-    saved, one torch file."""
+    """The first that is there: an index, fxpipe.save's manifest, safetensors files, DCP's .metadata, one torch file."""
     # The order matters: beside an index lie its files, and beside the manifest of fxpipe.save a .metadata of torch's.
     for name in _INDICES:
         if (folder / name).exists():
@@ -144,6 +137,7 @@ class _TorchFile:
     path: Path
 
     def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        # Mapped, not read: of each tensor only shape and type are looked at.
         state = self._load()
         return {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
 

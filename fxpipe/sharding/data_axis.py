@@ -69,8 +69,7 @@ def way_of(zero: int, transport: Transport, precision: Precision | None, replica
 
 
 def check_ties(topology: Topology, transport: Transport, owners: Ownership) -> None:
-    """TopologyError where owners of a tied parameter would cut it differently. A collective call of all ranks, so that
-    all of them raise it."""
+    """TopologyError, on all ranks, where owners of a tied parameter would cut it differently. A collective call."""
     everyone = transport.gather_int("all", len(transport.ranks("shard")))
     for group in topology.groups("pipe"):
         for holders, names in owners.tied.items():
@@ -126,8 +125,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: ``size`` elements, padding included. ``root``: the shard rank that has all of it; None: each has an
-    equal section."""
+    """A bucket: ``size`` elements, with padding. ``root``: the shard rank that has all; None: equal sections."""
 
     kind: Kind
     slots: tuple[Slot, ...]
@@ -145,14 +143,14 @@ class BucketLayout:
 def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tuple[BucketLayout, ...]:
     """Buckets for items in the order in which their gradients come, over ``ranks`` shard ranks.
 
-    A bucket is closed once it holds ``capacity`` bytes (the first one ``first``), and they stand in the order in which
-    they are complete. Those of tied items depend on nothing else that a rank has: their owners must agree. Items to be
-    stepped whole go to the ranks balanced by size, largest first (Graham, 1969).
+    A bucket is closed once it holds ``capacity`` bytes (the first one ``first``). Those of tied items depend on nothing
+    else that a rank has: their owners must agree. Items to be stepped whole go to the ranks balanced by size, largest
+    first (Graham, 1969).
     """
     # An item joins the open bucket of its kind, and of the rank that steps it where one does.
     owner = _owners([item for item in items if item.kind.whole], ranks)
     open_: dict[tuple[Kind, int | None], list[Item]] = {}
-    closed: list[tuple[Kind, int | None, list[Item]]] = []
+    closed: list[tuple[tuple[Kind, int | None], list[Item]]] = []
     for item in items:
         key = (item.kind, owner.get(item))
         held = open_.setdefault(key, [])
@@ -160,11 +158,8 @@ def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tup
         # Which bucket is the first depends on the rank, so that those of tied items never are.
         full = capacity if closed or item.kind.owners else first
         if sum(one.numel for one in held) * item.kind.element >= full:
-            closed.append((*key, open_.pop(key)))
-    closed += [(*key, held) for key, held in open_.items()]
-    place = {item: number for number, item in enumerate(items)}
-    closed.sort(key=lambda bucket: place[bucket[2][-1]])
-    return tuple(_bucket(kind, root, held, ranks) for kind, root, held in closed)
+            closed.append((key, open_.pop(key)))
+    return tuple(_bucket(*key, held, ranks) for key, held in [*closed, *open_.items()])
 
 
 def _owners(items: Iterable[Item], ranks: int) -> dict[Item, int]:

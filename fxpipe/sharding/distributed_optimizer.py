@@ -48,12 +48,7 @@ from fxpipe.sharding.optimizer_state import (
     refuse_torchs_helpers,
     target_of,
 )
-from fxpipe.sharding.parameter_groups import (
-    first_names,
-    options_of,
-    resolve_groups,
-    whole_groups,
-)
+from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_groups, whole_groups
 from fxpipe.validation import shown
 
 
@@ -68,20 +63,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     counts them (``steps`` all calls of ``step``), and rank 0 warns of the first and, where that is known, of why.
     ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded.
 
+    Made by ``forward_backward.optimizer``, which says what ``cls``, ``params``, ``offload`` and ``elementwise`` are.
+
     Args:
-        params: as in :func:`fxpipe.sharding.parameter_groups.resolve_groups`; None for all.
         store: pieces and their gradients. transport: asks all ranks whether one of them has an inf or nan.
         held, whole: this rank's and the whole model's parameters, under all their names.
-        precision: steps masters of this type. offload: steps on the CPU, with masters and state there.
         originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
-        elementwise: whether ``cls`` steps each element by itself; None: whether ``optimizer_class`` knows it to.
-        steppers: parameter → who steps it, of the model's optimizers: the one that was made last.
-        alone: refuses what is called from inside of a call.
+        steppers: parameter → the optimizer that steps it, the one that was made last; shared by all of the model's.
+        alone: a context that refuses a step inside of a call.
         cause: says why a step is left out, where that is known; the same on every rank, and called by all of them.
-
-    Raises:
-        RunError: ``cls`` makes no optimizer, or is LBFGS or SparseAdam; or a group asks for what is no parameter of the
-            model, or none asks for any.
     """
 
     def __init__(
@@ -119,8 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self.given = {key for key, value in kw.items() if value is not None}
-        """The options that were chosen for it, or for a group of it: ranks compare them. The others may be numbers that
-        the optimizer finds."""
+        """The options that the user chose: ranks compare them. Others may be numbers that the optimizer finds."""
         self.steps = self.skipped_steps = 0
         self.stepping = False
         self._steppers = steppers
@@ -175,6 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_alone(self) -> None:
         """Refuses, on all ranks, a step that looks at all parameters together where a rank steps only some."""
+        # Looked for in the class alone, on small tensors, so that every rank comes to the same answer.
         in_parts = len(self._transport.ranks("pipe")) > 1 or (self._store.way.sharded and self._store.way.shards > 1)
         options = options_of(self.param_groups[0]) if self.param_groups else {}
         if in_parts and not self._elementwise and looks_across(self._make, options):
@@ -317,6 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _broken_ranks(self) -> tuple[int, ...]:
         """The ranks of the world whose gradients have an inf or nan, the same on all."""
+        # The largest absolute value is finite exactly where all are; one flag of it is compared by all ranks.
         found = [local(g) for piece in self._store.pieces() if (g := piece.current_gradient()) is not None]
         largest = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient.numel()], math.inf)
         flags = self._transport.gather_int("all", int(not math.isfinite(largest.item())))
@@ -378,6 +369,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """``state_dict``, with an initial state of the frozen parameters, too, that were ``saved`` with a state."""
         assert self._inner is not None
         check_saves_all(self._inner)
+        # All ranks save an entry for what was never stepped, too, so that names do not depend on who used what.
         entries: dict[str, Entry] = {}
         for group, targets in zip(self.param_groups, self._targets, strict=True):
             for target in targets:

@@ -43,6 +43,7 @@ class FlatBucket:
         first = self.parameters[0]
         self.dtype: torch.dtype = first.grad_dtype or first.dtype
         self.device = first.device
+        # begins to ends: this rank's section of the sum. _steps: the part of it that this rank steps.
         self.begins, self.ends = self._steps = self.layout.section(self.way.rank, self.way.shards)
         owners = self.layout.kind.owners
         # The owners of tied parameters have the same section of the sum. Each of them steps an equal part of it.
@@ -83,8 +84,7 @@ class FlatBucket:
         self.part = None
         self._summed = False  # whether what is here is the sum over all ranks
         self._aside: Tensor | None = None  # in a call: what earlier calls have left
-        self._aside_is_summed = False
-        self._had = [False] * len(self.parameters)  # whose summed gradients stand aside
+        self._had = [False] * len(self.parameters)  # whose gradients stand aside and are summed
         self.present = [False] * len(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
@@ -106,7 +106,7 @@ class FlatBucket:
                 self.collect(place)
         # What is summed must not be summed again, and what is not of this call must not be scaled with it.
         if self._summed or scales:
-            self._aside, self._aside_is_summed = self._take(), self._summed
+            self._aside = self._take()
         if self._summed:  # gradients that are not summed yet count as used until they are
             self._had, self.present = self.present, [False] * len(self.parameters)
         self._summed = False
@@ -169,8 +169,9 @@ class FlatBucket:
 
         ``last``: nothing more comes in this call, so that the sum goes on to other nodes and to owners.
         """
+        # A work keeps its buffers until it is waited for. With zero=2 each micro-batch has buffers of its own.
         flat = self._collected()
-        while self.way.zero == 2 and len(self._works) > 1:  # so that few buffers are there at once
+        while self.way.zero == 2 and len(self._works) > 1:
             self._works.pop(0).wait()
         self._go(self._to_section(flat, last) if self.way.sharded else self._in_place(flat))
         if self.way.zero == 2:
@@ -271,10 +272,11 @@ class FlatBucket:
         if self._aside is None:
             return
         content, share = self._content(summed), 1.0
-        if self._aside_is_summed and not summed:
+        if any(self._had) and not summed:
             # All ranks will be summed, so each gets a share: over shards, where each has all of it, nodes and owners.
             shards = 1 if self.way.sharded else self.way.shards
             share /= shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
+        # With zero=1 summed gradients are a section, and unsummed ones the whole buffer.
         is_section = self._aside.numel() < content.numel()
         (content[self.begins : self.ends] if is_section else content).add_(self._aside, alpha=share)
         self._aside = None
@@ -298,6 +300,7 @@ class FlatBucket:
         self._summed = summed
         self.present = [now or before for now, before in zip(self.present, self._had, strict=True)]
         self._had = [False] * len(self.parameters)
+        # A sum that lies in sections is no tensor that .grad could show.
         shows = not self.way.sharded or (self.way.zero == 1 and not summed)
         for place, parameter in enumerate(self.parameters):
             is_there = self.present[place]

@@ -9,10 +9,8 @@ order on all replicas, also where a replica has other micro-batches, or leaves a
   FsdpStage   what the user has sharded in ``parallelize``; collectives are torch's own
 
 With ``zero=3`` the model holds shards between steps, as DTensors. A *unit* is the parameters of one type that the same
-stages of this rank use. It is FSDP2 on a shell, a module that holds these parameters and nothing else and is never
-called. So the user's modules keep their classes and hooks, raw parameters are as good as those of modules, and which
-collectives run, and in which order, follows from the row alone: not from what autograd does, what the data takes part
-in, or which micro-batches have no weight.
+stages of this rank use, in a shell: a module that holds them and nothing else, and is never called. So the user's
+modules keep their classes and hooks, and which collectives run, and in which order, follows from the row alone.
 """
 
 from __future__ import annotations
@@ -160,10 +158,7 @@ def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 class FsdpUnit(_FsdpModules):
-    """Parameters in a shell, a module that holds these and nothing else and is never called.
-
-    ``stages``: those that use them. ``shards``: by name, what the model holds between calls.
-    """
+    """Parameters in a shell. ``stages``: those that use them. ``shards``: by name, for the model between calls."""
 
     def __init__(
         self,
@@ -173,12 +168,11 @@ class FsdpUnit(_FsdpModules):
         transport: Transport,
         precision: Precision | None,
     ) -> None:
-        self.stages, self.names = stages, tuple(parameters)
-        self._precision = precision
+        self.stages, self._precision = stages, precision
         shell = nn.Module()
         for place, parameter in enumerate(parameters.values()):
             shell.register_parameter(str(place), parameter)
-        what = self.names[0] + f" and {len(self.names) - 1} more" * (len(self.names) > 1)
+        what = next(iter(parameters)) + f" and {len(parameters) - 1} more" * (len(parameters) > 1)
         policy = MixedPrecisionPolicy()
         if precision is not None and parameter.is_floating_point():  # as all of them
             policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
@@ -191,7 +185,7 @@ class FsdpUnit(_FsdpModules):
         if mesh.size(0) > 1:
             # the sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter
             self.shell.set_all_reduce_hook(_Through(transport, "all_reduce", "replica", f"gradients {what}"))
-        self.shards = dict(zip(self.names, self.parameters, strict=True))
+        self.shards = dict(zip(parameters, self.parameters, strict=True))
         for shard, old in zip(self.parameters, parameters.values(), strict=True):
             vars(shard).update(vars(old))
         self._handle: Any = None
@@ -205,7 +199,7 @@ class FsdpUnit(_FsdpModules):
         self._all_gather.wait()
         self._handle.wait()
         whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
-        return dict(zip(self.names, whole, strict=True))
+        return dict(zip(self.shards, whole, strict=True))
 
     def free(self) -> None:
         self.shell.reshard()
@@ -426,7 +420,7 @@ class FullyShardedGradients(Gradients):
     def _let_go(self, unit: FsdpUnit) -> None:
         call = self._call
         call.over.add(unit)
-        call.used |= {name for name in unit.names if call.now[name].grad is not None}
+        call.used |= {name for name in unit.shards if call.now[name].grad is not None}
         for name, shard in unit.shards.items():
             self._swap(name, shard)
         if call.training:

@@ -46,32 +46,20 @@ class Piece:
     gradient: Callable[[], Tensor | None]
     """The summed gradient, shaped like ``data``; None where nobody used the parameter."""
 
-    @property
-    def is_whole(self) -> bool:
-        return (self.start, self.stop) == (0, self.parameter.numel())
-
-    @property
-    def memory(self) -> Tensor:
-        """The piece itself; of a DTensor that ranks share, this rank's shard."""
-        return self.data.detach() if self.is_whole else local(self.data.detach())
-
     def part_of(self, values: Tensor) -> Tensor:
-        """The elements of a whole tensor that this piece has, shaped like ``memory``."""
-        memory = self.memory
-        if values.shape == memory.shape:
+        """The elements of a whole tensor that this piece has, shaped like ``data``."""
+        if values.shape == self.data.shape:
             return values
         # Pieces count in the order of the parameter's memory, so the values must lie in that order first.
         ordered = torch.empty_like(self.parameter, dtype=values.dtype, device=values.device)
         if ordered.stride() != values.stride():
             values = ordered.copy_(values)
-        return values.detach().as_strided((values.numel(),), (1,))[self.start : self.stop].view(memory.shape)
+        return values.detach().as_strided((values.numel(),), (1,))[self.start : self.stop].view(self.data.shape)
 
     def current_gradient(self) -> Tensor | None:
         """Its gradient, unless the user has cleared it: a tensor of its own, in the same memory."""
         gradient = self.gradient() if self.parameter.grad is not None else None
-        if gradient is None:
-            return None
-        return plain(gradient if self.is_whole else local(gradient)).detach()
+        return None if gradient is None else plain(gradient).detach()
 
 
 @dataclass(frozen=True)
@@ -104,8 +92,7 @@ class Gradients(ABC):
         mine = {ranks: names for ranks, names in tied.items() if transport.pipe_rank in ranks}
         self._tied = {ranks: [name for name in names if name in self._own] for ranks, names in mine.items()}
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
-        self._earlier: dict[str, Tensor] = {}
-        self._is_aside = False
+        self._earlier: dict[str, Tensor] | None = None  # what stands aside in a call
 
     @property
     def shards(self) -> bool:
@@ -146,10 +133,10 @@ class Gradients(ABC):
     def drop(self) -> None:
         """The call has failed, in one process, where one can go on: what earlier calls have left is there as it was,
         where it was set aside. What this one has made of those gradients is without its factor, and dropped."""
-        if self._is_aside:
+        if self._earlier is not None:
             for name, parameter in self._own.items():
                 parameter.grad = self._earlier.get(name)
-        self._earlier, self._is_aside = {}, False
+        self._earlier = None
 
     @abstractmethod
     def end(self, factor: Tensor | None) -> None:
@@ -195,19 +182,20 @@ class Gradients(ABC):
 
     def _set_earlier_aside(self, wanted: bool = True) -> None:
         """``wanted``: False where this call's gradients may be added as they come."""
-        self._is_aside = wanted
-        self._earlier = {name: p.grad for name, p in self._own.items() if wanted and p.grad is not None}
-        for name in self._earlier:
-            self._own[name].grad = None
+        self._earlier = None
+        if wanted:
+            self._earlier = {name: p.grad for name, p in self._own.items() if p.grad is not None}
+            for name in self._earlier:
+                self._own[name].grad = None
 
     def _leave_gradients(self) -> None:
         """At the end of a call: adds what earlier ones have left, and marks what is one of several pipe ranks'."""
-        for name, earlier in self._earlier.items():
+        for name, earlier in (self._earlier or {}).items():
             parameter = self._own[name]
             if parameter.grad is not None:
                 local(earlier).add_(local(parameter.grad))
             parameter.grad = earlier
-        self._earlier, self._is_aside = {}, False
+        self._earlier = None
         for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
             if parameter.grad is not None:
                 parameter.grad = held(parameter.grad)
@@ -304,6 +292,7 @@ class HeldGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = plain_results(func, types, args, kwargs or {})
+        # A norm remembers its gradient, so that several norms together are seen; a single one is a number like any.
         if func in _NORMS:
             given = args[0] if args else next(iter(kwargs.values()))
             if isinstance(given, Tensor):

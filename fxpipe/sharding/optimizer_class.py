@@ -149,8 +149,7 @@ def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:
 
 
 def states_of(make: OptimizerMaker) -> float:
-    """How many numbers an optimizer keeps of each that it steps, counted on a matrix: Adam two. RunError where it
-    cannot step one."""
+    """How many numbers an optimizer keeps for each that it steps: Adam two. RunError where it steps no matrix."""
     like = torch.zeros(64, 64)
     try:
         entry = initial_state(make, {}, like)

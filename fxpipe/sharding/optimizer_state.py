@@ -66,7 +66,7 @@ class Target:
     def write_back(self) -> None:
         """The parameter's memory becomes what the optimizer has made of the master."""
         if self.is_copy:
-            self.piece.memory.copy_(self.tensor, non_blocking=True)
+            self.piece.data.copy_(self.tensor, non_blocking=True)
 
     def follow(self) -> None:
         """A copy takes what somebody has written into the parameter by hand since the last step.
@@ -75,7 +75,7 @@ class Target:
         """
         if self.tensor is self.piece.parameter:
             return
-        if storage_id(local(self.piece.parameter.detach())) != storage_id(self.piece.memory):
+        if storage_id(local(self.piece.parameter.detach())) != storage_id(self.piece.data):
             raise RunError(
                 f"{self.piece.name} was given other memory, as by parameter.data = ..., and the optimizer steps what "
                 "it had; write into it, as parameter.data.copy_(...) does"
@@ -86,7 +86,7 @@ class Target:
         """The copy becomes ``original``, or the parameter's value where there is none; but it keeps its bits where
         they round to that, so that rounded values undo no exact ones that were loaded before."""
         if self.is_copy:
-            values = self.piece.memory if original is None else self.piece.part_of(original)
+            values = self.piece.data if original is None else self.piece.part_of(original)
             self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
 
 
@@ -95,7 +95,7 @@ def target_of(
 ) -> Target:
     """``original``: the parameter before it was rounded. ``offload``: a copy on the CPU is stepped. ``sharded``: ranks
     step parts, so that ``parameter.grad`` is not what is stepped with."""
-    data = piece.memory
+    data = piece.data
     saves_master = precision is not None and data.is_floating_point()
     dtype = precision.master if precision is not None and saves_master else data.dtype
     if dtype == data.dtype and not offload:
@@ -173,6 +173,7 @@ def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
 
 
 def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
+    # A list that grows with the steps has no tensor here yet to say the shape.
     if isinstance(value, Slice) and not isinstance(mine, Tensor):
         mine = torch.empty_like(target.tensor, dtype=value.dtype)
     if not (isinstance(value, Tensor) and isinstance(mine, Tensor)):
@@ -197,6 +198,7 @@ def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
 
 def check_saves_all(optimizer: torch.optim.Optimizer) -> None:
     """CheckpointError where an optimizer keeps, or saves, more than it has by parameter and group."""
+    # torch keeps state by parameter. A key that is none would be saved under no parameter's name, and be lost.
     foreign = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
     if foreign is not None:
         raise CheckpointError(

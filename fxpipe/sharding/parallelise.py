@@ -104,37 +104,22 @@ class _StageCopy:
 
 def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
     """A copy of a stage's module. RunError where a part of it cannot be copied."""
-    # deepcopy takes what is in its memo for copied already: tensors stay the model's, modules are new.
-    tensors = [*all_tensors(graph.module).values(), *stage.tensors.values()]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    twins: dict[int, tuple[nn.Module, nn.Module]] = {}
-
-    def copied(module: nn.Module, name: str) -> nn.Module:
-        try:
-            made = copy.deepcopy(module, memo)
-        except Exception as error:
-            raise RunError(
-                f"parallelize= works on copies of modules that share their tensors, but {name} "
-                f"({type(module).__name__}) cannot be copied: {type(error).__name__}: {error}; give it a __deepcopy__, "
-                "or keep what cannot be copied out of its attributes"
-            ) from error
-        twins.update({id(one): (one, memo[id(one)]) for one in module.modules() if id(one) in memo})
-        return made
-
     module = stage.module
     assert isinstance(module, nn.Module)
-    if graph.module._modules.get(stage.name) is module:  # the user's own, under the stage's name
-        own = copied(module, stage.name)
-        return _StageCopy(module, own, f"{stage.name}.", tuple(twins.values()))
-    assert isinstance(module, fx.GraphModule)
-    root: dict[str, Any] = {}
-    for node in module.graph.nodes:
-        if node.op in ("get_attr", "call_module") and node.target not in root:
-            found = attrgetter(node.target)(module)
-            root[node.target] = copied(found, node.target) if isinstance(found, nn.Module) else found
-    made = fx.GraphModule(root, copy.deepcopy(module.graph), class_name=type(module).__name__)
-    made.training = module.training
-    return _StageCopy(module, made, "", tuple(twins.values()))
+    # deepcopy takes what is in its memo for copied already: tensors stay the model's, modules are new.
+    tensors = [*all_tensors(graph.module).values(), *all_tensors(module).values()]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    try:
+        made = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise RunError(
+            f"parallelize= works on copies of modules that share their tensors, but one in stage {stage.name} cannot "
+            f"be copied: {type(error).__name__}: {error}; give it a __deepcopy__, or keep what cannot be copied out of "
+            "its attributes"
+        ) from error
+    twins = tuple((one, memo[id(one)]) for one in module.modules() if id(one) in memo)
+    is_users = graph.module._modules.get(stage.name) is module  # and no code of a capture
+    return _StageCopy(module, made, f"{stage.name}." if is_users else "", twins)
 
 
 # --- what it has done to them
@@ -208,6 +193,7 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
     """The owners of a tied parameter hold the same part of it. A collective call of a pipe group."""
     if transport.pipe_rank is None or not owners.tied:
         return
+    # Owners sum their local parts, so these must be the same part: spread over the same axes in the same placement.
     held = all_tensors(model)
     tied = {name: holders for holders, names in owners.tied.items() for name in names}
     mine = {name: description_of(held[name]) for name, holders in tied.items() if transport.pipe_rank in holders}
@@ -275,6 +261,7 @@ class _StageFunction:
         if self._code is None:
             outputs = (self._module(*inputs),) * self._uses
         else:
+            # Several captures share the module: each call sets its own code, and goes through the module's hooks.
             self._module.__dict__["forward"] = self._code
             outputs = self._module(*inputs)
         if any(is_dtensor(leaf) for leaf in pytree.tree_leaves(outputs)):
@@ -298,8 +285,7 @@ def _share_tensors(stage: Stage, module: fx.GraphModule) -> None:
 
 
 def _let_be_sharded(module: fx.GraphModule) -> None:
-    """Takes out the checks of shapes: results of submodules may be shards now. Those of modules whose code looks at
-    values stay."""
+    """Takes out checks of shapes, for results may be shards now; not those of modules whose code looks at values."""
     checks = [node for node in module.graph.nodes if node.target is check_shapes and not node.args[3]]
     for node in checks:
         module.graph.erase_node(node)

@@ -102,8 +102,7 @@ def _listed(params: Any) -> list[Any]:
 
 
 class _Names:
-    """The parameters of the whole model by name. ``held``: those of this rank, by their first names; ``of``: that
-    name by identity."""
+    """The whole model's parameters by name. ``held``: this rank's, by first names; ``of``: those names by identity."""
 
     def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         self._whole, self._first = whole, first_names(whole)
@@ -119,13 +118,8 @@ class _Names:
             return [(self.of.get(id(entry), ""), entry)]
         if isinstance(entry, str):
             # A name is a pattern that fits itself. Of a tied parameter every name fits, whoever holds it.
-            asked, wrong = repr(entry), "which fits no parameter of the model"
             names = [name for name in self._whole if fnmatch.fnmatchcase(name, entry)]
-            close = [] if names else difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)
-            wrong += nearest(entry, close)
         elif callable(entry):
-            asked = f"{getattr(entry, '__qualname__', repr(entry))}(name, parameter)"
-            wrong = "which is true for no parameter of the model"
             with noted(lambda: f"in a predicate (name, parameter) of parameter group {group}"):
                 names = [name for name, tensor in self._whole.items() if entry(name, tensor)]
         else:
@@ -133,5 +127,11 @@ class _Names:
                 f"parameter group {group} holds {shown(entry)}; write parameters, names, patterns or predicates"
             )
         if not names:
-            raise RunError(f"parameter group {group} asks for {asked}, {wrong}")
+            if isinstance(entry, str):
+                close = difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)
+                asked = f"{entry!r}, which fits no parameter of the model{nearest(entry, close)}"
+            else:
+                name = getattr(entry, "__qualname__", repr(entry))
+                asked = f"{name}(name, parameter), which is true for no parameter of the model"
+            raise RunError(f"parameter group {group} asks for {asked}")
         return [(self._first[name], self._whole[name]) for name in names]

@@ -39,8 +39,7 @@ FIRST_BUCKET = 2**20
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that this rank shares with others. ``stages``: all that use it. ``owners``: the pipe ranks that hold
-    it, where there are several."""
+    """A parameter that others hold, too. ``stages``: all that use it. ``owners``: its pipe ranks, if several."""
 
     name: str
     parameter: nn.Parameter
@@ -139,8 +138,9 @@ class Reducer(Gradients):
         self._lasts = last_backwards(row) if self._live else {}
         self._queue = [bucket for bucket in self._live if not bucket.layout.kind.owners]
         self._complete.clear()
+        # What the call before has asked may not have been waited for: its flags are still under way.
         if self._asked is not None:
-            self._asked.wait()  # which nobody may have done
+            self._asked.wait()
             self._asked = None
         for bucket in self._live:
             bucket.begin(scales)
@@ -266,6 +266,7 @@ class Reducer(Gradients):
     def settle(self, stage: int | None = None) -> None:
         if not self._gathering:
             return
+        # Each bucket is waited for where the next forward first uses it, so that gathers run beside other stages.
         for entry in list(self._gathering):
             bucket, work = entry
             users = {user for slot in bucket.layout.slots for user in self._shared[slot.name].stages}

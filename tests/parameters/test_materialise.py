@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, RunError
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.parameters.materialise import (
-    check_no_meta,
-    materialise,
-    reset_parameters,
-)
+from fxpipe.parameters.materialise import check_no_meta, materialise, reset_parameters
 from fxpipe.parameters.ownership import replace_tensors
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool
@@ -254,12 +250,6 @@ def test_real_parts_of_a_model_are_not_initialised_again() -> None:
 
 
 # --- what is told
-
-
-def test_values_from_nowhere() -> None:
-    model = on_meta(Net)
-    with pytest.raises(RunError, match=r"embedding.weight is on the meta device.*init_fn= \(model._init_weights"):
-        materialise(model, everything(model), CPU)
 
 
 def forget_bias(module: nn.Module) -> None:

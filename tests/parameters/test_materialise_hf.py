@@ -103,8 +103,8 @@ def hugging_face_init(model: nn.Module) -> Callable[[nn.Module], None]:
 
 
 @pytest.mark.parametrize("build", HUGGING_FACE.values(), ids=HUGGING_FACE)
-def test_hugging_face_models_initialise_themselves_alike(build: Callable[[], nn.Module]) -> None:
-    original, model = build(), on_meta(build)
+def test_hugging_face_models_initialise_themselves_alike_and_in_parts(build: Callable[[], nn.Module]) -> None:
+    original, model, parts = build(), on_meta(build), on_meta(build)
     materialise(model, set(all_tensors(model)), CPU, hugging_face_init(model))
     expected = all_tensors(original)
     for name, tensor in all_tensors(model).items():
@@ -113,17 +113,11 @@ def test_hugging_face_models_initialise_themselves_alike(build: Callable[[], nn.
             assert torch.equal(tensor, expected[name]), name
         else:
             assert tensor.std().item() == pytest.approx(deviation, rel=0.5), name
-
-
-@pytest.mark.parametrize("build", HUGGING_FACE.values(), ids=HUGGING_FACE)
-def test_hugging_face_models_are_initialised_alike_in_parts(build: Callable[[], nn.Module]) -> None:
-    whole, parts = on_meta(build), on_meta(build)
-    materialise(whole, set(all_tensors(whole)), CPU, hugging_face_init(whole))
     names = list(all_tensors(parts))
     half = set(names[: len(names) // 2])
     for part in (half, set(all_tensors(parts)) - half):
         materialise(parts, part, CPU, hugging_face_init(parts))
-    assert all(torch.equal(tensor, all_tensors(whole)[name]) for name, tensor in all_tensors(parts).items())
+    assert all(torch.equal(tensor, all_tensors(model)[name]) for name, tensor in all_tensors(parts).items())
 
 
 def test_what_hugging_face_leaves_out_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def step(tracer: str, data: int, **options: Any) -> tuple[Tensor, dict[str, Tens
 )
 def test_initialised_on_each_rank(where: tuple[str, int], tracer: str, request: pytest.FixtureRequest) -> None:
     engine, data = where
-    ranks = engine_of(engine, lambda: request.getfixturevalue("pool"))(4, step_initialised, tracer, data)
+    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    ranks = run(4, partial(step, init_fn=init_weights), tracer, data)
     first = ranks[0][1]
     model = plain()
     model.load_state_dict(first)
@@ -94,10 +96,6 @@ def test_initialised_on_each_rank(where: tuple[str, int], tracer: str, request: 
             assert_same(state[name], tensor, name)
         for name, gradient in gradients.items():
             assert_same(gradient, wanted[name], name, 1e-6)
-
-
-def step_initialised(tracer: str, data: int) -> Any:
-    return step(tracer, data, init_fn=init_weights)
 
 
 def reference(model: Tied) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -114,16 +112,13 @@ def test_loaded_from_a_checkpoint(engine: str, tmp_path: Path, request: pytest.F
     torch.save(model.state_dict(), tmp_path / "model.pt")
     wanted_loss, wanted = reference(model)
     path = str(tmp_path / "model.pt")
-    for loss, state, gradients, _ in engine_of(engine, lambda: request.getfixturevalue("pool"))(4, step_loaded, path):
+    run = engine_of(engine, lambda: request.getfixturevalue("pool"))
+    for loss, state, gradients, _ in run(4, partial(step, checkpoint=path, init_fn=init_weights), "auto", 1):
         assert_same(loss, wanted_loss, "loss")
         for name, tensor in plain().state_dict().items():
             assert_same(state[name], tensor, name)
         for name, gradient in gradients.items():
             assert_same(gradient, wanted[name], name, 1e-6 if name in ("embed.weight", "head.weight") else 0.0)
-
-
-def step_loaded(path: str) -> Any:
-    return step("auto", 1, checkpoint=path, init_fn=init_weights)
 
 
 def test_without_either_compile_says_what_to_write() -> None:

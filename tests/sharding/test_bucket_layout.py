@@ -31,7 +31,7 @@ def test_what_is_larger_than_a_bucket_has_one_with_what_came_before_it() -> None
     assert names(layouts) == [["p0", "p1"], ["p2"]]
 
 
-def test_kinds_do_not_mix_and_buckets_stand_in_the_order_in_which_they_are_complete() -> None:
+def test_kinds_do_not_mix() -> None:
     other = Kind(stage=1, owners=(), whole=False, element=4)
     mixed = [Item("a", 8, PLAIN), Item("b", 8, other), Item("c", 8, PLAIN), Item("d", 8, other)]
     assert names(lay_out(mixed, ranks=1, capacity=10**6, first=10**6)) == [["a", "c"], ["b", "d"]]

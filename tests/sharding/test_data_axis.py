@@ -31,7 +31,6 @@ from tests.thinned import ALL, every, in_turn, pairwise
 VOCABULARY, WIDTH, HIDDEN, ROWS, LENGTH = 11, 7, 13, 6, 3
 LR, STEPS = 1e-3, 20 if ALL else 4  # which step it is makes a difference in the first three only
 State = dict[str, Tensor]
-BF16 = {"compute": torch.bfloat16, "reduce": torch.float32, "master": torch.float32}
 
 
 class Network(nn.Module):
@@ -252,12 +251,6 @@ def gradients_of(model: nn.Module, step: int, replicas: int, microbatches: int =
     return total
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor | None]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.grad = gradients[name]
-    optimizer.step()
-
-
 # --- what each rank holds, and what moves ---
 
 
@@ -440,7 +433,7 @@ def halved(topology: Topology, tied: bool, options: Mapping[str, Any]) -> tuple[
 )
 def test_in_two_halves_replicas_stay_bit_identical_and_as_they_are_in_one(precise: bool, way: str, tied: bool) -> None:
     topology = topology_of(2, 2, ORDERS[0])
-    options = WAYS[way] | ({} if precise else {"precision": fxpipe.Precision(**BF16)})
+    options = WAYS[way] | ({} if precise else {"precision": fxpipe.Precision()})
     runs = {
         name: on_strict(topology, lambda name=name: halved(topology, tied, options | {"schedule": name}))
         for name in ("1f1b", "zb_h1")
@@ -457,12 +450,6 @@ def test_in_two_halves_replicas_stay_bit_identical_and_as_they_are_in_one(precis
         owners = [one[name] for one in held for name in ("embed.weight", "head.weight") if name in one]
         assert len(owners) >= len(held), "each rank owns it"
         assert all(torch.equal(tensor, owners[0]) for tensor in owners)
-
-
-# --- tied parameters ---
-
-
-# --- clearing and accumulating ---
 
 
 # --- hooks ---
@@ -524,7 +511,10 @@ def test_hooks_act_once_and_on_what_they_act_on_in_plain_pytorch(
     put_hooks(model.named_parameters(), hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        plain_step(model, optimizer, gradients_of(model, step, 2, microbatches))
+        gradients = gradients_of(model, step, 2, microbatches)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        optimizer.step()
     for state in on_strict(topology, lambda: hooked(topology, WAYS[way], hook, early, microbatches)):
         assert_near(state, model.state_dict())
 
@@ -594,9 +584,7 @@ def test_the_norm_is_that_of_the_unsplit_model_with_zero_3(pool: Pool, tied: boo
 def poisoned(topology: Topology, way: Mapping[str, Any], victim: int, poison: float) -> tuple[list[State], int]:
     """This rank's parameters after each of four steps, in two of which one rank's gradient has one bad number; and how
     many steps the optimizer says it has skipped."""
-    forward_backward = fxpipe.compile(
-        network(True), topology, microbatches=2, precision=fxpipe.Precision(**BF16), **way
-    )
+    forward_backward = fxpipe.compile(network(True), topology, microbatches=2, precision=fxpipe.Precision(), **way)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
     seat = current_seat()
     assert seat is not None

@@ -254,13 +254,17 @@ def plain(
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        parts = [x for replica in range(replicas) for x in batch(step, replica).chunk(PARTS)]
-        loss = loss_of([run_of(graph, x) for x in parts], weights or [1.0] * len(parts))
+        loss = plain_loss(graph, step, replicas, weights)
         loss.backward()
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.5).item())
         optimizer.step()
     return losses, norms, {name: tensor.clone() for name, tensor in graph.module.state_dict().items()}
+
+
+def plain_loss(graph: StageGraph, step: int, replicas: int, weights: Sequence[float] = ()) -> Tensor:
+    results = [run_of(graph, x) for replica in range(replicas) for x in batch(step, replica).chunk(PARTS)]
+    return loss_of(results, weights or [1.0] * len(results))
 
 
 def loss_of(results: Sequence[Any], weights: Sequence[float]) -> Tensor:
@@ -360,13 +364,8 @@ def first_three(x: Tensor) -> float:
 
 @pytest.mark.parametrize("parallelize", every(2, [fully_sharded, parts_sharded]))
 def test_a_backward_that_one_replica_leaves_out_leaves_the_sums_in_step(pool: Pool, parallelize: Any) -> None:
-    results = pool.run(trained_weighted, parallelize)
+    results = pool.run(partial(trained, loss_weight=first_three), graph_of, PIPE_DATA, parallelize)
     check_equal(results, plain(graph_of, 2, [1.0] * PARTS + [1.0] * (PARTS - 1) + [0.0]))
-
-
-@in_a_new_world
-def trained_weighted(parallelize: Any) -> Any:
-    return trained(graph_of, PIPE_DATA, parallelize, loss_weight=first_three)
 
 
 # --- several calls ---
@@ -395,8 +394,7 @@ def test_gradients_of_several_calls_add_up(
     axes, parallelize, replicas = way
     graph = graph_of(last)
     for step in range(2):
-        parts = [run_of(graph, x) for replica in range(replicas) for x in batch(step, replica).chunk(PARTS)]
-        loss_of(parts, [1.0] * len(parts)).backward()
+        plain_loss(graph, step, replicas).backward()
     for gradients in pool.run(accumulated, axes, parallelize, last, sync):
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, graph.module.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
@@ -425,8 +423,7 @@ def test_what_is_sharded_may_be_frozen_and_unfrozen(pool: Pool, parallelize: Any
     for step, is_frozen in enumerate((True, False, True)):
         graph = graph_of()
         graph["a"].module.up.requires_grad_(not is_frozen)
-        parts = [run_of(graph, x) for replica in range(2) for x in batch(step, replica).chunk(PARTS)]
-        loss_of(parts, [1.0] * len(parts)).backward()
+        plain_loss(graph, step, 2).backward()
         for found in results:
             for name, gradient in found[step].items():
                 expected = graph.module.get_parameter(name).grad
@@ -705,7 +702,7 @@ def test_one_process_gets_no_mesh_and_equals_plain_pytorch() -> None:
     graph, reference = graph_of(), graph_of()
     forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), parallelize=wrap, microbatches=PARTS)
     loss = forward_backward(batch(0, 0))
-    expected = sum(run_of(reference, x) for x in batch(0, 0).chunk(PARTS)) / PARTS
+    expected = plain_loss(reference, 0, 1)
     expected.backward()
     assert meshes == [None, None]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -724,9 +721,7 @@ def test_a_stage_may_be_compiled_in_it() -> None:
         stage.compile(backend=backend)
 
     forward_backward = fxpipe.compile(graph_of(), Topology([("pipe", 2)]), parallelize=compile_it, microbatches=PARTS)
-    reference = graph_of()
-    loss = loss_of([run_of(reference, x) for x in batch(0, 0).chunk(PARTS)], [1.0] * PARTS)
-    assert forward_backward(batch(0, 0)).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert forward_backward(batch(0, 0)).item() == pytest.approx(plain_loss(graph_of(), 0, 1).item(), rel=1e-6)
     assert len(compiled) == 2
 
 
@@ -783,7 +778,7 @@ def test_a_capture_in_other_pieces_is_refused() -> None:
 
 
 @in_a_new_world
-def message_of(axes: list[tuple[str, int]], parallelize: Any, build: Any = graph_of, **options: Any) -> str:
+def message_of(axes: list[tuple[str, int]], parallelize: Any, build: Any) -> str:
     try:
         forward_backward = fxpipe.compile(build(), Topology(axes), parallelize=parallelize, microbatches=PARTS)
         forward_backward.optimizer(torch.optim.AdamW, offload=True)
@@ -821,23 +816,10 @@ def tied_otherwise(stage: nn.Module, mesh: Any) -> None:
         (PIPE_TENSOR, tied_otherwise, tied_graph, "has spread it differently on them (rank 0 (pipe 0): "),
         (DATA_TENSOR, all_sharded, tied_graph, "is used by the stages a and b of one rank"),
         (PIPE_DATA, all_sharded, graph_of, "offload=True needs plain parameters"),
+        (PIPE_TENSOR, spread_leaves, graph_of, "returns a DTensor"),
     ],
 )
 def test_what_cannot_run_in_a_pipeline_is_said_on_some_rank(
     pool: Pool, axes: list[tuple[str, int]], parallelize: Any, build: Any, message: str
 ) -> None:
     assert any(message in told for told in pool.run(message_of, axes, parallelize, build))
-
-
-@in_a_new_world
-def only_step(parallelize: Any) -> str:
-    forward_backward = fxpipe.compile(graph_of(), Topology(PIPE_TENSOR), parallelize=parallelize, microbatches=PARTS)
-    try:
-        forward_backward(batch(0, 0))
-    except RunError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_stage_that_returns_a_dtensor_is_named(pool: Pool) -> None:
-    assert all("returns a DTensor" in told for told in pool.run(only_step, spread_leaves))

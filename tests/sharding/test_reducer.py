@@ -267,6 +267,18 @@ def test_a_parameter_that_no_replica_used_has_no_gradient_and_one_that_some_used
 
 
 @pytest.mark.parametrize("zero", [1, 2])
+def test_an_earlier_gradient_of_a_parameter_that_one_rank_steps_stays_on_all(zero: int) -> None:
+    def body(rank: int) -> list[bool]:
+        step = compiled_alone(Branching(), fxpipe.Topology([("data", 2)]), microbatches=1, zero=zero)
+        step.optimizer(torch.optim.Adafactor)
+        for sign in (1.0, -1.0):  # the second call does not use one of them
+            step(torch.full((2, 4), sign))
+        return [parameter.grad is None for parameter in step.parameters()]
+
+    assert run_strict(body, 2) == [[False, False, True]] * 2
+
+
+@pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_sharded_gradient_is_not_taken_for_a_gradient(zero: int, norm: bool) -> None:
     topology = fxpipe.Topology([("pipe", 1), ("data", 2)])

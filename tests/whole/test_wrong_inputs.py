@@ -481,7 +481,7 @@ def test_other_tensors_are_not_put_where_the_stages_hold_theirs() -> None:
         nn.utils.parametrizations.weight_norm(layer)
     with pytest.raises(fxpipe.RunError, match="0 is set to another module than the stages hold, and they would go on"):
         setattr(module.layers, "0", nn.Linear(4, 4))
-    with pytest.raises(fxpipe.RunError, match=r"in_features is set in forward_backward.module, of which stages use"):
+    with pytest.raises(fxpipe.RunError, match=r"in_features is set in forward_backward\.module, but stages use"):
         layer.in_features = 5
 
 

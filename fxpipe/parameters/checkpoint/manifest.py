@@ -54,6 +54,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes it, behind everything else, and waits until it is on the disk."""
+        # It has a crc32 of its own, for all others are taken from it.
         content = asdict(self)
         text = json.dumps({"format": FORMAT, "crc32": _crc_of(content), "checkpoint": content}, indent=1)
         write_text(folder / MANIFEST, text)

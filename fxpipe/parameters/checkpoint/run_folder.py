@@ -79,8 +79,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def complete(partial: Path) -> Path:
-    """Gives a folder its name, once all its files are on the disk, and makes it the latest at once: there is no moment
-    without a latest one."""
+    """Gives a folder its name, once all its files are on the disk. There is no moment without a latest one."""
     # The order must hold: a name is on the disk only after everything that it names.
     flush(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
@@ -159,6 +158,7 @@ def lock_of(folder: Path, run: str) -> FolderLock:
             RuntimeWarning,
             stacklevel=2,
         )
+    # Who holds it, for the message to others; the lock itself is the system's.
     file.seek(0)
     file.truncate()
     since = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -69,7 +69,7 @@ class RankPlan:
     def write(self, folder: Path) -> Message:
         """Writes this rank's share, and waits until it is on the disk; for ``finish``."""
         # torch's zip writer would sum every tensor once more; the manifest's checksums cover all bytes of the file.
-        writer, torchs_crc32 = self._writer(folder), get_crc32_options()
+        (writer, written), torchs_crc32 = self._writer(folder), get_crc32_options()
         if self._planner.copies is not None:
             writer.per_thread_copy_ahead = 0  # nothing is on a GPU any more
         plan = writer.prepare_global_plan(self._plans)[self._rank]
@@ -79,19 +79,21 @@ class RankPlan:
             done.wait()
         finally:
             set_crc32_options(torchs_crc32)
-        return [[_result_message(result) for result in done.value()], writer.fs.written]
+        return [[_result_message(result) for result in done.value()], written]
 
     def finish(self, folder: Path, messages: Sequence[Message]) -> dict[str, Written]:
         """Writes torch's ``.metadata`` once all ranks have written; the files that there are."""
-        writer = self._writer(folder)
+        writer, written = self._writer(folder)
         writer.finish(self._metadata, [[_result_of(*one) for one in results] for results, _ in messages])
         files = {name: Written(size, tuple(crcs)) for _, sent in messages for name, (size, crcs) in sent.items()}
-        return {**files, **{name.removesuffix(".tmp"): Written(*one) for name, one in writer.fs.written.items()}}
+        return {**files, **{name.removesuffix(".tmp"): one for name, one in written.items()}}
 
-    def _writer(self, folder: Path) -> _SummingWriter:
-        writer = _SummingWriter(folder)
+    def _writer(self, folder: Path) -> tuple[FileSystemWriter, dict[str, Written]]:
+        """torch's own, and by name what it has written."""
+        writer, checksums = FileSystemWriter(folder, overwrite=True), _Checksums()
+        writer.fs = checksums
         writer.set_up_storage_writer(self._rank == 0, rank=self._rank, use_collectives=True)
-        return writer
+        return writer, checksums.written
 
 
 class _WritePlanner(DefaultSavePlanner):
@@ -104,12 +106,6 @@ class _WritePlanner(DefaultSavePlanner):
             return super().resolve_data(write_item)
         data: Tensor | io.BytesIO = self.copies.pop(write_item.index)  # asked for once, its memory is needed no more
         return data
-
-
-class _SummingWriter(FileSystemWriter):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, overwrite=True)
-        self.fs: _Checksums = _Checksums()
 
 
 class _Checksums(FileSystem):
@@ -168,15 +164,12 @@ class _Summed:
 
 
 def _item_message(item: WriteItem) -> Message:
-    message, data = [*_index_message(item.index), item.type.name], item.tensor_data
+    index, data = item.index, item.tensor_data
+    message = [index.fqn, index.offset, index.index, item.type.name]
     if data is not None:
         dtype = str(data.properties.dtype).removeprefix("torch.")
         message += [data.chunk.offsets, data.chunk.sizes, dtype, data.size]
     return message
-
-
-def _index_message(index: MetadataIndex) -> Message:
-    return [index.fqn, index.offset, index.index]
 
 
 def _item_of(name: str, offset: Any, index: Any, kind: str, *tensor: Any) -> WriteItem:
@@ -189,8 +182,8 @@ def _item_of(name: str, offset: Any, index: Any, kind: str, *tensor: Any) -> Wri
 
 
 def _result_message(result: WriteResult) -> Message:
-    place = result.storage_data
-    return [*_index_message(result.index), place.relative_path, place.offset, place.length]
+    index, place = result.index, result.storage_data
+    return [index.fqn, index.offset, index.index, place.relative_path, place.offset, place.length]
 
 
 def _result_of(name: str, offset: Any, index: Any, file: str, start: int, length: int) -> WriteResult:
