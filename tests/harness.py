@@ -100,12 +100,12 @@ def gradients_of(named: Any) -> dict[str, Tensor | None]:
 
 
 def replica_of(topology: fxpipe.Topology) -> int:
-    """The place of this process, or of this thread of a strict world, on the data axis."""
+    """The place of this process, or of this thread of a strict world, on the data axis; 0 where there is none."""
     seat = current_seat()
-    if seat is not None:
-        return topology.coordinate(seat.rank)["data"]
-    fxpipe.init()
-    return topology.coordinate(torch.distributed.get_rank())["data"]
+    if seat is None:
+        fxpipe.init()
+    rank = torch.distributed.get_rank() if seat is None else seat.rank
+    return topology.coordinate(rank).get("data", 0)
 
 
 # --- plain PyTorch ---

@@ -50,8 +50,10 @@ class Piece:
         """The elements of a whole tensor that this piece has, shaped like ``data``."""
         if values.shape == self.data.shape:
             return values
-        # Pieces count in the order of the parameter's memory, so the values must lie in that order first.
-        ordered = torch.empty_like(self.parameter, dtype=values.dtype, device=values.device)
+        # Pieces count in the order of the parameter's memory, so the values must lie in that order first: in that of a
+        # plain tensor, also where the parameter is a DTensor.
+        like = torch.empty_strided(self.parameter.shape, self.parameter.stride(), device="meta")
+        ordered = torch.empty_like(like, dtype=values.dtype, device=values.device)
         if ordered.stride() != values.stride():
             values = ordered.copy_(values)
         return values.detach().as_strided((values.numel(),), (1,))[self.start : self.stop].view(self.data.shape)

@@ -83,15 +83,11 @@ def topology_of(pipe: int, data: int, order: str, per_node: int | None = None) -
     return Topology([(axis, sizes[axis]) for axis in order.split(", ")], ranks_per_node=per_node)
 
 
-def replica_here(topology: Topology) -> int:
-    return replica_of(topology) if topology.size("data") > 1 else 0
-
-
 def trained(topology: Topology, tied: bool, microbatches: int, steps: int = STEPS, **options: Any) -> State:
     """The whole model after that many steps of AdamW; for each rank of the engine it is called on."""
     forward_backward = fxpipe.compile(network(tied), topology, microbatches=microbatches, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
-    replica = replica_here(topology)
+    replica = replica_of(topology)
     for step in range(steps):
         optimizer.zero_grad()
         forward_backward(**batch(step, replica))
@@ -407,19 +403,16 @@ class Halving(Network):
         return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
 
 
-HALVED_STEPS = 20 if ALL else STEPS
-
-
 def halved(topology: Topology, tied: bool, options: Mapping[str, Any]) -> tuple[State, State]:
     """The whole model and what this rank holds, after some steps with clipping; the first layer frozen for a while."""
     torch.manual_seed(0)
     model = Halving(tied)
     forward_backward = fxpipe.compile(model, topology, microbatches=3, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=LR)
-    for step in range(HALVED_STEPS):
+    for step in range(STEPS):
         model.a.weight.requires_grad_(step != 2)
         optimizer.zero_grad()
-        forward_backward(**batch(step, replica_here(topology)))
+        forward_backward(**batch(step, replica_of(topology)))
         forward_backward.clip_grad_norm_(0.5)
         optimizer.step()
     whole = copies(forward_backward.state_dict(full=True))
@@ -487,7 +480,7 @@ def hooked(topology: Topology, way: Mapping[str, Any], hook: str, early: bool, m
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
-        forward_backward(**batch(step, replica_here(topology)))
+        forward_backward(**batch(step, replica_of(topology)))
         optimizer.step()
     return copies(forward_backward.state_dict(full=True))
 
@@ -529,7 +522,7 @@ def clipped(topology: Topology, tied: bool, way: Mapping[str, Any]) -> tuple[lis
     norms = []
     for step in range(3):
         optimizer.zero_grad()
-        forward_backward(**batch(step, replica_here(topology)))
+        forward_backward(**batch(step, replica_of(topology)))
         norm = forward_backward.clip_grad_norm_(0.3)
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         optimizer.step()
@@ -593,7 +586,7 @@ def poisoned(topology: Topology, way: Mapping[str, Any], victim: int, poison: fl
         optimizer.zero_grad()
         spoils = step in (1, 2) and seat.rank == victim
         with poisoning(forward_backward, poison) if spoils else contextlib.nullcontext():
-            forward_backward(**batch(step, replica_here(topology)))
+            forward_backward(**batch(step, replica_of(topology)))
         optimizer.step()
         states.append(copies(dict(forward_backward.named_parameters())))
     return states, optimizer.skipped_steps

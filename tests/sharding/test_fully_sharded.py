@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import fxpipe
@@ -410,3 +411,34 @@ def hooked() -> tuple[list[Any], Any]:
 
 def test_hooks_and_attributes_of_parameters(pool: Pool) -> None:
     assert pool.run(hooked, ranks=2) == [([True], "no decay")] * 2
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.view(-1, 2, 3, 1).expand(-1, -1, -1, 3)).square().mean()
+
+
+def convolved() -> StageGraph:
+    return StageGraph.from_callables({"a": Convolved()}, [], {"a": ["x"]})
+
+
+@in_a_new_world
+def loaded_from_channels_last() -> bool:
+    graph = convolved()
+    optimizer = torch.optim.AdamW(graph.module.parameters())
+    plain(graph, batch()).backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(graph.module, optimizer)
+    mine = compiled(convolved, ONE_NODE)[0].optimizer(torch.optim.AdamW)
+    mine.load_state_dict(state)
+    part, whole = (one["state"]["a.conv.weight"]["exp_avg"] for one in (mine.state_dict(), state))
+    return torch.equal(part.local, whole.contiguous().view(-1)[part.start :][: len(part.local)])
+
+
+def test_a_plain_optimizers_state_in_another_order_of_memory_is_loaded(pool: Pool) -> None:
+    """torch could not copy it into a DTensor."""
+    assert pool.run(loaded_from_channels_last, ranks=2) == [True] * 2

@@ -16,8 +16,8 @@ from fxpipe.sharding.gradients import Gradients, WhoUsed
 from fxpipe.sharding.reducer import Reducer
 from tests.strict_transport import run_strict
 
+# (zero, ranks of a shard group) → whether they have different pieces
 WAYS = {(0, 2): False, (1, 2): True, (1, 1): False, (3, 2): True}
-"""(zero, ranks of a shard group) → whether they have different pieces."""
 
 
 def base(names: Iterable[str] = ("a", "b", "c"), zero: int = 0, shards: int = 1) -> Gradients:

@@ -33,6 +33,7 @@ from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import settle_foreach, whole_of
 from fxpipe.plan import agreement
+from tests.harness import replica_of
 from tests.pool import Pool
 from tests.thinned import every, in_turn
 
@@ -225,10 +226,6 @@ def in_a_new_world(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return run
-
-
-def replica_of(topology: Topology) -> int:
-    return topology.coordinate(torch.distributed.get_rank()).get("data", 0)
 
 
 def batch(step: int, replica: int) -> Tensor:
