@@ -99,6 +99,11 @@ class Request:
         owner = getattr(function, "__self__", function)
         return owner if isinstance(owner, nn.Module) else None
 
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The model, and the loss function's module where there is one."""
+        return [self.module, *([] if self.loss_module is None else [self.loss_module])]
+
     @staticmethod
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
         """The signature of a call: the model's forward, and ``target`` where there is a loss function.

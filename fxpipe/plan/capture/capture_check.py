@@ -200,10 +200,9 @@ class _Trial:
 
     def __init__(self, graph: StageGraph, request: Request, batches: Sequence[Batch]) -> None:
         self.graph, self.request, self.batches = graph, request, batches
-        modules = [module for module in (request.module, request.loss_module) if module is not None]
-        self._devices = gpus_of(modules)
+        self._devices = gpus_of(request.roots)
         # Every run begins from this state, and draws the same numbers: what then differs is the capture.
-        self._state = State.of(modules, self._devices)
+        self._state = State.of(request.roots, self._devices)
         self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
 
     def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:

@@ -300,7 +300,6 @@ class Captures:
         # 3. What it has shown of the model. A submodule that stages call follows its own changes: only what was traced
         # through is compared.
         self.whole, self.asks_numbers = request.whole, request.asks_numbers
-        roots = [root for root in (self.model, request.loss_module) if root is not None]
         own = {  # which only regions read, or a capture refuses
             (id(vars(self.model.get_submodule(path))), name)
             for seen in request.seen.values()
@@ -308,7 +307,7 @@ class Captures:
         }
         targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
         called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
-        self.reads.keep(noted - own, roots, called, program.sets, program.computed_with)
+        self.reads.keep(noted - own, request.roots, called, program.sets, program.computed_with)
         cut, made, checked = accepted[-1]
         self.first = self.first or cut
         self.by_itself |= by_itself

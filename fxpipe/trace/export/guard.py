@@ -20,6 +20,7 @@ from fxpipe.errors import TraceError
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo, is_constant
 from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, refuse
+from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import MISSING, AssignedBuffers, CaptureGuard, put
 from fxpipe.trace.state.snapshot import storage_of
 from fxpipe.trace.user_line import definition, is_torchs
@@ -36,11 +37,11 @@ _RETURN_IT = "return the value instead, or keep it in a buffer (register_buffer)
 class TracingGuard(CaptureGuard):
     """Watches one export."""
 
-    def __init__(self, module: nn.Module, loss: nn.Module | None = None, has_regions: bool = False) -> None:
-        super().__init__(module, loss, has_regions)
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
         self._buffers = AssignedBuffers()
         self._undo: list[Callable[[], None]] = []
-        self._owned = {storage_of(parameter) for parameter in module.parameters()}
+        self._owned = {storage_of(parameter) for parameter in request.module.parameters()}
 
     @contextlib.contextmanager
     def preserving(self) -> Iterator[None]:
@@ -54,7 +55,7 @@ class TracingGuard(CaptureGuard):
     def tracing(self) -> Iterator[None]:
         """Around the call of the model while it is traced."""
         try:
-            with self.forward(self._patches(), _RETURN_IT, self._may_change):
+            with self.forward(self._patches(), _RETURN_IT):
                 yield
             self._buffers.write()
         finally:
@@ -62,7 +63,7 @@ class TracingGuard(CaptureGuard):
             while self._undo:
                 self._undo.pop()()
 
-    def _may_change(self, name: str) -> bool:
+    def may_change(self, name: str) -> bool:
         entry = name.rpartition(".")[2]
         if entry in {"_parameters", "_buffers", *_CACHES}:  # fake tensors are in the tables now
             return True

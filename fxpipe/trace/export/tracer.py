@@ -85,7 +85,7 @@ def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
 def _export(request: Request) -> Program:
     assert request.example is not None
     _refuse_objects(request.example)
-    guard = TracingGuard(request.module, request.loss_module, bool(request.whole))
+    guard = TracingGuard(request)
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}

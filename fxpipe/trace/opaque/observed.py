@@ -55,9 +55,8 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     ``called``: the names of regions that are called, be it inside of others, are added to it. TraceError where the
     model fails, or a region does what it may not.
     """
-    modules = [module for module in (request.module, request.loss_module) if module is not None]
-    devices = gpus_of(modules)
-    state, observer = State.of(modules, devices), _Observer(request.module)
+    devices = gpus_of(request.roots)
+    state, observer = State.of(request.roots, devices), _Observer(request.module)
     try:
         with as_in_a_step(request, devices), recording(observer.boundary):
             inputs = own(request, batch)

@@ -38,7 +38,7 @@ from fxpipe.trace.record.frame import Frame, PythonState, held_by
 from fxpipe.trace.record.opaque import Applied, Method, Name, method_in
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
-from fxpipe.trace.record.tape import Checkpoint, Touched, tensors
+from fxpipe.trace.record.tape import Args, Checkpoint, Kwargs, Touched, tensors
 from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.user_line import current_line, definition
 
@@ -149,9 +149,7 @@ class Calls:
 
         return call
 
-    def _call_module(
-        self, path: str, module: nn.Module, inner: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_module(self, path: str, module: nn.Module, inner: Call, args: Args, kwargs: Kwargs) -> Any:
         recorder = self._recorder
         frame = Frame(recorder, path, module, args, kwargs)
         around, recorder.stack = recorder.stack, {**recorder.stack, path: type(module)}
@@ -239,9 +237,7 @@ class Calls:
 
         return call
 
-    def _call_method(
-        self, path: str, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_method(self, path: str, module: nn.Module, name: str, args: Args, kwargs: Kwargs) -> Any:
         """A method that cannot be recorded, as one call; NeedsValues where it cannot be that, either."""
         frame = Frame(self._recorder, f"{path}.{name}".lstrip("."), None, args, kwargs)
         frame.module = Method(module, name, path, self._cuts)
@@ -316,9 +312,7 @@ class Calls:
 
         return vmapped
 
-    def _apply(
-        self, function: type[torch.autograd.Function], inner: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _apply(self, function: type[torch.autograd.Function], inner: Call, args: Args, kwargs: Kwargs) -> Any:
         """An autograd function as one call, with the backward that its author wrote."""
         recorder = self._recorder
         name = f"{function.__name__}_{len(self.opaque)}"
@@ -360,9 +354,7 @@ class Calls:
 
     # what looks at values
 
-    def _rehearsed(
-        self, frame: Frame, inner: Call, args: tuple[Any, ...], kwargs: dict[str, Any], target: str, error: NeedsValues
-    ) -> Any:
+    def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
         """The result of a call that cannot run on fake tensors; the error where it cannot be opaque either."""
         recorder = self._recorder
         self.note_method(error)

@@ -11,7 +11,18 @@ from fxpipe.graph.program import Effects
 from fxpipe.seeds import RandomState
 from fxpipe.trace.fake import is_fake, outside
 from fxpipe.trace.record.recorder import Recorder
-from fxpipe.trace.record.tape import PLAIN, NamedSource, Operation, TapeValue, Touched, is_plain, paths, tensors
+from fxpipe.trace.record.tape import (
+    PLAIN,
+    Args,
+    Kwargs,
+    NamedSource,
+    Operation,
+    TapeValue,
+    Touched,
+    is_plain,
+    paths,
+    tensors,
+)
 from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
@@ -34,9 +45,7 @@ class Frame:
     ``module``: the submodule that is called; None for a method, a region or an autograd function.
     """
 
-    def __init__(
-        self, recorder: Recorder, path: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, recorder: Recorder, path: str, module: nn.Module | None, args: Args, kwargs: Kwargs) -> None:
         recorder.check_random()
         self._recorder, self.path, self.module, self.place = recorder, path, module, recorder.place()
         self.python: PythonState | None = None

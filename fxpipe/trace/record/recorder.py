@@ -28,7 +28,9 @@ from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
 from fxpipe.trace.record.tape import (
     PLAIN,
+    Args,
     Checkpoint,
+    Kwargs,
     ModesNow,
     NamedSource,
     Obstacle,
@@ -37,11 +39,10 @@ from fxpipe.trace.record.tape import (
     TapeValue,
     Touched,
     TouchedMode,
-    getter_of,
+    accessed,
     mapped,
     name_of,
     paths,
-    setter_of,
     target_of,
     tensors,
 )
@@ -144,7 +145,9 @@ class Recorder:
         # An opaque call holds its operation by now, and does not return it: the next run traces through that call.
         maker = known[1].maker
         if isinstance(maker, Operation) and maker.hidden_in is not None:
-            self.problem(_ESCAPED.format(path=maker.hidden_in), "", descend=maker.hidden_in)
+            path = maker.hidden_in
+            fact = f"a tensor made inside of {path} is used elsewhere, and {path} does not return it"
+            self.problem(fact, "", descend=path)
         return known[1]
 
     def known(self, tensor: Tensor) -> TapeValue | None:
@@ -189,7 +192,7 @@ class Recorder:
 
     # operations
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """Runs one torch function on fake tensors, and records it."""
         if self.paused:
             return function(*args, **kwargs)
@@ -215,7 +218,7 @@ class Recorder:
             )
         if name.startswith("register_"):
             self.hooked[id(args[0])] = args[0]
-        setter = setter_of(function)
+        setter = accessed(function, "__set__")
         if setter == "requires_grad":
             self.call(Tensor.requires_grad_, args, kwargs)
             return None
@@ -227,15 +230,16 @@ class Recorder:
         self._record(function, args, kwargs, result, touched)
         return result
 
-    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
         self.is_running = True
         try:
             return function(*args, **kwargs)
         except Exception as error:
             if needs_values(error):
-                name = getter_of(function) or name_of(function)
-                raise NeedsValues(str(refuse(_ASKS.format(name=name), _INSIDE))) from error
+                name = accessed(function, "__get__") or name_of(function)
+                fact = f"forward looks at the values of a tensor ({name}) between submodules, and which they are is"
+                raise NeedsValues(str(refuse(f"{fact} known only when it runs", _INSIDE))) from error
             if isinstance(error, (RuntimeError, NotImplementedError)):
                 fact = f"the record tracer cannot follow the model: {type(error).__name__}: {error}"
                 raise NeedsValues(f"{fact}\n{current_line()}", asked=False) from error
@@ -247,9 +251,7 @@ class Recorder:
         name = self._real_names.get(id(leaf))
         return leaf if name is None else self._stand_ins[name]
 
-    def _record(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, touched: Touched
-    ) -> None:
+    def _record(self, function: Any, args: Args, kwargs: Kwargs, result: Any, touched: Touched) -> None:
         given = tensors((args, kwargs))
         written = frozenset(touched.writes & {storage_of(tensor) for tensor in given})
         if not written:  # it may ask for a shape and the like, or return the very tensor that it was given
@@ -272,8 +274,8 @@ class Recorder:
         self,
         kind: str,
         target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         result: Any,
         touched: Touched,
         place: Surroundings | None = None,
@@ -286,7 +288,11 @@ class Recorder:
         # something is computed in a part behind the boundary that seemed to be its end
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
         if ended is not None:
-            raise refuse(_AMID.format(name=ended), _AT_THE_EDGE)
+            raise refuse(
+                f"a boundary ({ended}) lies amid a function given to torch.utils.checkpoint, which runs as a whole: it "
+                "computes both before and behind it",
+                _AT_THE_EDGE,
+            )
         result = pytree.tree_map(lambda leaf: leaf, result)  # forward may put other values into what it is given back
         operation = Operation(kind, target, args, kwargs, result, place, touched, self.serial, effects)
         self.tape.append(operation)
@@ -359,7 +365,7 @@ class Recorder:
         if self._unmapped is not None:
             raise self._unmapped
 
-    def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(self, operator: Any, args: Args, kwargs: Kwargs) -> Any:
         """Runs one operator on fake tensors, and records it."""
         if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
@@ -435,18 +441,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _INSIDE = "do it inside a submodule that holds no boundary, which then runs as a whole"
-_ASKS = (
-    "forward looks at the values of a tensor ({name}) between submodules, and which they are is known only when it runs"
-)
-_AMID = (
-    "a boundary ({name}) lies amid a function given to torch.utils.checkpoint, which runs as a whole: it computes both "
-    "before and behind it"
-)
 _AT_THE_EDGE = (
     "cut before the first submodule that such a function calls or after its last, checkpoint the parts before and "
     'behind the boundary, or let fxpipe find the cuts with boundaries="auto"'
 )
-_ESCAPED = "a tensor made inside of {path} is used elsewhere, and {path} does not return it"
 
 
 # --- Branches that go one way in every step ---

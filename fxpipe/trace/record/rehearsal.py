@@ -20,7 +20,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.fake import outside
-from fxpipe.trace.record.tape import Touched, TouchedMode
+from fxpipe.trace.record.tape import Args, Kwargs, Touched, TouchedMode
 from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
@@ -39,8 +39,8 @@ class Rehearsed:
 
 def rehearse(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     module: nn.Module | None,
     real_of: Mapping[int, Tensor],
 ) -> Rehearsed:
@@ -76,8 +76,8 @@ def rehearse(
 
 def _run(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     module: nn.Module | None,
     real_of: Mapping[int, Tensor],
     seed: int,

@@ -16,6 +16,9 @@ from fxpipe.graph.program import Effects
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
 from fxpipe.trace.state.snapshot import storage_of
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""The arguments of a call."""
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -155,8 +158,8 @@ class Operation:
 
     kind: str
     target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     result: Any
     place: Surroundings
     touched: Touched
@@ -265,17 +268,17 @@ _OPERATORS["__div__"] = _REVERSED["__rdiv__"] = operator.truediv
 _BY_FUNCTION = {getattr(Tensor, name): function for name, function in _OPERATORS.items() if hasattr(Tensor, name)}
 """Some, such as ``Tensor.__pow__``, bear the name of another method."""
 
-Target = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+Target = tuple[str, Any, Args, Kwargs]
 """(kind of node, target, args, kwargs)"""
 
 
-def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
+def target_of(function: Any, args: Args, kwargs: Kwargs) -> Target:
     """The node for a call: Python's operators as such, methods by name, other functions as they are."""
     name = name_of(function)
     # The order counts: __get__ is an attribute read; Tensor.__pow__ bears the name "pow"; 2 - x arrives as
     # Tensor.__rsub__(x, 2), whose arguments are turned round.
-    if getter_of(function) is not None:
-        return "call_function", getattr, (args[0], getter_of(function)), {}
+    if (attribute := accessed(function, "__get__")) is not None:
+        return "call_function", getattr, (args[0], attribute), {}
     if isinstance(args[0] if args else None, Tensor) and function in _BY_FUNCTION:
         return "call_function", _BY_FUNCTION[function], args, kwargs
     if not isinstance(args[0] if args else None, Tensor) or getattr(Tensor, name, None) is not function:
@@ -289,11 +292,7 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def getter_of(function: Any) -> str | None:
-    """The attribute that a call reads: ``x.T`` reaches a torch function mode as ``Tensor.T.__get__(x)``."""
-    return str(function.__self__.__name__) if name_of(function) == "__get__" else None
-
-
-def setter_of(function: Any) -> str | None:
-    """The attribute that a call sets."""
-    return str(function.__self__.__name__) if name_of(function) == "__set__" else None
+def accessed(function: Any, how: str) -> str | None:
+    """The attribute that a call reads ("__get__") or sets ("__set__"): a torch function mode sees ``x.T`` as
+    ``Tensor.T.__get__(x)``."""
+    return str(function.__self__.__name__) if name_of(function) == how else None

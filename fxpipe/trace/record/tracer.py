@@ -76,10 +76,9 @@ class _RunPlan:
 def _capture(request: Request, plan: _RunPlan) -> Program | _RunPlan:
     """The program; or a better plan."""
     _refuse_scripted(request.module)
-    roots = [request.module] if request.loss_module is None else [request.module, request.loss_module]
     real = all_tensors(request.module)
     with fake_model(request.module, request.device, request.compute) as fake:
-        untouched = [Snapshot(root) for root in roots]
+        untouched = [Snapshot(root) for root in request.roots]
         try:
             # what forward sets in its first call alone, it does not change in the second
             earlier: list[SetAttribute] = []
@@ -87,7 +86,7 @@ def _capture(request: Request, plan: _RunPlan) -> Program | _RunPlan:
                 first = _RecordedRun(request, plan, fake, real, untouched)
                 first.forward()
                 earlier = first.recorder.sets
-            before = [Snapshot(root) for root in roots]
+            before = [Snapshot(root) for root in request.roots]
             run = _RecordedRun(request, plan, fake, real, before)
             run.forward()
             changed = [name for snapshot in before for name in snapshot.changes()]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.seeds import RandomState
 from fxpipe.trace.patching import no_checkpoints, patched, refuse, refuse_changes
+from fxpipe.trace.request import Request
 from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import current_line
 
@@ -134,13 +135,14 @@ class CaptureGuard:
     """Watches one capture of a model, and of its loss function where that is a module. It refuses what the capture
     gets wrong, and leaves the model and random state as they were.
 
-    ``has_regions``: whether a part of it runs for real in every step, where it may look for what forward sets.
+    ``has_regions``: whether a part of it runs for real in every step, and may read what forward sets.
     """
 
-    def __init__(self, module: nn.Module, loss: nn.Module | None, has_regions: bool) -> None:
-        self.roots = [module] if loss is None else [loss, module]  # a module in both is called as in the model
+    def __init__(self, request: Request) -> None:
+        self.roots = request.roots[::-1]  # a module in both is called as in the model
+        self.has_regions = bool(request.whole)
         self.paths = {id(vars(part)): path for root in self.roots for path, part in root.named_modules()}
-        self.own, self.random, self.has_regions = CallAttributes(), RandomState(), has_regions
+        self.own, self.random = CallAttributes(), RandomState()
         self.snapshots: dict[nn.Module, Snapshot] = {}
 
     @contextlib.contextmanager
@@ -155,11 +157,9 @@ class CaptureGuard:
             self.random.rewind()
 
     @contextlib.contextmanager
-    def forward(
-        self, patches: list[tuple[Any, str, Any]], instead: str, allowed: Callable[[str], bool]
-    ) -> Iterator[None]:
-        """Around the call of the model. TraceError where it has changed other attributes than those ``allowed``;
-        ``instead``: what to write."""
+    def forward(self, patches: list[tuple[Any, str, Any]], instead: str) -> Iterator[None]:
+        """Around the call of the model. TraceError where it has changed attributes that it may not; ``instead``: the
+        remedy."""
         try:
             inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
             with contextlib.ExitStack() as stack:
@@ -171,9 +171,13 @@ class CaptureGuard:
             # before the comparison, which would find the attributes that forward may set
             self.own.put_back()
             for root, snapshot in self.snapshots.items():
-                refuse_changes(root, (name for name in snapshot.changes() if not allowed(name)), instead)
+                refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), instead)
         finally:
             self.own.put_back()
+
+    def may_change(self, name: str) -> bool:
+        """Whether forward may leave the attribute of that name changed."""
+        return False
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
         """Hears of an attribute that forward sets: see ``watching_attributes``."""

@@ -141,7 +141,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         module = request.module
         self.request = request
-        self.guard = _SymbolicGuard(module, request.loss_module, bool(request.whole))
+        self.guard = _SymbolicGuard(request)
         self.constants: dict[str, Tensor] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
@@ -296,9 +296,9 @@ def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
 class _SymbolicGuard(CaptureGuard):
     """Watches one symbolic capture. ``check()`` is called as each node is recorded."""
 
-    def __init__(self, module: nn.Module, loss: nn.Module | None, has_regions: bool) -> None:
-        super().__init__(module, loss, has_regions)
-        tensors = [*module.parameters(), *module.buffers()]
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        tensors = [*request.module.parameters(), *request.module.buffers()]
         self._state = _StateMode(frozenset(storage_of(tensor) for tensor in tensors) - {0})
 
     @contextlib.contextmanager
@@ -320,7 +320,7 @@ class _SymbolicGuard(CaptureGuard):
                 self._state.names = snapshot.storages() | self._state.names
             self._state.held = frozenset(self._state.names)
             try:
-                with self._state, self.forward(patches, _RETURN_IT, lambda name: False):
+                with self._state, self.forward(patches, _RETURN_IT):
                     yield
                     self.check()
             finally:
