@@ -315,7 +315,6 @@ def other_forward(x: Tensor) -> Tensor:
 
 CHANGES_OF_WHAT_IS_READ: dict[str, Callable[[Model], object]] = {
     "a number": lambda model: setattr(model, "beta", 2.0),
-    "a flag": lambda model: setattr(model, "halved", True),
     "what is in a container": lambda model: model.weights["loss"].append(2.0),
     "an item more": lambda model: model.weights.update(more=[]),
     "settings": lambda model: setattr(model.settings, "shift", 1.0),

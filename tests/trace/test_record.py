@@ -147,6 +147,9 @@ def test_submodules_without_a_boundary_are_opaque() -> None:
     )
     assert not program.effects["first"].draws_random
     assert sum(is_boundary(node) for node in program.graph.nodes) == 1
+    first = next(node for node in program.graph.nodes if node.name == "first")
+    assert first.meta["val"].shape == (4, 8)
+    assert "h = fxpipe.stage_boundary(self.first(x))" in first.stack_trace
 
 
 class ShiftRight(nn.Module):
@@ -466,16 +469,16 @@ def test_an_attribute_set_in_every_call_is_refused() -> None:
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tower = nn.Sequential(*(Block() for _ in range(40)))
+        self.tower = nn.Sequential(*(Block() for _ in range(5)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tower(x)
 
 
 def test_a_named_cut_leaves_the_submodule_behind_it_whole() -> None:
-    program = recorded(Deep(), batch(4, 8), cuts={"tower.20": "before", "tower.30.inner": "after"})
-    assert called(program)[20] == "tower.20"
-    assert [name for name in called(program) if name.startswith("tower.30")] == ["tower.30.inner", "tower.30.norm"]
+    program = recorded(Deep(), batch(4, 8), cuts={"tower.2": "before", "tower.3.inner": "after"})
+    assert called(program)[2] == "tower.2"
+    assert [name for name in called(program) if name.startswith("tower.3")] == ["tower.3.inner", "tower.3.norm"]
 
 
 def test_autocast_around_the_call_is_no_mode_of_its_own() -> None:
@@ -646,17 +649,6 @@ def test_backward_hooks_on_a_submodule_that_is_cut_are_refused() -> None:
     model.register_full_backward_hook(lambda module, inputs, outputs: None)
     with pytest.raises(TraceError, match=r"Residual has backward hooks(.|\n)*test_record.py"):
         recorded(model, batch(4, 8))
-
-
-def test_what_is_said_of_a_node_is_there() -> None:
-    program = recorded(Residual(), batch(4, 8))
-    for node in program.graph.nodes:
-        if node.op != "output":
-            assert isinstance(node.meta["val"], (Tensor, list))
-    nodes = {node.name: node for node in program.graph.nodes}
-    assert nodes["first"].meta["val"].shape == (4, 8)
-    assert [path for path, _ in nodes["first"].meta["nn_module_stack"].values()] == ["first"]
-    assert "h = fxpipe.stage_boundary(self.first(x))" in nodes["first"].stack_trace
 
 
 class _Parts(nn.Module):

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import types
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +51,6 @@ class Victim(nn.Module):
         self.cache = torch.ones(4)  # a plain tensor, no buffer
         self.history: list[Any] = []
         self.named = {"deep": [1, 2], "tensor": torch.ones(2)}
-        self.recent: deque[int] = deque([1], maxlen=3)
         self.count = 0
         self.loose = [nn.Linear(4, 4)]
 
@@ -91,11 +89,6 @@ def deep_list_appended(m: Any, x: Tensor) -> Any:
     return m.a(x)
 
 
-def deque_appended(m: Any, x: Tensor) -> Any:
-    m.recent.append(2)
-    return m.a(x)
-
-
 def data_assigned(m: Any, x: Tensor) -> Any:
     m.a.weight.data = m.a.weight.data * 2  # here
     return m.a(x)
@@ -122,11 +115,6 @@ def plain_tensor_written(m: Any, x: Tensor) -> Any:
     return m.a(x)
 
 
-def tensor_in_a_container_written(m: Any, x: Tensor) -> Any:
-    m.named["tensor"][0] = 5  # here
-    return m.a(x)
-
-
 def constant_written_after_its_use(m: Any, x: Tensor) -> Any:
     offset = torch.zeros(4)
     y = x + offset
@@ -148,10 +136,6 @@ def value_of_a_buffer_frozen(m: Any, x: Tensor) -> Any:
 def factory_random(m: Any, x: Tensor) -> Any:
     noise = torch.randn(4, 4)  # here
     return m.a(x) + noise
-
-
-def factory_with_a_generator(m: Any, x: Tensor) -> Any:
-    return m.a(x) + torch.rand(4, generator=torch.Generator().manual_seed(1))  # here
 
 
 def python_random(m: Any, x: Tensor) -> Any:
@@ -200,22 +184,20 @@ def hook_on_an_activation(m: Any, x: Tensor) -> Any:
 
 REFUSED = {
     autocast: "autocast is changed",
+    autocast_off: "autocast is changed",
     inference_mode: "inference mode is entered",
     attribute_of_a_submodule_carried: "sets inner.part.last",
     attribute_set_behind_our_back: "changes Victim.count",
     deep_list_appended: "changes Victim.named",
-    deque_appended: "changes Victim.recent",
     data_assigned: "sets .data of a tensor",
     data_of_parameters_assigned: "changes Victim.a.weight.data",
     parameters_written_together: "writes a.weight",
     buffers_written: "writes seen",
     plain_tensor_written: "writes cache",
-    tensor_in_a_container_written: "writes named",
     constant_written_after_its_use: "writes a tensor that the program uses already",
     requires_grad_changed: "changes Victim.frozen.weight.requires_grad",
     value_of_a_buffer_frozen: "values that seen has",
     factory_random: "aten.randn.default draws random numbers",
-    factory_with_a_generator: "draws random numbers",
     python_random: "random numbers are drawn",
     numpy_random: "random numbers are drawn",
     torch_seeded: "seeded",
@@ -249,7 +231,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             found[f"{path}.{name}"] = id(value), type(value).__name__
-            if isinstance(value, (list, dict, deque, set)):
+            if isinstance(value, (list, dict, set)):
                 found[f"{path}.{name} holds"] = copy.copy(value)
     for name, parameter in model.named_parameters():
         found[f"{name} is"] = id(parameter), parameter.data_ptr(), parameter.requires_grad
@@ -285,19 +267,6 @@ def test_what_a_trace_would_get_wrong_is_refused_and_undone(body: Callable[..., 
     assert everything(model) == before
     assert random_states() == drawn
     assert modes() == mode
-
-
-@pytest.mark.parametrize("mode", AMBIENT, ids=AMBIENT)
-@pytest.mark.parametrize("body", [inference_mode, autocast_off], ids=lambda body: body.__name__)
-def test_a_mode_that_forward_enters_is_refused_whatever_mode_the_capture_is_called_in(
-    mode: str, body: Callable[..., Any]
-) -> None:
-    model = Victim(body)
-    with AMBIENT[mode]():
-        before = modes()
-        with pytest.raises(TraceError, match=r"inference mode is entered|autocast is changed"):
-            captured(model)
-        assert modes() == before
 
 
 @pytest.mark.parametrize("mode", AMBIENT, ids=AMBIENT)
