@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.graph.deferred import Deferred
-from fxpipe.run.actions.bind import Bound, Call
+from fxpipe.run.actions.actions import Bound, Call
 from fxpipe.run.actions.executor import Executor
 from fxpipe.run.actions.recompute import Kept
 from fxpipe.schedules.action import Action

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.run.actions.actions import BackwardAction, ForwardAction, LeftOut
-from fxpipe.run.actions.bind import Bound, bind
+from fxpipe.run.actions.actions import BackwardAction, Bound, ForwardAction, LeftOut, bind
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Receive, Reduce, Release, Send
 from tests.strict_transport import run_strict

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxpipe
 from fxpipe import labels
-from fxpipe.run.actions.bind import Bound
+from fxpipe.run.actions.actions import Bound
 from tests.harness import compiled
 from tests.models import CASES
 from tests.pool import Pool

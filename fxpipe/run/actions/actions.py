@@ -1,42 +1,206 @@
-"""Actions: a stage's forward and backward of one micro-batch, each bound to its function and to where its values lie.
+"""Actions: a rank's instructions → prepared calls, once for each plan. A step runs them one after another.
 
-A bound action is called once in each step of its kind of batch.
+Whatever a plan fixes is looked up here: functions, slots, messages, and which actions run at all. The exchange looks up
+what depends on the sizes of a batch: how messages look.
+
+lower → bind → run
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.distributed.activity import here
+from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError
+from fxpipe.graph.gathering import added
 from fxpipe.graph.loss import read_loss, root_weight
-from fxpipe.graph.modes import within
+from fxpipe.graph.modes import Autocast, within
 from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
+from fxpipe.labels import label
 from fxpipe.parameters.dtensors import local
 from fxpipe.plan.placement import writes
-from fxpipe.run.actions.executor import Executor, Fetch, LeftBehind
+from fxpipe.plan.plan import Plan
+from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
+from fxpipe.run.actions.group_inputs import Joined
 from fxpipe.run.actions.recompute import Kept, without_graph
+from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.lower import Compute, Instruction, Receive, Release, Send, is_forward
 from fxpipe.seeds import seeded
-from fxpipe.torch_compat import pytree, storage_id, version_of
+from fxpipe.torch_compat import profiler_runs, pytree, storage_id, version_of
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What this process runs of a table in each step of a plan: one rank's row, or all of them in an order
+    that works."""
+
+    kind: BoundFor
+    executors: Sequence[Executor]
+    calls: Sequence[tuple[Instruction, Call]]
+    receives: Sequence[Port]
+    """What they post, in order."""
+
+    def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[StepResult]:
+        """Runs a step. Each rank has a stopwatch of its own."""
+        grad = torch.enable_grad if self.kind.training else torch.no_grad
+        off = [region._replace(enabled=False) for region in self.kind.autocast]
+        for executor in self.executors:
+            executor.begin(step, stopwatch())
+        try:
+            with grad(), within(off):
+                for call in self._labelled() if profiler_runs() else (call for _, call in self.calls):
+                    call()
+        except BaseException:
+            for executor in self.executors:
+                executor.drop()
+            raise
+        return [executor.end() for executor in self.executors]
+
+    def _labelled(self) -> Iterator[Call]:
+        """For a step that is profiled: to post a receive, and to free a buffer, takes no time worth a name."""
+        graph = self.kind.plan.graph
+        for instruction, call in self.calls:
+            name = ""
+            match instruction:
+                case Compute(action) if not isinstance(call, LeftOut):
+                    name = f"{action} {graph.names[action.stage]}"
+                case Send(message):
+                    edge = graph.edges[message.edge]
+                    stage = edge.source if message.op is Op.F else edge.target
+                    name = f"send {Action(stage, message.op, message.microbatch)} {graph.names[stage]}"
+            with label(name) if name else contextlib.nullcontext():
+                yield call
+
+
+def bind(
+    plan: Plan,
+    rank: int | None,
+    executor_of: Callable[[BoundFor, int], Executor],
+    runs: tuple[bool, ...],
+    training: bool,
+    autocast: tuple[Autocast, ...],
+) -> Bound:
+    """The calls of a rank; None: of all."""
+    kind = BoundFor(plan, runs, training, autocast)
+    ranks = range(len(plan.instructions)) if rank is None else [rank]
+    binders = {one: _Binder(executor_of(kind, one)) for one in ranks}
+    order = plan.order if rank is None else [(rank, instruction) for instruction in plan.instructions[rank]]
+    calls, receives = list[tuple[Instruction, Call]](), list[Port]()
+    for owner, instruction in order:
+        call = binders[owner].bound(instruction) if training or is_forward(instruction) else None
+        if call is not None:
+            calls.append((instruction, call))
+            if isinstance(instruction, Receive):
+                receives.append(binders[owner].executor.port(instruction.message))
+    return Bound(kind, [binder.executor for binder in binders.values()], calls, receives)
+
+
+class _Binder:
+    """Binds one rank's instructions, in their order."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._is_left_out = False  # whether the last action is, and so takes no message
+
+    def bound(self, instruction: Instruction) -> Call | None:
+        """None for what has no part in this kind of batch: a message about a micro-batch without weight, or a
+        reduction, for which all must be over."""
+        executor = self.executor
+        if isinstance(instruction, Compute):
+            action = instruction.action
+            self._is_left_out = not executor.runs(action.op, action.microbatch)
+            return self._action(action)
+        if not isinstance(instruction, Receive | Send | Release):
+            return None
+        message = instruction.message
+        if not executor.runs(message.op, message.microbatch):
+            return None
+        port, edge = executor.port(message), executor.graph.edges[message.edge]
+        if isinstance(instruction, Receive):
+            return port.post
+        if isinstance(instruction, Send):
+            send, slots, slot = port.send, executor.slots, executor.slot(edge, message.op, message.microbatch)
+            return lambda: send(take_out(slots, slot))
+        # A release stands behind the action whose message shows that this one was received. Where that action is left
+        # out, a later one's message may show it, or the step's end waits for it.
+        if self._is_left_out:
+            return None
+        if message.op is not Op.F or edge.source not in executor.table.ahead:
+            return port.release
+
+        def wait_and_release() -> None:  # of a stage that is held back
+            executor.stopwatch.wait()
+            port.release()
+
+        return wait_and_release
+
+    def _action(self, action: Action) -> Call:
+        executor, is_gathered = self.executor, self.executor.stage(action).gathered is not None
+        if self._is_left_out:
+            return LeftOut(executor, action)
+        if action.op is Op.F:
+            return GroupForward(executor, action) if is_gathered else ForwardAction(executor, action)
+        if action.op is Op.R:
+            return Recomputation(executor, action)
+        if action.op is Op.W:
+            return WeightsAction(executor, action)
+        return GroupBackward(executor, action) if is_gathered else BackwardAction(executor, action)
+
+
+# --- Actions: each is bound to its function and to where its values lie ---
 
 Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
 """A stage's forward: inputs → (outputs, what it leaves for its backward)."""
 
 
 class _BoundAction:
-    """What every action of a row has at hand."""
+    """What every action of a row has at hand, and the order in which each runs."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.executor, self.stage = action, executor, executor.stage(action)
         self.held = executor.held.setdefault((action.stage, action.microbatch), LeftBehind())
+        self.takes: Sequence[Fetch] = ()
+        # I is in neither: its gradients of parameters are complete only behind its W
+        self._reads, self._sums = action.op in (Op.F, Op.R), action.op in (Op.B, Op.W)
+        self._parameters = list(self.stage.parameters.values())
+
+    def __call__(self) -> None:
+        executor, action = self.executor, self.action
+        here.at(action)
+        if self._reads:
+            executor.parameters.settle(action.stage)
+        elif self._sums:
+            executor.parameters.before(action)
+        executor.stopwatch.mark()
+        arrived = [take() for take in self.takes]
+        executor.stopwatch.mark()
+        try:
+            self.run(arrived)
+        except BaseException as error:
+            executor.report(error, action, self.inputs_among(arrived))
+            raise
+        executor.stopwatch.end(action)
+        if self._sums:
+            executor.parameters.after(action)
+
+    def run(self, arrived: list[Any]) -> None:
+        """``arrived``: what ``takes`` gave."""
+
+    def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
+        """The stage's inputs, for the note on an error."""
+        return ()
 
     def bound_run(self) -> Run:
         """The stage's forward, with its own random numbers and region of autocast, if it has any."""
@@ -70,7 +234,7 @@ class ForwardAction(_BoundAction):
         self._buffers = [one for _, one in tensors if not isinstance(one, nn.Parameter)]
         # other ranks run this stage, too, and would not have what it writes into its tensors
         self._unwritten = tensors if training and len(executor.graph.ranks(action.stage)) > 1 else []
-        self._takes = self.bound_inputs()
+        self.takes = self.bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
         self._run = self.bound_run()
         if self.keeps and (action.stage, action.microbatch) in executor.table.recomputed:
@@ -96,32 +260,24 @@ class ForwardAction(_BoundAction):
 
         return run_and_keep
 
-    def __call__(self) -> None:
-        executor, action = self.executor, self.action
-        here.at(action)
-        executor.parameters.settle(action.stage)
-        executor.stopwatch.mark()
-        arrived = [take() for take in self._takes]
-        executor.stopwatch.mark()
-        inputs = self.inputs_of(arrived)
+    def run(self, arrived: list[Any]) -> None:
+        arrived[:] = self.inputs_of(arrived)
         versions = [version_of(tensor) for _, tensor in self._unwritten]
-        try:
-            outputs, saved = self._run(*inputs)
-            for (name, tensor), version in zip(self._unwritten, versions, strict=True):
-                if version_of(tensor) != version:
-                    ranks = named(executor.graph.placement[action.stage])
-                    raise RunError(f"stage {self.stage.name!r} is on {ranks}, and {writes(name)}")
-            if self.stage.returns_result:
-                self._finish(outputs[-1], saved)
-        except BaseException as error:
-            executor.report(error, action, inputs)
-            raise
+        outputs, saved = self._run(*arrived)
+        for (name, tensor), version in zip(self._unwritten, versions, strict=True):
+            if version_of(tensor) != version:
+                ranks = named(self.executor.graph.placement[self.action.stage])
+                raise RunError(f"stage {self.stage.name!r} is on {ranks}, and {writes(name)}")
+        if self.stage.returns_result:
+            self._take_result(outputs[-1], saved)
         if self.keeps:
             self.held.saved = saved
         self._give(outputs)
-        executor.stopwatch.end(action)
 
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
+        return arrived
+
+    def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
         return arrived
 
     def _give(self, outputs: tuple[Any, ...]) -> None:
@@ -135,9 +291,9 @@ class ForwardAction(_BoundAction):
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
             executor.made.bytes_of.update(sizes)
 
-    def _finish(self, result: Any, saved: Saved | None) -> None:
-        """The model's result: a loss to begin backward at, or what evaluation returns. ``saved``: None where its graph
-        is made anew for that."""
+    def _take_result(self, result: Any, saved: Saved | None) -> None:
+        """The model's result: a loss to begin backward at, or what evaluation returns. ``saved``: None where a
+        recomputation makes its graph."""
         executor, microbatch = self.executor, self.action.microbatch
         if not executor.kind.training:
             executor.made.results[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, result)
@@ -162,28 +318,25 @@ class Recomputation(_BoundAction):
 
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
+        self.takes = [self._take_kept]
         self._run = self.bound_run()
 
-    def __call__(self) -> None:
-        executor, action, held = self.executor, self.action, self.held
-        here.at(action)
-        executor.parameters.settle(action.stage)
-        executor.stopwatch.mark()
-        executor.stopwatch.mark()
-        kept, held.kept = held.kept, None
-        assert kept is not None
-        try:
-            with kept.again():
-                outputs, saved = self._run(*kept.inputs)
-            kept.second_is_over(outputs)
-        except BaseException as error:
-            executor.report(error, action, kept.inputs)
-            raise
+    def _take_kept(self) -> Kept | None:
+        kept, self.held.kept = self.held.kept, None
+        return kept
+
+    def run(self, arrived: list[Any]) -> None:
+        (kept,) = arrived
+        with kept.again():
+            outputs, saved = self._run(*kept.inputs)
+        kept.second_is_over(outputs)
         if self.stage.returns_result and saved is not None:
             part = read_loss(outputs[-1])
-            saved.take_root(part.value, root_weight(part, executor.step.shares[action.microbatch]))
-        held.saved = saved
-        executor.stopwatch.end(action)
+            saved.take_root(part.value, root_weight(part, self.executor.step.shares[self.action.microbatch]))
+        self.held.saved = saved
+
+    def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
+        return arrived[0].inputs  # type: ignore[no-any-return]
 
 
 class BackwardAction(_BoundAction):
@@ -191,9 +344,7 @@ class BackwardAction(_BoundAction):
 
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
-        self._ends_stage = action.op is not Op.I
-        self._parameters = list(self.stage.parameters.values())
-        self._takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
+        self.takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
         stages = executor.graph.stages
         self.fed = [
             (place, edge)
@@ -205,34 +356,21 @@ class BackwardAction(_BoundAction):
     def bound_outputs(self) -> list[int]:
         return [self.executor.slot(edge, Op.B, self.action.microbatch) for _, edge in self.fed]
 
-    def __call__(self) -> None:
-        executor, action, held = self.executor, self.action, self.held
-        here.at(action)
-        if self._ends_stage:
-            executor.parameters.before(action)
-        executor.stopwatch.mark()
-        gradients: list[Any] = [take() for take in self._takes]
-        executor.stopwatch.mark()
+    def run(self, arrived: list[Any]) -> None:
+        executor, held = self.executor, self.held
         returned: Sequence[Any] = [None] * len(self.stage.inputs)
         saved, held.saved = held.saved, None
         assert saved is not None
         if self.stage.returns_result:
-            gradients.append(True)
+            arrived.append(True)
         # a loss without weight here has a backward where other replicas' losses need it
-        if not self.stage.returns_result or executor.step.shares[action.microbatch]:
+        if not self.stage.returns_result or executor.step.shares[self.action.microbatch]:
             new = without_gradient(executor.parameters.in_call(self._parameters))
-            try:
-                returned = self.stage.backward(saved, gradients)
-            except BaseException as error:
-                executor.report(error, action)
-                raise
+            returned = self.stage.backward(saved, arrived)
             if new:
-                give_own_memory(new, (gradients, returned))
+                give_own_memory(new, (arrived, returned))
             held.later = saved.deferred
         self.give(returned)
-        executor.stopwatch.end(action)
-        if self._ends_stage:
-            executor.parameters.after(action)
 
     def give(self, returned: Sequence[Any]) -> None:
         slots = self.executor.slots
@@ -243,27 +381,13 @@ class BackwardAction(_BoundAction):
 class WeightsAction(_BoundAction):
     """W; of a stage that cannot leave anything to it, nothing."""
 
-    def __init__(self, executor: Executor, action: Action) -> None:
-        super().__init__(executor, action)
-        self._parameters = list(self.stage.parameters.values())
-
-    def __call__(self) -> None:
-        executor, action = self.executor, self.action
-        here.at(action)
-        executor.parameters.before(action)
+    def run(self, arrived: list[Any]) -> None:
         later, self.held.later = self.held.later, None
-        executor.stopwatch.mark()
-        executor.stopwatch.mark()
         if later is not None:
-            new, kept = without_gradient(executor.parameters.in_call(self._parameters)), later.kept
-            try:
-                self.stage.backward.weights(later)
-            except BaseException as error:
-                executor.report(error, action)
-                raise
+            parameters = self.executor.parameters.in_call(self._parameters)
+            new, kept = without_gradient(parameters), later.kept
+            self.stage.backward.weights(later)
             give_own_memory(new, kept)
-        executor.stopwatch.end(action)
-        executor.parameters.after(action)
 
 
 class LeftOut(_BoundAction):
@@ -272,11 +396,68 @@ class LeftOut(_BoundAction):
     def __call__(self) -> None:
         parameters, action = self.executor.parameters, self.action
         here.at(action)
-        if action.op is Op.R:
+        if self._reads:
             parameters.settle(action.stage)
-        elif action.op is not Op.I:
+        elif self._sums:
             parameters.before(action)
             parameters.after(action)
+
+
+class GroupForward(ForwardAction):
+    """F of a gathered stage: each input is put together of what has come from the group's micro-batches."""
+
+    def bound_inputs(self) -> list[Fetch]:
+        # an input may come in two ways, "batch" and "global"
+        takes = {entry: self._each(entry) for entry in dict.fromkeys(self.stage.inputs)}
+        self._entries = list(takes)
+        return list(takes.values())
+
+    def _each(self, entry: str | Edge) -> Fetch:
+        """Takes an input from each micro-batch, or, where a group made it, as one."""
+        executor, action = self.executor, self.action
+        if isinstance(entry, str):
+            takes = [executor.take_input(entry, place) for place in action.microbatches]
+        else:
+            takes = [executor.take(entry, Op.F, place) for place in executor.places(action, entry)]
+        return lambda: [take() for take in takes]
+
+    def inputs_of(self, arrived: list[Any]) -> list[Any]:
+        action, names = self.action, self.executor.graph.names
+        groups, found = self.executor.step.groups, dict(zip(self._entries, arrived, strict=True))
+        inputs, joined = list[Any](), list[Joined | None]()
+        for entry, mode in zip(self.stage.inputs, self.stage.ways, strict=True):
+            value, how = found[entry], None
+            if isinstance(entry, str):
+                value = groups.of_batch(entry, value, action.microbatches, mode)
+            elif mode is None:
+                (value,) = value
+            else:
+                value, how = groups.of_stage(entry.value, names[entry.source], value, action.microbatches, mode)
+            inputs.append(value)
+            joined.append(how)
+        if self.keeps:
+            self.held.joined = joined
+        return inputs
+
+
+class GroupBackward(BackwardAction):
+    """B or I of a gathered stage: each input's gradient is cut into those of the group's micro-batches."""
+
+    def bound_outputs(self) -> list[int]:
+        executor, action = self.executor, self.action
+        edges = dict.fromkeys(edge for _, edge in self.fed)
+        return [executor.slot(edge, Op.B, place) for edge in edges for place in executor.places(action, edge)]
+
+    def give(self, returned: Sequence[Any]) -> None:
+        joined, self.held.joined = self.held.joined, None
+        sent: dict[Edge, list[Any]] = {}
+        for place, edge in self.fed:
+            how = joined[place] if joined is not None else None
+            parts = [returned[place]] if how is None else self.executor.step.groups.cut(how, returned[place])
+            sent[edge] = parts if edge not in sent else list(map(added, sent[edge], parts))
+        parts = [part for each in sent.values() for part in each]
+        for slot, part in zip(self.slots, parts, strict=True):
+            self.executor.slots[slot] = part
 
 
 # --- What is on its way to other stages is not written by the next micro-batch. Autograd makes the first gradient of a

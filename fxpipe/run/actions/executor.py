@@ -1,4 +1,4 @@
-"""Executor: what one pipe rank holds while it runs its row of a table, bound for one plan: see ``bind``.
+"""Executor: what one pipe rank holds while it runs its row of a table, bound for one plan: see ``actions``.
 
 What a step leaves in it is let go of at the step's end.
 """

@@ -33,7 +33,7 @@ from fxpipe.plan.inputs.rows import entries_of, is_entries, pieces_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.together import check_rows
-from fxpipe.run.actions.bind import Bound, bind
+from fxpipe.run.actions.actions import Bound, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
 from fxpipe.run.actions.group_inputs import GroupInputs
 from fxpipe.run.actions.recompute import EffectsOf
