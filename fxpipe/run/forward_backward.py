@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -457,23 +457,8 @@ _ELSEWHERE = {
 """What stands in place of what a model or a tensor has."""
 
 
-class Inside(NamedTuple):
-    """What ``fxpipe.save`` and ``fxpipe.load`` have of a ``ForwardBackward``. ``model``: the whole one, of which this
-    rank's part has values."""
-
-    transport: Metered
-    failing: Failing
-    steps: Steps
-    module: RankModule
-    model: nn.Module
-    stages: tuple[str, ...]
-    axes: tuple[tuple[str, int], ...]
-    device: torch.device
-    load_model: Callable[[Mapping[str, Tensor]], None]
-
-
-def inside(one: ForwardBackward) -> Inside:
-    """The parts of a ``ForwardBackward``, for its own package; CheckpointError for anything else."""
+def steps_of(one: ForwardBackward) -> Steps:
+    """What makes its steps, for ``fxpipe.save`` and ``load`` between two of them. CheckpointError where a call runs."""
     if not isinstance(one, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(one)}; it is what fxpipe.compile returned")
     if one._running or any(optimizer.stepping for optimizer in one._optimizers):
@@ -483,14 +468,4 @@ def inside(one: ForwardBackward) -> Inside:
             "is set"
         )
     tensors_of(one._planner.module)  # which refuses what would be lost
-    return Inside(
-        one._transport,
-        one._failing,
-        one._steps,
-        one.module,
-        one._planner.module,
-        one.stages.names,
-        one.topology.axes,
-        one._state.device,
-        one.load_state_dict,
-    )
+    return one._steps

@@ -40,7 +40,8 @@ from fxpipe.run.checkpoint.run_state import (
     value_of,
 )
 from fxpipe.run.checkpoint.saving import continues, path_of, wait_for_saves, wait_for_writes
-from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
+from fxpipe.run.forward_backward import ForwardBackward, steps_of
+from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, seed_all, seed_of
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
@@ -78,24 +79,24 @@ def load(
     Raises:
         CheckpointError: there is no whole checkpoint, or none that fits; on all ranks.
     """
-    parts = inside(forward_backward)
-    gathering = TransportGathering(parts.transport)
+    steps = steps_of(forward_backward)
+    gathering = TransportGathering(steps.transport)
     with (
         announced("load", extends=True),
-        parts.failing.together(Exception),  # which all ranks raise, with nothing under way
+        steps.failing.together(Exception),  # which all ranks raise, with nothing under way
         torch.inference_mode(False),  # or what is made for the optimizer could never be stepped
         torch.no_grad(),
     ):
-        parts.failing.check_open()
+        steps.failing.check_open()
         wait_for_saves(forward_backward)
-        path = path_of(folder)
-        newest = _newest_whole(path, gathering, parts, required)
+        path, ranks = path_of(folder), len(steps.transport.ranks("all"))
+        newest = _newest_whole(path, gathering, ranks, required)
         if newest is None:
             if gathering.rank == 0:  # who alone looks at what is in the folder
                 continues(forward_backward, path.absolute())
             return {"step": 0}
         path, manifest = newest
-        loading = _Loading(path, manifest, parts, gathering.rank)
+        loading = _Loading(path, manifest, forward_backward, steps)
         agreed(gathering, lambda: loading.prepare(optimizer, {"scheduler": scheduler, "loader": loader}))
         asked = {name for names in gathering.gather(sorted(loading.asked)) for name in names}
         if gathering.rank == 0:
@@ -107,10 +108,9 @@ def load(
 
 
 def _newest_whole(
-    folder: Path, gathering: TransportGathering, parts: Inside, required: bool
+    folder: Path, gathering: TransportGathering, ranks: int, required: bool
 ) -> tuple[Path, Manifest] | None:
     """The checkpoint to load; None where there is none. One that is asked for by its own name is loaded or refused."""
-    ranks = 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all"))
     found = agreed(gathering, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
     refused: list[str] = []
     for path in map(Path, found):
@@ -150,24 +150,25 @@ def _candidates(folder: Path, required: bool) -> list[str]:
 class _Loading:
     """One checkpoint on its way into one rank. ``asked``: the names of optimizers' values that this rank takes."""
 
-    def __init__(self, path: Path, manifest: Manifest, parts: Inside, rank: int) -> None:
-        self._path, self._manifest, self._parts, self._rank = path, manifest, parts, rank
+    def __init__(self, path: Path, manifest: Manifest, forward_backward: ForwardBackward, steps: Steps) -> None:
+        self._path, self._manifest, self._steps, self._rank = path, manifest, steps, steps.transport.rank
+        self._forward_backward, self._module = forward_backward, forward_backward.module
         self.extra: dict[str, Any] = {}
 
     def prepare(self, optimizer: Any, takers: Mapping[str, Any]) -> None:
         """Checks that everything fits."""
-        parts, reader = self._parts, FolderReader(self._path)
+        steps, reader = self._steps, FolderReader(self._path)
         names = {name.removeprefix(MODEL) for name in reader.names if name.startswith(MODEL)}
-        if more := sorted(names - tensors_of(parts.model).keys()):  # which would be lost
+        if more := sorted(names - tensors_of(steps.module).keys()):  # which would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"
             )
-        self._optimizers = savable(optimizer, parts.module)
+        self._optimizers = savable(optimizer, self._module)
         self._states: dict[str, Any] = {name: fitted(name, one, reader) for name, one in self._optimizers.items()}
         plain = PlainParts.read(self._path / STATE)
         saved = Layout(self._manifest.axes, len(plain.of_rank))
-        now = Layout(parts.axes, 1 if parts.transport.pipe_rank is None else len(parts.transport.ranks("all")))
+        now = Layout(steps.topology.axes, len(steps.transport.ranks("all")))
         self._takers = {name: one for name, one in takers.items() if one is not None}
         self._trees = {part: plain.tree(part, saved, now, self._rank) for part in ("extra", "run", *self._takers)}
         if "loader" in self._takers:
@@ -185,7 +186,7 @@ class _Loading:
         self._fill = reader.plan({**self._states, PLAIN: self._tensors} if self._tensors else self._states)
         self.asked = {name for name in reader.asked if name.startswith("optim.")}
         values = ModelValues(reader, self._manifest.ties, leave=self.asked)
-        self._model = _unrounded(parts.module.state_dict(), values)
+        self._model = _unrounded(self._module.state_dict(), values)
         self._fill_model = values.plan(self._model)
         # what no optimizer asks for of masters is in the model
         self._saved = {name for name in reader.names if name.startswith("optim.")} - set(values.masters.values())
@@ -208,14 +209,13 @@ class _Loading:
 
     def finish(self, goes_on: bool) -> None:
         """``goes_on``: whether any rank has optimizers, for one without parameters may have none."""
-        parts = self._parts
         self._fill()
         self._fill_model()
         given = {part: value_of(tree, self._tensors) for part, tree in self._trees.items()}
         buffers = given.get(BUFFERS)
-        if isinstance(buffers, dict) and buffers.keys() == own_buffers(parts.module, self._model):  # cut as it was
+        if isinstance(buffers, dict) and buffers.keys() == own_buffers(self._module, self._model):  # cut as it was
             self._model.update(buffers)
-        parts.load_model(self._model)
+        self._forward_backward.load_state_dict(self._model)
         for name, one in sorted(self._optimizers.items()):
             one.load_state_dict(self._states[name])
         for name, taker in self._takers.items():
@@ -224,14 +224,14 @@ class _Loading:
         if not goes_on:
             return
         # what a next step depends on beside tensors
-        steps, run = parts.steps, self._run
+        steps, run, device = self._steps, self._run, self._steps.state.device
         steps.number, steps.seed = run["number"], run["seed"]
-        if run["costs"] is not None and tuple(run["stages"]) == parts.stages:
+        if run["costs"] is not None and tuple(run["stages"]) == self._forward_backward.stages.names:
             steps.recorder.loaded = Costs(**run["costs"])
         if self._random is not None:
-            RandomState([parts.device], self._random).restore()
+            RandomState([device], self._random).restore()
         else:
-            seed_all(seed_of(steps.seed, steps.number, 0, 0, self._replica), parts.device)
+            seed_all(seed_of(steps.seed, steps.number, 0, 0, self._replica), device)
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:

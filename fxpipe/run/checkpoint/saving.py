@@ -38,7 +38,8 @@ from fxpipe.parameters.checkpoint.run_folder import FolderLock, lock_of
 from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.ownership import own_buffers
 from fxpipe.run.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
-from fxpipe.run.forward_backward import ForwardBackward, Inside, inside
+from fxpipe.run.forward_backward import ForwardBackward, steps_of
+from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState
 from fxpipe.validation import is_flag, shown
@@ -87,43 +88,43 @@ def save(
         CheckpointError: on all ranks, with the earlier checkpoints as they were: something is not plain data, the
             disk is full or read-only, another run writes to the folder, or an earlier ``block=False`` has failed.
     """
-    parts = inside(forward_backward)
+    steps = steps_of(forward_backward)
     saver = _SAVERS.setdefault(forward_backward, _Saver())
     path = path_of(folder).absolute()
     given = {"scheduler": scheduler, "loader": loader}
     with (
         announced(f"save, step {step!r:.20}" + ("" if block else ", block=False"), extends=True),
-        parts.failing.together(Exception),
+        steps.failing.together(Exception),
     ):  # which all ranks raise, with nothing under way
-        parts.failing.check_open()
-        gathering = TransportGathering(parts.transport)
+        steps.failing.check_open()
+        gathering = TransportGathering(steps.transport)
         wait_for_saves(forward_backward)
 
         def begin() -> dict[str, Any]:
             saver.raise_earlier_error()
             _check_arguments(step, given, extra, keep, block)
-            if parts.steps.has_unsummed:
+            if steps.has_unsummed:
                 raise CheckpointError(
                     "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
                     "would be lost: save behind the call that sums them and optimizer.step(), or call zero_grad()"
                 )
             place = saver.begin(path, step) if gathering.rank == 0 else {}
-            return {**place, "has_costs": parts.steps.recorder.has_costs}
+            return {**place, "has_costs": steps.recorder.has_costs}
 
         begun = agreed(gathering, begin)
         place = begun[0]
-        costs = parts.steps.recorder.known_costs() if all(one["has_costs"] for one in begun) else None
+        costs = steps.recorder.known_costs() if all(one["has_costs"] for one in begun) else None
         plans: list[RankPlan] = []
         try:
-            everyone = agreed(gathering, lambda: _plan(parts, optimizer, given, extra, costs, plans))
+            everyone = agreed(gathering, lambda: _plan(forward_backward, steps, optimizer, given, extra, costs, plans))
             versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
-            run, ties = _run_id(), ties_of(parts.model)
-            manifest = Manifest(step, place["number"], "", run, parts.axes, versions, {}, ties)
+            run, ties = _run_id(), ties_of(steps.module)
+            manifest = Manifest(step, place["number"], "", run, steps.topology.axes, versions, {}, ties)
             job = _Job(Path(place["partial"]), keep, manifest, plans[0], _state_file(everyone))
             agreed(gathering, lambda: job.settle([one["plan"] for one in everyone], copies=not block))
-            beside = None if block else gathering_beside(parts.transport, place["token"])
+            beside = None if block else gathering_beside(steps.transport, place["token"])
             if beside is not None:
-                saver.pending = _write_later(job, beside, parts.device, saver.lock)
+                saver.pending = _write_later(job, beside, steps.state.device, saver.lock)
                 return saver.pending
             done: Future[Path] = Future()
             done.set_result(job.write(gathering))
@@ -220,7 +221,8 @@ def _run_id() -> str:
 
 
 def _plan(
-    parts: Inside,
+    forward_backward: ForwardBackward,
+    steps: Steps,
     optimizer: Any,
     stateful: Mapping[str, Any],
     extra: Any,
@@ -228,24 +230,25 @@ def _plan(
     found: list[RankPlan],
 ) -> dict[str, Any]:
     """What this rank has, and its plain data."""
-    run = {"number": parts.steps.number, "seed": parts.steps.seed, "stages": list(parts.stages)}
+    module, stages = forward_backward.module, forward_backward.stages.names
+    run = {"number": steps.number, "seed": steps.seed, "stages": list(stages)}
     plain: dict[str, Any] = {
         "extra": extra,
-        "random": RandomState([parts.device]).numbers,
+        "random": RandomState([steps.state.device]).numbers,
         "run": {**run, "costs": None if costs is None else asdict(costs)},
         **{name: one.state_dict() for name, one in stateful.items() if one is not None},
     }
-    model = parts.module.state_dict()
-    if parts.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
-        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(parts.module, model)}
+    model = module.state_dict()
+    if steps.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
+        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(module, model)}
     digests, trees, tensors = plain_parts(plain)
-    states: dict[str, Any] = {name: one.state_to_fill(()) for name, one in savable(optimizer, parts.module).items()}
+    states: dict[str, Any] = {name: one.state_to_fill(()) for name, one in savable(optimizer, module).items()}
     states["model"] = model
     if "scheduler" in plain:
         states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
     if tensors:
         states[PLAIN] = tensors
-    found.append(RankPlan(states, parts.transport.rank))
+    found.append(RankPlan(states, steps.transport.rank))
     return {"plan": found[0].message(), "parts": digests, "trees": trees}
 
 

@@ -106,14 +106,18 @@ class _Known:
 
 
 class Steps:
-    """Makes steps and evaluations, and holds what one leaves for the next."""
+    """Makes steps and evaluations, and holds what one leaves for the next.
+
+    ``module``: the whole model; only this rank's part of it has values.
+    """
 
     def __init__(
         self, topology: Topology, transport: Metered, state: RankState, exchange: Exchange, failing: Failing
     ) -> None:
         options = state.planner.options
-        self._transport, self._state, self._exchange, self._failing = transport, state, exchange, failing
-        self._options, self._module, self._gradients = options, state.planner.module, state.reducer
+        self.topology, self.transport, self.state = topology, transport, state
+        self.failing, self._exchange = failing, exchange
+        self._options, self.module, self._gradients = options, state.planner.module, state.reducer
         self.agreement = Agreement(state.planner, transport)
         self._items = ItemNumbers(transport, state.planner.items)
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
@@ -149,11 +153,11 @@ class Steps:
         agreed, batches = self._agree(calls, split_evenly, training=True)
         plan, known, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
-        with self._failing.together():
+        with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
-        with self._failing.together(FxpipeError):
-            check_rows(self._transport, plan, self._gradients.way.zero)
-        with self._failing.together():
+        with self.failing.together(FxpipeError):
+            check_rows(self.transport, plan, self._gradients.way.zero)
+        with self.failing.together():
             # its losses are of one form, or may be of another in each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
             outcome, is_new = known.outcomes.get(form), agreed.kind not in self._trained
@@ -176,7 +180,7 @@ class Steps:
             if is_new and not known.is_sized:
                 known.is_sized = True
                 mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
-                bytes_of = {e: size for part in self._transport.gather("pipe", mine) for e, size in part.items()}
+                bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
             graph = plan.graph
             broken = self.watch.end(self.number, outcome.loss, graph.names, plan.group, graph.sees_replicas)
             passed("rest")
@@ -190,16 +194,16 @@ class Steps:
     @property
     def has_unsummed(self) -> bool:
         """Whether this rank has gradients that a later call is to sum, and nobody has cleared them."""
-        return self._unsummed and any(parameter.grad is not None for parameter in self._module.parameters())
+        return self._unsummed and any(parameter.grad is not None for parameter in self.module.parameters())
 
     def evaluate(self, call: Call, outputs: str) -> Any:
         """Forward only, in eval mode: the output on the ranks that have it ("last"), or on "all"; or the "loss" alone,
         on all. As collective."""
         asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
-        with evaluating(self._module), announced(asked + self.which):
+        with evaluating(self.module), announced(asked + self.which):
             agreed, batches = self._agree([call], split_evenly=True, training=False)
-            with self._failing.together():
-                check_rows(self._transport, agreed.plan, 0)
+            with self.failing.together():
+                check_rows(self.transport, agreed.plan, 0)
                 shares = self._shares(agreed, batches, training=False)
                 self.watch.warn()
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
@@ -211,18 +215,18 @@ class Steps:
         self, calls: Sequence[Call], split_evenly: bool, training: bool
     ) -> tuple[AgreedBatch, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks."""
-        self._failing.check_open()
-        self._transport.begin_step()
-        with self._failing.together(*self._alike):  # the pipe group raises together; others must not wait for it
+        self.failing.check_open()
+        self.transport.begin_step()
+        with self.failing.together(*self._alike):  # the pipe group raises together; others must not wait for it
             self._check.compare()
         proposal, given = self.agreement.propose(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group; but other replicas are mid-step then, and must not wait.
-        with self._failing.together(*([FxpipeError] if self._transport.data_size == 1 else [])), label("settle"):
+        with self.failing.together(*([FxpipeError] if self.transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(proposal, given)
         self._forget()
         known = self._plans.get(id(agreed.plan))
         if known is None:
-            bound = partial(bind, agreed.plan, self._transport.pipe_rank, self._executor_of)
+            bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
             known = self._plans[id(agreed.plan)] = _Known(agreed.plan, lru_cache(MOST_BOUND)(bound))
         self._check.note(known.calls, agreed.kind, self.number, training, given)
         known.calls += 1
@@ -253,14 +257,14 @@ class Steps:
         where the loss is made, or an input is weighted by it. Where the loss is of a group, its micro-batches have the
         group's."""
         group = agreed.plan.group
-        weights = of_groups(weights_of(self._transport, agreed, self._options.loss_weight, batches), group)
-        matters = self._transport.pipe_rank in agreed.plan.output_ranks or self._items.items.is_taken
-        shares = shares_of(self._transport, weights, training, over_replicas=matters)
+        weights = of_groups(weights_of(self.transport, agreed, self._options.loss_weight, batches), group)
+        matters = self.transport.pipe_rank in agreed.plan.output_ranks or self._items.items.is_taken
+        shares = shares_of(self.transport, weights, training, over_replicas=matters)
         return [share for share in shares for _ in range(group)]
 
     def _row(self, plan: Plan) -> Sequence[Action]:
         """What this process runs of the table."""
-        rank, rows = self._transport.pipe_rank, plan.schedule.rows
+        rank, rows = self.transport.pipe_rank, plan.schedule.rows
         return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
 
     def _bound(self, known: _Known, agreed: AgreedBatch, shares: Sequence[float]) -> Bound:
@@ -268,8 +272,8 @@ class Steps:
         where stages see other replicas'."""
         runs = [share != 0 for share in shares]
         may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
-        if may_differ and not all(self._transport.gather_int("data", int(all(runs)))):
-            runs = [any(each) for each in zip(*self._transport.gather("data", runs), strict=True)]
+        if may_differ and not all(self.transport.gather_int("data", int(all(runs)))):
+            runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return known.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
     def _input(
@@ -281,14 +285,14 @@ class Steps:
         training: bool,
         proves: bool = False,
     ) -> StepInput:
-        number, replica, precision = self.number, self._transport.data_rank, self._options.precision
+        number, replica, precision = self.number, self.transport.data_rank, self._options.precision
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
         return StepInput(
             self._items.add(agreed.plan.graph, batches, shares),
             shares,
-            GroupInputs(self._transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
+            GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
             self.watch.begin() if training else None,
@@ -317,7 +321,7 @@ class Steps:
         mine = [one.loss for one in made if one.rank in ranks]
         at_output = StepLoss.of_ranks(mine) if mine else None
         with label("loss"):
-            outcome = conclude(self._transport, at_output, ranks, len(plan.graphs), self._message, known)
+            outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, known)
         is_sum = outcome.kind.is_sum
         if self._is_sum not in (None, is_sum):
             raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
@@ -331,7 +335,7 @@ class Steps:
 
     def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
         """The whole batch's output, out of the micro-batches'."""
-        plan, transport, device, output = agreed.plan, self._transport, self._state.device, None
+        plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
         results = {place: result for one in made for place, result in one.results.items()}
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each of them has some
