@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.run.step.batch_digest import Digest
+from fxpipe.run.step.batch_check import Digest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

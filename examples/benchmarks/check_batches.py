@@ -22,8 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.run.step.batch_check import EVERY, FIRST
-from fxpipe.run.step.batch_digest import Digest
+from fxpipe.run.step.batch_check import EVERY, FIRST, Digest
 
 ROWS, SIDE, CLASSES = 16, 224, 10
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.run.step import batch_digest
-from fxpipe.run.step.batch_digest import Digest
+from fxpipe.run.step import batch_check
+from fxpipe.run.step.batch_check import Digest
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool)
@@ -43,21 +43,21 @@ def splitmix(count: int) -> list[int]:
 
 def test_the_weights_are_those_of_splitmix() -> None:
     assert splitmix(1) == [0xE220A8397B1DCDAF]  # the first output of the authors' code for seed 0
-    weights = batch_digest._weights(1000, torch.device("cpu"))
+    weights = batch_check._weights(1000, torch.device("cpu"))
     assert [weight % 2**64 for weight in weights.tolist()] == [weight | 1 for weight in splitmix(1000)]
 
 
 @pytest.mark.parametrize("at_a_time", [4, 6, 2**18])
 def test_a_sum_is_that_of_bits_times_weights_and_wraps(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_digest, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(batch_check, "_AT_A_TIME", at_a_time)
     x = torch.tensor([[2**63 - 1, -(2**63)], [5, -1], [0, 2**62], [7, 8], [-9, 2**40]])
     flat, weights = x.flatten().tolist(), [weight | 1 for weight in splitmix(10)]
-    of_pieces = [weight | 1 for weight in splitmix(at_a_time + 10)[at_a_time:]]
     cut = max(1, at_a_time // 2) * 2  # whole rows
     pieces = [flat[start : start + cut] for start in range(0, 10, cut)]
     sums = [sum(v * w for v, w in zip(piece, weights, strict=False)) for piece in pieces]
-    wanted = sum(s * w for s, w in zip(sums, of_pieces, strict=False)) % 2**64
-    assert batch_digest._sums_of([x], x.device)[0].item() % 2**64 == wanted
+    knuth = 6364136223846793005  # of MMIX
+    wanted = sum(s * knuth**power for power, s in enumerate(reversed(sums))) % 2**64
+    assert batch_check._sums_of([x], x.device)[0].item() % 2**64 == wanted
 
 
 # --- the same ---

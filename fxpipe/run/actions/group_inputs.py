@@ -18,7 +18,7 @@ from fxpipe.graph.like import ITEMS
 from fxpipe.packed import BatchDim, rule_at
 from fxpipe.plan.inputs.cuts import joined_input
 from fxpipe.plan.plan import digest_of
-from fxpipe.run.step.batch_digest import Digest
+from fxpipe.run.step.batch_check import Digest
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"

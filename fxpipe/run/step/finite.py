@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.parameters.dtensors import local
+from fxpipe.plan.plan import Plan
 from fxpipe.progress import warn
-from fxpipe.run.step.batch_digest import to_host
+from fxpipe.run.step.batch_check import to_host
 from fxpipe.torch_compat import pytree
 
 
@@ -72,16 +73,13 @@ def _plain(tensor: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _FinishedStep:
-    """A step that is over. ``names``: of its stages. ``group``: of how many micro-batches a loss is; ``sees_replicas``:
-    and of all replicas."""
+    """A step that is over."""
 
     number: int
     loss: Callable[[], Tensor]
     """Waits for it."""
     extremes: Extremes
-    names: Sequence[str]
-    group: int
-    sees_replicas: bool
+    plan: Plan
 
 
 class Watch:
@@ -103,7 +101,7 @@ class Watch:
         self._extremes = None if self._over else Extremes()
         return self._extremes
 
-    def end(self, number: int, loss: Tensor, names: Sequence[str], group: int, sees_replicas: bool) -> str:
+    def end(self, number: int, loss: Tensor, plan: Plan) -> str:
         """A step is over: looks at the loss of the one before. A collective call of all ranks.
 
         Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.
@@ -111,7 +109,7 @@ class Watch:
         if not self._raises:
             self.warn()
         if self._extremes is not None:
-            self._last = _FinishedStep(number, to_host(loss), self._extremes, names, group, sees_replicas)
+            self._last = _FinishedStep(number, to_host(loss), self._extremes, plan)
         return self.cause() if self._raises else ""
 
     def warn(self) -> None:
@@ -139,17 +137,18 @@ def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: 
         return f"{head}, though that of each of its micro-batches is finite: their sum or its count is not"
     first, *others = dict.fromkeys(one[:2] for one in losses)  # (replica, micro-batch)
     replica, microbatch = first
-    last = microbatch + step.group - 1
+    graph, group = step.plan.graph, step.plan.group
+    last = microbatch + group - 1
     # of what this loss is computed from, the output of the first stage that is not finite
     feeding = [one for one in broken if microbatch <= one.microbatch <= last]
-    feeding = [one for one in feeding if step.sees_replicas or one.replica == replica]
+    feeding = [one for one in feeding if graph.sees_replicas or one.replica == replica]
     stage = min(feeding, key=lambda one: (one.stage, *one))
     place = f"micro-batch {microbatch}" if last == microbatch else f"the group of micro-batches {microbatch}-{last}"
     place += f" of replica {replica}" * replicas
-    within = "it" if step.group == 1 else f"micro-batch {stage.microbatch}"
-    if step.sees_replicas:
+    within = "it" if group == 1 else f"micro-batch {stage.microbatch}"
+    if graph.sees_replicas:
         within = f"micro-batch {stage.microbatch} of replica {stage.replica}"
-    where = f"stage {stage.stage} `{step.names[stage.stage]}`" + f", on rank {stage.rank}," * ranks
+    where = f"stage {stage.stage} `{graph.names[stage.stage]}`" + f", on rank {stage.rank}," * ranks
     return (
         f"{head}: {place} is the first{f' of {len(others) + 1}' if others else ''} whose loss is not finite, and the "
         f"output of {where} is the first in {within} that is not (all counted from 0)"

@@ -15,7 +15,7 @@ from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.plan.inputs.rows import is_entries
 from fxpipe.progress import log
-from fxpipe.run.step.batch_digest import differing
+from fxpipe.run.step.step_outcome import differing
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_mapping, shown
 

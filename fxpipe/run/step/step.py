@@ -21,7 +21,7 @@ from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.like import cast_batch
-from fxpipe.graph.loss import StepLoss, Sum, loss_in
+from fxpipe.graph.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.graph.modes import Autocast, evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
@@ -101,8 +101,8 @@ class _Known:
     """By which micro-batches get a backward, whether it trains, and autocast."""
     calls: int = 0
     is_sized: bool = False  # whether a message said what edges carry
-    outcomes: dict[int | None, StepOutcome] = field(default_factory=dict)
-    # the last one; where losses may be of another form in each kind of batch, of each kind
+    losses: dict[int | None, LossKind] = field(default_factory=dict)
+    # the form of its losses; where it may be another in each kind of batch, of each kind
 
 
 class Steps:
@@ -160,18 +160,19 @@ class Steps:
         with self.failing.together():
             # its losses are of one form, or may be of another in each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
-            outcome, is_new = known.outcomes.get(form), agreed.kind not in self._trained
+            loss_kind, is_new = known.losses.get(form), agreed.kind not in self._trained
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, self._is_sum is not False)
             bound = self._bound(known, agreed, shares)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
             self._effects.begin()
             passed("preparing")
-            self._message.listen(outcome, plan.output_ranks[0])
+            self._message.listen(loss_kind, plan.output_ranks[0])
             made = self._play(agreed, bound, step)
             passed("messages")
             self._gradients.flush()
             passed("reduction")
-            outcome = known.outcomes[form] = self._outcome(plan, made, outcome)
+            outcome = self._outcome(plan, made, loss_kind)
+            known.losses[form] = outcome.kind
             passed("loss")
             self._gradients.end(outcome.factor)
             passed("reduction")
@@ -181,8 +182,7 @@ class Steps:
                 known.is_sized = True
                 mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
                 bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
-            graph = plan.graph
-            broken = self.watch.end(self.number, outcome.loss, graph.names, plan.group, graph.sees_replicas)
+            broken = self.watch.end(self.number, outcome.loss, plan)
             passed("rest")
             self._trained.add(agreed.kind)
             self.recorder.keep(self.number, plan.schedule, [one.stopwatch for one in made])
@@ -242,7 +242,7 @@ class Steps:
         self._plans = {key: known for key, known in self._plans.items() if key in plans}
         for known in self._plans.values():
             for kind in kinds:
-                known.outcomes.pop(kind, None)
+                known.losses.pop(kind, None)
         self._exchange.forget()
         self._effects.keep(self.agreement.graphs)
 
@@ -314,7 +314,7 @@ class Steps:
         self._gradients.watch(stopwatch)
         return stopwatch
 
-    def _outcome(self, plan: Plan, made: Sequence[StepResult], known: StepOutcome | None) -> StepOutcome:
+    def _outcome(self, plan: Plan, made: Sequence[StepResult], known: LossKind | None) -> StepOutcome:
         """The loss of the step, the same on every rank. RunError: gradients of means and of sums cannot be accumulated
         together, nor in a type without room for sums."""
         ranks, precision = plan.output_ranks, self._options.precision

@@ -21,7 +21,7 @@ from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.agreement import AgreedBatch
 from fxpipe.plan.inputs.label_count import Items, as_number
-from fxpipe.run.step.batch_digest import differing
+from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
@@ -36,20 +36,29 @@ class StepOutcome:
     kind: LossKind
 
 
+def differing(transport: Transport, fact: Any) -> list[Any]:
+    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
+
+    A collective call of the data axis.
+    """
+    alike = len(set(transport.gather_int("data", digest_of([repr(fact)])))) == 1
+    return [] if alike else transport.gather("data", fact)
+
+
 class LossMessage:
     """The step's loss and metrics on their way to the ranks that do not make them.
 
-    Where losses of the same form are known, these listen for them from the step's beginning on.
+    Where the form of the loss is known, they listen for it from the step's beginning on.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
         self._listening: tuple[Work, Tensor] | None = None
 
-    def listen(self, known: StepOutcome | None, output_rank: int) -> None:
+    def listen(self, known: LossKind | None, output_rank: int) -> None:
         """A step begins on all ranks of a pipe group."""
         if known is not None and self._transport.pipe_rank not in (None, output_rank):
-            numbers = self.empty(known.kind)
+            numbers = self.empty(known)
             self._listening = self._transport.tell("pipe", numbers, output_rank), numbers
 
     def empty(self, kind: LossKind) -> Tensor:
@@ -80,13 +89,13 @@ def conclude(
     output_ranks: tuple[int, ...],
     microbatches: int,
     message: LossMessage,
-    known: StepOutcome | None,
+    known: LossKind | None,
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
 
     ``step``: the losses, on the ranks that have some, of which the first puts them together. The parts of a mean have
     been weighted by their share of the whole step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are
-    its gradients. ``known``: an outcome of the same form; with it nothing but numbers travels.
+    its gradients. ``known``: the form of this loss, from an earlier step; with it nothing but numbers travels.
     """
     if known is None:
         mine = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
@@ -96,7 +105,7 @@ def conclude(
             if not is_empty:
                 LossKind(*other).check(kind, "micro-batch")
     else:
-        kind = known.kind
+        kind = known
         if step is not None and not step.is_empty:
             step.kind.check(kind, "step")
     is_sum, dtype, names = kind
