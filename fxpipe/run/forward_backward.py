@@ -42,7 +42,7 @@ class ForwardBackward:
     loss comes back detached, 0-dimensional, on every rank, on the device and without waiting for it; gradients are
     complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``. The first loss that is inf or
     nan is reported in one warning, by the call after it or ``evaluate``, and by ``state_dict(full=True)`` where
-    there is one replica: by then it is known without having waited for it.
+    all ranks are one pipe group: by then it is known without having waited for it.
     """
 
     def __init__(self, topology: Topology, transport: Metered, state: RankState) -> None:
@@ -379,10 +379,11 @@ class ForwardBackward:
             return self.module.state_dict()
         name = "state_dict(full=True)"
         with self._alone(name), announced(name, of_all=self._reducer.shards), self._failing.together():
-            if self._transport.data_size == 1:  # else one replica may ask alone
+            # beside other replicas, or on a tensor axis, one pipe group may ask alone, and would wait for all ranks
+            transport, state = self._transport, self._state
+            if transport.ranks("pipe") == transport.ranks("all"):
                 self._steps.watch.warn()
-            state = self._state
-            return full_state_dict(self._planner.module, self.module, state.owners, self._transport, state.device)
+            return full_state_dict(self._planner.module, self.module, state.owners, transport, state.device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""

@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe.run.step.finite import Extremes
 from tests.harness import engine_of, replica_of
 from tests.pool import Pool
-from tests.strict_transport import current_seat
+from tests.strict_transport import current_seat, run_strict
 from tests.thinned import ALL, every
 
 THREE = fxpipe.Topology([("pipe", 3)])
@@ -339,6 +339,23 @@ def test_one_replicas_fault_is_told_once_and_names_it(
     (text,) = [text for texts in ranks for text in texts]
     assert "the loss of step 1 is nan: micro-batch 3 of replica 1 is the first whose" in text
     assert "stage 0 `a`, on rank 1," in text
+
+
+def on_a_tensor_group(asks: int) -> list[str]:
+    """Both ranks do the same work; the one asks alone for the state dict, behind a step that is spoilt."""
+    topology = fxpipe.Topology([("tensor", 2), ("pipe", 2)])
+    forward_backward = fxpipe.compile(Two(), topology, microbatches=4)
+    forward_backward(batch((5, 1)))
+    place = topology.coordinate(current_seat().rank)["tensor"]
+    asked = said(lambda: forward_backward.state_dict(full=True)) if place == asks else []
+    return asked + said(lambda: forward_backward(batch()))
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_pipe_group_that_asks_alone_for_the_state_dict_waits_for_no_other(asks: int) -> None:
+    ranks = run_strict(lambda rank: on_a_tensor_group(asks), 4)
+    (text,) = [text for texts in ranks for text in texts]
+    assert "the loss of step 0 is nan: micro-batch 2" in text
 
 
 @pytest.mark.parametrize("engine", ["strict 3", "distributed"])
