@@ -110,7 +110,7 @@ _LATER = {
 
 
 def _first_use(name: str) -> Any:
-    """What is asked of the package and not there yet; from then on it is there (PEP 562)."""
+    """Imports a name at its first use, and keeps it in the package (PEP 562)."""
     if name not in _LATER:
         hint = "" if name.startswith("_") else nearest(name, __all__)
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}{hint}", name=name)

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -79,6 +79,7 @@ def _planned(args: argparse.Namespace, family: str) -> Timeline:
     or of as many as ``--placement`` has."""
     if args.edges is None and args.stages is None and args.placement is None:
         args.parser.error("which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4")
+    # Stages are numbered from 0, so the greatest number that any option names says how many there are at least.
     mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
     stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
     for stage in args.recompute or ():
@@ -138,6 +139,8 @@ def _read(args: argparse.Namespace, path: str) -> Timeline:
 
 def _compare(args: argparse.Namespace) -> None:
     families = tuple(dict.fromkeys(args.families)) or tuple(filter(partial(_is_for, args), SCHEDULES))
+    # A file brings its own stages; a family makes a table for those of the options. One line of figures for both would
+    # compare different graphs.
     files = [path for path in families if _is_file(path)]
     if 0 < len(files) < len(families):
         args.parser.error(f"{files[0]} is a table of its own stages; compare files with files, or families")
@@ -196,6 +199,7 @@ def _preview(args: argparse.Namespace) -> None:
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
     names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
     names_alike = "microbatches", "schedule", "tracer", "zero", "zero_scope", "optimizer"
+    # What the command line leaves out is None here, and the function's own options, or the defaults, hold.
     written = {
         **{name: getattr(args, name) for name in names_alike},
         "boundaries": names,
@@ -224,6 +228,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # An import inside of the user's module that fails is the user's error, with its traceback.
         if error.name is None or not name.startswith(error.name):
             raise
         raise RunError(f"there is no module {error.name!r} in {os.getcwd()} or on Python's path") from None
@@ -313,31 +318,24 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    _add_show(_command(commands, "show", _show, "print a schedule's table and figures", _SHOW))
-    _add_compare(_command(commands, "compare", _compare, "schedules side by side, a line each", _COMPARE))
-    _add_topology(_command(commands, "topology", _topology, "print a topology's groups of ranks", _TOPOLOGY))
-    _add_preview(_command(commands, "preview", _preview, "what a model would hold and take on each rank", _PREVIEW))
-    _add_checkpoint(_command(commands, "checkpoint", _checkpoint, "show, verify or export what is saved", _CHECKPOINT))
+    for name, run, add_arguments, summary, examples in (
+        ("show", _show, _add_show, "print a schedule's table and figures", _SHOW),
+        ("compare", _compare, _add_compare, "schedules side by side, a line each", _COMPARE),
+        ("topology", _topology, _add_topology, "print a topology's groups of ranks", _TOPOLOGY),
+        ("preview", _preview, _add_preview, "what a model would hold and take on each rank", _PREVIEW),
+        ("checkpoint", _checkpoint, _add_checkpoint, "show, verify or export what is saved", _CHECKPOINT),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.set_defaults(run=run, parser=command)
+        add_arguments(command)
     return whole
-
-
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], None],
-    summary: str,
-    examples: str,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run, parser=parser)
-    return parser
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

@@ -196,11 +196,14 @@ def compile(
     transport = Metered(connected, topology, clock_of(connected.device))
     planner = Planner.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
+    # From here on a rank that fails takes all others along: each raises, and none waits for it.
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)
         planner = first_plan_together(transport, planner, options)
         if over := over_the_limit(planner):
             log(f"fxpipe: {over}")
+        # All ranks have the same plan now. Groups are opened in one order on all of them, and before any rank lets go
+        # of the parameters of others.
         owners = ownership(planner.first.graph)
         open_groups(planner.first, options, owners, topology, transport)
         seed = base_seed(topology, transport)
@@ -235,9 +238,9 @@ def preview(
     """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
 
     In one process, without process groups and without memory: the model may be on the meta device. The example's
-    tensors may be, too, and then count as being on the CPU. Nothing is run; but a model with an opaque region,
-    of which ``boundaries`` does not say what it returns, once on a micro-batch, where both have numbers. Print it, or
-    read its figures.
+    tensors may be, too, and then count as being on the CPU. Nothing is run, with one exception: a model runs once on a
+    micro-batch, if both have numbers, where it has an opaque region and ``boundaries`` does not say what that returns.
+    Print the preview, or read its figures.
 
     ``optimizer`` is what ``forward_backward.optimizer`` will be given: a class of torch.optim by its name, in any case,
     or as such (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within ``memory_per_rank`` count AdamW's
@@ -267,6 +270,7 @@ def preview(
         passes=passes,
         check_capture=False,
     )
+    # The optimizer decides how many numbers a parameter has beside it, and whether ranks may step parts of one.
     make = named_class(optimizer)
     check_class(make, copies=options.zero > 0 or options.precision is not None)
     stepping = Stepping(states_of(make), whole=not is_elementwise(make))

@@ -19,6 +19,7 @@ def shortened(text: str, most: int = MOST_TOLD) -> str:
     """
     if len(text) <= most:
         return text
+    # The line in the middle needs some room itself.
     half = (most - _FOR_THE_GAP) // 2
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
@@ -56,7 +57,7 @@ class CheckpointError(FxpipeError):
 
 @contextlib.contextmanager
 def noted(note: Callable[[], str]) -> Iterator[None]:
-    """What fails inside, Ctrl-C included, remains what it is and bears a note that says where it was."""
+    """Adds a note to an exception from inside, Ctrl-C included, which says where it was raised."""
     try:
         yield
     except BaseException as error:
@@ -66,7 +67,7 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in words for those that it was not raised for, with its notes."""
+    """Formats an error with its notes, for the other ranks."""
     return shortened("\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))]))
 
 
@@ -81,6 +82,7 @@ def nearest(name: object, known: Iterable[object]) -> str:
     Case is ignored, and what is no text stands for its own. With nothing known the result is empty.
     """
     names = list(dict.fromkeys(map(str, known)))
+    # "1F1B" is "1f1b" to a user, and difflib compares letter by letter.
     by_folded = {other.casefold(): other for other in names[:_MOST_COMPARED]}
     close = difflib.get_close_matches(f"{name!s:.100}".casefold(), list(by_folded), n=1)
     if close:

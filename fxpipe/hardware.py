@@ -145,7 +145,7 @@ class Hardware:
         return given if isinstance(given, Hardware) else Hardware.named(given)
 
     def figure(self, name: str, why: str) -> float:
-        """A figure that is needed; FigureMissing, with what it is needed for, where it is not given."""
+        """A figure; raises FigureMissing, which says what needs it, where it is not given."""
         value: float | None = getattr(self, name)
         if value is None:
             raise FigureMissing(
@@ -160,6 +160,7 @@ class Hardware:
 
     def seconds(self, flops: float, moved: float, itemsize: int) -> float:
         """max(operations / peak, bytes moved / bandwidth), the roofline model, and at least a launch."""
+        # The slower of arithmetic and memory hides the other one.
         computing = flops / (self.reached * self.peak(itemsize)) if flops else 0.0
         return max(computing, moved / (self.reached * self.figure("bandwidth", "every operation")), self.launch)
 
@@ -175,7 +176,7 @@ class Hardware:
 
 
 REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9)
-"""What is reckoned with where no hardware is given: what an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
+"""The default of ``hardware=`` for costs: what an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
 
 Only their ratios matter to a balance: where the model runs on something else of the kind, the cut is the same.
 """
@@ -244,10 +245,12 @@ def _measure() -> dict[str, float]:
     device = torch.device("cuda" if on_gpu else "cpu")
     size, count = ON_A_GPU if on_gpu else ON_A_CPU
     found = {}
+    # A large product is bound by arithmetic, a copy by memory, and an addition to one number by its launch.
     for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
         numbers = torch.Generator(device).manual_seed(0)  # the user's own are not drawn from
         one, other = (torch.randn(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
         found[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, one, other), device)
+    # A copy reads each byte once and writes it once.
     source, target = (torch.ones(count, device=device) for _ in range(2))
     found["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)
     found["launch"] = _seconds_of(partial(target[:1].add_, 1.0), device, calls=100)

@@ -23,6 +23,7 @@ def listed(names: Sequence[str]) -> str:
     """
     if len(names) <= _NAMES and sum(map(len, names)) <= _WIDTH:
         return ", ".join(names)
+    # The first names and the last one stay; names in the middle give way until the line fits.
     short = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in (*names[: _NAMES - 1], names[-1])]
     few, last = short[: len(names) - 1][: _NAMES - 1], short[-1]
     while len(few) > 1 and sum(map(len, few)) + len(last) > _WIDTH:

@@ -75,6 +75,7 @@ class Options:
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
+        # A default needs no check, and None is a default of many.
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not field.default:
@@ -209,6 +210,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, Packed | Offsets):
         given = {field.name: getattr(value, field.name) for field in fields(value)}
         return f"{type(value).__name__} {describe_value(given)}"
+    # The rest has no text that is the same in each process: functions are named, other objects by their class.
     while isinstance(value, functools.partial):
         value = value.func
     if not callable(value):

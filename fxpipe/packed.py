@@ -23,7 +23,7 @@ class Packed:
     ... }
 
     A tensor is cut along ``dim``; a list or tuple into lists or tuples of its entries, whatever these hold, tensors of
-    different shapes and objects, too. A micro-batch of whose rows none has any gets an empty tensor, or an empty list.
+    different shapes and objects, too. A micro-batch without any gets an empty tensor, or an empty list.
     Weights of micro-batches remain those of the batch's rows.
 
     Args:
@@ -125,6 +125,8 @@ def counted(batch_dim: BatchDim) -> dict[str, Packed | Offsets]:
     Each stands behind the one whose rows its counts are for. RunError where there is no such order.
     """
     found = dict(_under("", batch_dim)) if is_mapping(batch_dim) else {}
+    # Counts of the rows of another packed input need that input's counts first: those that are ready are taken, until
+    # none is left, or none is ready.
     ordered: dict[str, Packed | Offsets] = {}
     while len(ordered) < len(found):
         ready = {path: rule for path, rule in found.items() if rule.of not in found or rule.of in ordered}
@@ -172,6 +174,7 @@ def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:
 
 def read_for(names: Collection[str], batch_dim: BatchDim, given: Collection[str]) -> set[str]:
     """The inputs without which these cannot be cut: their counts are read from them, or may be, where ``given``."""
+    # From the last rule to the first: an input that is needed for a later one may itself need others.
     rules, found = counted(batch_dim), set[str]()
     for path, rule in reversed(rules.items()):  # those that rows are counted of come behind those that count them
         if path.split(".")[0] in names or path in found:

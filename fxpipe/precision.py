@@ -56,6 +56,7 @@ def cast_parameters(module: nn.Module, precision: Precision) -> dict[str, Tensor
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             continue
+        # ``.data`` keeps the parameter the same object, which optimizers and tied modules hold.
         if parameter.dtype != precision.compute:
             if not parameter.is_meta:
                 originals[name] = parameter.detach()
@@ -72,4 +73,5 @@ def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
     """``exact`` where rounding it to a type gives ``values``, and ``values`` elsewhere."""
+    # A value that only went through the rounding takes its lost bits back; one that was changed meanwhile stays.
     return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))

@@ -19,9 +19,9 @@ PATIENCE = 2.0
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Tells, once ``PATIENCE`` is over, that ``what`` is under way, and at the end how long it took."""
+    """Logs that ``what`` is under way once it takes longer than ``PATIENCE``, and at the end how long it took."""
     start = time.perf_counter()
-    stream = sys.stderr  # which what is under way may redirect
+    stream = sys.stderr  # the code inside may redirect it
     timer = threading.Timer(PATIENCE, log, [f"fxpipe: {what} …", stream])
     timer.daemon = True
     timer.start()
@@ -50,6 +50,7 @@ def log(text: str, stream: TextIO | None = None) -> None:
 
 def warn(text: str, category: type[Warning]) -> None:
     """Warns of the call by which the user's code has entered fxpipe."""
+    # Python shows a warning once for each line that it points to, so this one points to a line of the user's.
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
     own = next((place for place, name in enumerate(names) if not name.startswith("fxpipe.")), len(names))

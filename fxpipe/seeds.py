@@ -38,6 +38,7 @@ def seed_python(seed: int) -> None:
 def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[None]:
     """Random numbers from ``seed`` inside; outside, the generators are as they were. ``python``: ``random``'s and
     NumPy's global one, too."""
+    # fork_rng saves the CPU's generator in any case.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), random_apart() if python else contextlib.nullcontext():
         seed_torch(seed, device)
@@ -55,7 +56,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """All of these generators, for a rank whose state nobody has saved."""
+    """Seeds all of these generators, for a rank that has no saved state."""
     seed_torch(seed, device)
     seed_python(seed)
 
@@ -72,6 +73,7 @@ class RandomState:
         numbers: dict[str, Any] = {"torch": bytes_of(torch.get_rng_state()), "python": random.getstate()}
         numbers |= {name: bytes_of(torch.cuda.get_rng_state(gpu)) for name, gpu in self._gpus.items()}
         if numpy := sys.modules.get("numpy"):
+            # As plain data: the state is saved in checkpoints, without pickle.
             kind, key, *rest = numpy.random.get_state()
             numbers["numpy"] = (kind, key.tolist(), *rest)
         return numbers

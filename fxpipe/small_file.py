@@ -12,6 +12,7 @@ from pathlib import Path
 def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     """What is in a file. OSError where it cannot be read, (EFBIG) has more than ``most`` bytes, or (EINVAL) is a device
     or a pipe, for whose other end one would wait."""
+    # O_NONBLOCK: opening a pipe would otherwise wait for its writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -27,6 +28,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
 
     OSError where that fails.
     """
+    # A rename within one folder is atomic, so the new content is written beside the old one first.
     target = Path(path)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:

@@ -216,6 +216,7 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """``get_gradient_edge`` of a tensor that needs a gradient, which for most kinds of nodes is soon said."""
+    # A leaf has no node yet, and the node of an autograd.Function does not keep its graph alive by itself.
     node = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(tensor)
@@ -225,6 +226,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 def run_backward(roots: Sequence[GradientEdge], seeds: Sequence[Tensor | None]) -> None:
     """``torch.autograd.backward``; where each seed is given, without what that looks at in Python before it asks its
     engine, which compares types and shapes itself."""
+    # Without a seed torch makes one of ones, and checks that the root is a scalar: that is left to torch.
     for seed in seeds:
         if seed is None:
             torch.autograd.backward(roots, seeds)
@@ -297,6 +299,7 @@ def module_calls_ended() -> Iterator[None]:
     """Around the calls of modules in an export: a BaseException that leaves it ends them for export, too, which by
     itself would take the module in which it was raised for one that still runs."""
     mode = get_proxy_mode()
+    # Export pops a module only where its call returns, or raises an Exception.
     running: dict[Any, Any] = {} if mode is None else mode.tracer.module_stack
     before = len(running)
     try:
@@ -316,6 +319,7 @@ def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
     slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     if mode is None or slot is None:
         return ""
+    # The digest of a node is made of its operator and of the digests of its arguments, so equal graphs have equal ones.
     writes = 0
     for node in slot.proxy.node.graph.nodes:
         if node in known:
@@ -400,6 +404,7 @@ def sizes_like_any() -> Iterator[None]:
         is_size = prefix is symbolic_shapes.SymT.SIZE and known.pop("positive", None)
         return make(prefix, number, **known, **({"nonnegative": True} if is_size else {}))
 
+    # torch asks for this function by its name in the module, at each call.
     symbolic_shapes.make_symbol = symbol
     try:
         with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
@@ -441,6 +446,7 @@ def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return []
     home: Any = dist.distributed_c10d
     declared = schema_of(operator).arguments
+    # Collectives name their group in one of two ways, by object or by name; the schema says in which argument.
     given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
     found = []
     for argument in declared:
@@ -458,6 +464,7 @@ def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.Pr
     and on NCCL it would split a communicator of all ranks, for which all of them would have to come.
     """
     home: Any = dist.distributed_c10d
+    # While the group is made, the name and the source of a split are those given here.
     own = home._process_group_name, home._get_split_source
     home._process_group_name, home._get_split_source = lambda *args, **kwargs: name, lambda group: None
     try:
@@ -547,6 +554,7 @@ def is_constant(value: Any) -> bool:
     """Whether what torch.export computes is a tensor of no inputs, parameters or random numbers: always the same."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+    # Walks back through all that the value is computed from, until something is found that may change.
     waiting, seen = [slot.proxy.node] if slot is not None else [], set()
     while waiting:
         node = waiting.pop()

@@ -61,6 +61,7 @@ def is_mapping(value: Any) -> bool:
 
 def is_list(value: Any) -> bool:
     """Values one after another. A tensor is one value, and what comes in a set comes in no order."""
+    # A tensor is known by its attribute, since this file imports no torch.
     other = isinstance(value, (str, bytes, Mapping, set, frozenset)) or hasattr(value, "requires_grad")
     return isinstance(value, Collection) and not other
 

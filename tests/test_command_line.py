@@ -317,12 +317,6 @@ def test_what_fxpipe_or_the_system_refuses_is_told_with_exit_code_1(
     assert fact in message
 
 
-@pytest.mark.usefixtures("files")
-@pytest.mark.parametrize(("refused", "code"), [(USAGE["no stages"], 2), (REFUSED["a malformed file"], 1)])
-def test_a_shell_sees_the_exit_code(refused: tuple[Sequence[str], str], code: int, run: Run) -> None:
-    assert refused[1] in told(run(*refused[0]), code)
-
-
 def test_a_table_that_is_refused_is_printed_with_the_cell_in_brackets(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n")
     assert "[1F1]" in told(run("show", "mine.csv"), 1)
@@ -379,37 +373,6 @@ def test_a_terminal_of_any_encoding_will_do(encoding: str, run: Run) -> None:
     printed(run("topology", "pipe=2,data=64", PYTHONIOENCODING=encoding))  # it has an ellipsis
 
 
-# --- without torch ---
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("show", "1f1b", "--stages", "4", "--csv", "a.csv", "--svg", "a.svg", "--html", "a.html", "--trace", "a.json"),
-        ("topology", "pipe=2"),
-    ],
-    ids=str,
-)
-def test_neither_torch_nor_anything_as_large_is_imported(arguments: Sequence[str], tmp_path: Path) -> None:
-    """Which is what an answer would wait for."""
-    code = f"""
-import runpy, sys
-before = set(sys.modules)
-sys.argv = ["fxpipe", *{list(arguments)!r}]
-try:
-    runpy.run_module("fxpipe", run_name="__main__", alter_sys=True)
-except SystemExit as done:
-    assert done.code == 0, done.code
-found = {{name.split(".")[0] for name in set(sys.modules) - before}} - sys.stdlib_module_names
-assert found <= {{"fxpipe", "tabulate", "wcwidth"}}, found
-"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # --- gathered stages ---
 
 
@@ -427,18 +390,6 @@ def test_groups_of_given_size_and_cost_are_compared(called: Run) -> None:
     assert lines["store_all"] == ["51", "51", "20.0%", "16", "68"]
     done = called("compare", "store_all", *EDGES, "-m", "8", "--gather", "4", "--gather-cost", "5,7")
     assert lines_of(printed(done))["store_all"][0] == "39"
-
-
-def test_memory_decides_for_recomputation(called: Run) -> None:
-    limits = "--bytes", "10,10,10,10,1", "--input-bytes", "1", "--memory", "20"
-    assert "1f1b (cached)" in printed(called("show", "1f1b", *EDGES, "-m", "8", "--gather", "4", *limits))
-
-
-def test_stages_that_are_run_again_are_shown(called: Run) -> None:
-    """(p − 1)(F + B) + m(2F + B)"""
-    text = printed(called("show", "1f1b", "--stages", "2", "-m", "3", "--recompute", "0,1", "--full"))
-    assert {"0R0", "0R1", "0R2", "1R0", "1R1", "1R2"} <= set(text.split())
-    assert "makespan 15 F" in text
 
 
 @pytest.mark.parametrize(

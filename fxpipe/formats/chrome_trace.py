@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fxpipe.formats.layout import lanes
+from fxpipe.formats.svg_picture import lanes
 from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of, waited
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.in_flight import held
@@ -96,6 +96,7 @@ def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
     thread may not overlap."""
     number = len(timeline.schedule.rows)
     for rank in range(len(timeline.schedule.rows)):
+        # Each lane is a thread, numbered behind those of the ranks and of the lanes before.
         for lane in lanes(timeline, rank):
             yield from _thread(number, f"rank {rank}: reductions")
             for _, what, *span in lane:
@@ -127,6 +128,7 @@ def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
 def _counters(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float) -> Iterator[Event]:
     """Per stage, the micro-batches whose forward has run and whose backward has not ended."""
     in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}
+    # A counter without a first value would begin only with its first change.
     counts = [(stage, 0.0, 0) for stage in in_flight]
     for action in row:
         if change := held(timeline.schedule, action):

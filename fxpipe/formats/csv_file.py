@@ -66,6 +66,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
     links: Iterable[tuple[int, int]] = itertools.pairwise(range(len(placement)))
     if edges is not None:
         check_given(edges=(links := nested(edges)))
+    # The file does not say which stages have a backward, or how many micro-batches there are: the cells show both.
     differentiated = {action.stage for row in rows for action in row if action.op is not Op.F}
     schedule = Schedule(
         rows=tuple(rows),
@@ -114,6 +115,7 @@ def _placement(rows: Sequence[Sequence[Action]], name: str) -> Placement:
     for _, cells in sorted(found.items()):
         counts = Counter(rank for _, rank in cells)
         turns = {number % len(counts): rank for number, rank in cells}
+        # Two ranks that have a stage in turns show it: micro-batch i is on rank turns[i mod r], for every i.
         regular = all(turns[number % len(counts)] == rank for number, rank in cells)
         if regular and len(turns) == len(counts):
             places.append(tuple(turns[turn] for turn in range(len(counts))))
@@ -161,6 +163,7 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
         if isinstance(step, Compute):
             rows[rank].append(str(step.action))
         elif isinstance(step, Send | Receive):
+            # The receive is written where the second of the two ends comes: then the message is there.
             message, edge = step.message, schedule.links[step.message.edge]
             if isinstance(step, Send):
                 rows[rank].append(_cell(step, edge))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from html import escape
 
 from fxpipe.errors import ScheduleError
-from fxpipe.formats.svg_picture import clean, svg
+from fxpipe.formats.svg_picture import svg
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
 from fxpipe.graph.ranks import named
 from fxpipe.notebook import preformatted
@@ -157,7 +158,7 @@ def html(timeline: Timeline) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>{clean(headline(timeline).what)}</title>
+<title>{escape(headline(timeline).what)}</title>
 <style>{STYLE}</style>
 </head>
 <body>
@@ -205,6 +206,7 @@ def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> st
     """``shown`` as HTML: its timeline's picture, and its own table. A table that deadlocks has no picture."""
     table = preformatted(str(shown))
     schedule = shown if isinstance(shown, Schedule) else shown.schedule
+    # A notebook keeps each output in its file, and a browser draws it again when the file opens.
     cells = sum(map(len, schedule.rows))
     if cells > MOST_CELLS:
         return table + preformatted(f"{cells:,} cells are too many for a notebook: to_html(path) draws them")

@@ -8,10 +8,9 @@ from functools import cache
 from html import escape
 from typing import NamedTuple
 
-from fxpipe.formats.layout import FONT, HEAD, LANE, MARGIN, SWATCH, PictureLayout, text_width, ticks
 from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.schedule import Reduction, Timeline
 
 # Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"
@@ -22,6 +21,21 @@ DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
 
 NARROW = 6  # pixels: below, an outline would fill its cell
+MARGIN = 16
+FONT = 11
+DIGIT = 6.8
+"""The width of a digit of FONT pixels, with a little to spare."""
+LINE = 14
+HEAD = 104
+"""The height of headline, legend and axis."""
+LABEL = 230
+"""The most width that the stages of a rank get beside its row."""
+SWATCH = 15
+LANE = 5
+"""The height of a lane of reductions beneath a row, with what parts it from the next."""
+PLOT = (680, 8000)
+CELL = 19
+"""The least that a short cell would like to have."""
 
 
 def svg(timeline: Timeline) -> str:
@@ -33,7 +47,7 @@ def svg(timeline: Timeline) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fxpipe" {size} viewBox="0 0 {width:g}'
         f' {layout.bottom + MARGIN:g}" font-family="system-ui, sans-serif" font-size="{FONT}" role="img"'
-        f' aria-label="{clean(what)}; {clean(figures)}">',
+        f' aria-label="{escape(what)}; {escape(figures)}">',
         f"<style>{DARK}</style>",
         f"<defs>{''.join(_patterns(timeline))}</defs>",
         f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>',
@@ -53,11 +67,6 @@ def svg(timeline: Timeline) -> str:
     return "\n".join(parts)
 
 
-def clean(text: str) -> str:
-    """Text as XML can hold it: signs of markup escaped, and what no XML may contain replaced."""
-    return escape("".join(letter if letter.isprintable() else "\ufffd" for letter in text))
-
-
 def ops(timeline: Timeline) -> list[Op]:
     """The ops that a table has."""
     used = {action.op for row in timeline.schedule.rows for action in row}
@@ -65,7 +74,7 @@ def ops(timeline: Timeline) -> list[Op]:
 
 
 def _text(x: float, y: float, text: str, kind: str, fill: str, more: str = "") -> str:
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{fill}" {more}>{clean(text)}</text>'
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{fill}" {more}>{escape(text)}</text>'
 
 
 # --- fills ---
@@ -189,7 +198,7 @@ def _reductions(layout: PictureLayout) -> Iterator[str]:
                 text = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
                 yield (
                     f'<rect class="reduction" x="{x:g}" y="{y}" width="{width:g}" height="{LANE - 1}"'
-                    f' fill="{REDUCTION}"><title>{clean(text)}</title></rect>'
+                    f' fill="{REDUCTION}"><title>{escape(text)}</title></rect>'
                 )
 
 
@@ -211,6 +220,7 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
         (float(layout.y(layout.timeline.schedule.rank(action))), *_extent(layout, action))
         for action in layout.timeline.critical_path
     ]
+    # An outline inside of a narrow cell would cover it. So neighbours on the path share one, if any of them is narrow.
     joined = min((width for _, _, width in cells), default=0) < NARROW
     runs: list[tuple[float, float, float]] = []  # (top, left, right)
     for y, x, width in cells:
@@ -223,6 +233,105 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
     for y, left, right in runs:
         across, down = max(right - left - 2 * inset, 0), layout.height - 2 * inset
         yield f"M{left + inset:.2f} {y + inset:g}h{across:.2f}v{down:g}h-{across:.2f}z"
+
+
+# --- where the parts stand, in pixels ---
+
+
+class PictureLayout:
+    """Times and ranks → pixels."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        schedule = timeline.schedule
+        self.timeline = timeline
+        self.stages = schedule.stages_of
+        ranks, most = len(self.stages), max(map(len, self.stages), default=0)
+        self.lanes = tuple(lanes(timeline, rank) for rank in range(ranks))
+        # Beside a row stand its stages, in one column or several.
+        self.columns = 1 if most <= 3 else 2 if most <= 8 else 4
+        self.lines = -(-most // self.columns)
+        names = (schedule.label(stage) for stages in self.stages for stage in stages)
+        widest = SWATCH + max(map(text_width, names), default=0.0) + 10
+        self.column = min(widest, LABEL / self.columns)
+        self.labels_left = MARGIN + text_width(f"rank {max(ranks - 1, 0)}") + 12
+        # A row, and from a row to the next.
+        self.height = max(26 if ranks <= 16 else 18, self.lines * LINE + 2)
+        self.pitch = self.height + (6 if ranks <= 16 else 3) + LANE * max(map(len, self.lanes), default=0)
+        self.bottom = HEAD + ranks * self.pitch
+        # Time 0 stands at the left; the end is that of what is drawn: a reduction may end after the last action.
+        self.left = float(math.ceil(self.labels_left + self.columns * self.column))
+        self.end = max(timeline.makespan, *(reduction.end for reduction in timeline.reductions), 0.0)
+        # What a cell needs to show its micro-batch: the same for all, so that no row is numbered half.
+        self.number_width = len(str(max(schedule.microbatches - 1, 0))) * DIGIT + 2
+        lengths = sorted(span.duration for span in timeline.spans.values() if span.duration > 0)
+        # Enough for numbers in most cells, if that is not too wide.
+        wanted = self.end / lengths[len(lengths) // 5] * max(CELL, self.number_width) if lengths else 0.0
+        self.plot = float(round(min(max(wanted, PLOT[0]), PLOT[1])))
+        self.scale = self.plot / self.end if self.end else 0.0
+        # The width of the makespan, which is that of a row.
+        self.track = round(self.plot * timeline.makespan / self.end, 2) if self.end else self.plot
+        self.width = self.left + self.plot + 80
+
+    def x(self, time: float) -> float:
+        """In hundredths of a pixel, so that what follows without a gap is drawn so."""
+        return round(self.left + time * self.scale, 2)
+
+    def y(self, rank: int) -> int:
+        return HEAD + rank * self.pitch
+
+    def labels(self, rank: int) -> Iterator[tuple[int, float, float, str]]:
+        """The stages of a rank, column by column, in the middle of its row: each with its place and its text."""
+        stages = self.stages[rank]
+        lines = min(self.lines, len(stages))
+        top = self.y(rank) + (self.height - lines * LINE) / 2
+        room = self.column - SWATCH - 8
+        for place, stage in enumerate(stages):
+            x, y = self.labels_left + place // lines * self.column, top + place % lines * LINE
+            yield stage, x, y, truncated(self.timeline.schedule.label(stage), room)
+
+
+Lanes = tuple[tuple[Reduction, ...], ...]
+"""Reductions of one rank; those of a lane do not overlap."""
+
+
+def lanes(timeline: Timeline, rank: int) -> Lanes:
+    """The reductions of a rank on as few lanes as hold them, each on the first that is free."""
+    free: list[list[Reduction]] = []
+    for reduction in sorted((one for one in timeline.reductions if one.rank == rank), key=lambda one: one.start):
+        lane = next((lane for lane in free if lane[-1].end <= reduction.start), None)
+        if lane is None:
+            free.append([reduction])
+        else:
+            lane.append(reduction)
+    return tuple(map(tuple, free))
+
+
+def ticks(end: float, most: int) -> list[float]:
+    """Round times from 0 to ``end``: 1, 2 or 5 times a power of ten apart, at most about ``most`` of them."""
+    if end <= 0 or most < 1:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(end / most))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if end / step <= most)
+    return [step * count for count in range(math.floor(end / step + 1e-9) + 1)]
+
+
+def text_width(text: str) -> float:
+    """About how wide a text of FONT pixels is; no font is measured."""
+    return sum(map(_letter_width, text))
+
+
+def _letter_width(letter: str) -> float:
+    if letter in " .,:;'|!fijlrtI()[]":
+        return 0.6 * DIGIT
+    return 1.45 * DIGIT if letter in "mwMW@%" else DIGIT * (1.2 if letter.isupper() else 1)
+
+
+def truncated(text: str, room: float) -> str:
+    if text_width(text) <= room:
+        return text
+    while text and text_width(text + "…") > room:
+        text = text[:-1]
+    return text.rstrip() + "…"
 
 
 # --- colours: a hue for each stage, a tone of it for each op ---

@@ -25,7 +25,7 @@ def numbers(action: Action) -> str:
 
 
 class TimeUnit(NamedTuple):
-    """How times are written: in ``name``, of which one unit of the timeline has ``scale``, to that many decimals."""
+    """How times are written: in ``name``, ``scale`` of them to a unit of the timeline, with so many decimals."""
 
     name: str
     scale: float
@@ -49,6 +49,7 @@ def unit_of(timeline: Timeline) -> TimeUnit:
     name, scale = "F" if all(cost == 1 for cost in timeline.costs.forward) else "", 1.0
     if timeline.measured:
         name, scale = ("s", 1.0) if timeline.makespan >= 10 else ("ms", 1e3)
+    # The digits in front of the point, less one.
     size = math.floor(math.log10(timeline.makespan * scale)) if timeline.makespan else 0
     return TimeUnit(name, scale, (4 if timeline.measured else 5) - size)
 

@@ -10,16 +10,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from fxpipe.distributed.topology import Topology
 from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.notebook import listed
-from fxpipe.options import Options
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.balance.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.capture.sizes import bytes_of_inputs
@@ -68,26 +65,27 @@ class _Forecast:
         self.planner, self.pattern, self.options, self.topology = planner, pattern, planner.options, planner.topology
         self.plan = planner.plan(pattern, "nothing is run")
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.work = planner.tables.stage_work(pattern, self.graph.placement)
+        self.staged = planner.tables.stage_work(pattern, self.graph.placement)
         self.account = dataclasses.replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
-        self.hardware = Hardware.of(self.options.hardware)
         self.used = {id(tensor) for stage in self.graph for tensor in stage.tensors.values()}
+        self.hardware = Hardware.of(self.options.hardware)
         self.sizes: dict[Edge, tuple[float, float]] = {}
         """Edge → the bytes of its value, as its stage makes it at once, and of that value's gradient."""
-        if self.work is None:
+        if self.staged is None:
             self.timeline = self.schedule.planned()
             return
+        # A gathered stage makes the value of its whole group at once.
         for edge in self.graph.edges:
-            cost, group = self.work.nodes[edge.value], self.schedule.groups[edge.source]
+            cost, group = self.staged.work.costs[edge.value], self.schedule.groups[edge.source]
             self.sizes[edge] = group * cost.bytes_out, group * cost.gradient_bytes
         again = {stage for stage, _ in self.schedule.dependencies.recomputed}
-        costs = self.work.costs([stage in again for stage in range(len(self.graph))])
+        costs = self.staged.costs_with([stage in again for stage in range(len(self.graph))])
         self.timeline = self.schedule.planned(costs)
 
     def preview(self, timed: bool) -> Preview:
         """``timed``: with seconds, for which figures of the hardware are needed."""
-        timed = timed and self.work is not None
+        timed = timed and self.staged is not None
         graph = dataclasses.replace(self.graph, bytes_of={edge: int(size) for edge, (size, _) in self.sizes.items()})
         return Preview(
             plan=dataclasses.replace(self.plan, graph=graph),
@@ -97,8 +95,8 @@ class _Forecast:
             seconds=self._seconds if timed else None,
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
-            between_nodes=self._between_nodes() if self.work is not None else None,
-            saving=self.planner.tables.saving(self.plan, self.pattern, self.work),
+            between_nodes=self._between_nodes() if self.staged is not None else None,
+            saving=self.planner.tables.saving(self.plan, self.pattern, self.staged),
             what=self._what(),
         )
 
@@ -116,7 +114,7 @@ class _Forecast:
         for stage in self.graph:
             for rank in self.graph.ranks(stage.index):
                 stages[rank].append(stage)
-        known = self.work is not None
+        known = self.staged is not None
         activations = peak_bytes(self.schedule, self.timeline.costs) if known else ()
         sizes = bytes_of_inputs(self.pattern.shapes, self.options.precision)
         found = []
@@ -139,6 +137,8 @@ class _Forecast:
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
         sizes = [parameter.numel() for parameter in parameters]
+        # Element-wise optimizers shard every parameter evenly. Others step whole parameters, and the rank that is dealt
+        # the most bytes decides.
         parts = [[self.account.part_of(one.numel(), rows_of(one)) for one in parameters]]
         if self.stepping.whole and self.account.zero in (1, 2) and parameters:
             owners = dealt(sizes, self.account.shards)
@@ -150,23 +150,23 @@ class _Forecast:
         return max(held, key=lambda one: one.sum) + Held(parameters=float(buffers))
 
     def _of_one(self, parameter: Tensor, part: float) -> Held:
-        """``part``: how much of it a rank steps."""
-        count, floating, trained = parameter.numel(), parameter.is_floating_point(), parameter.requires_grad
-        if id(parameter) not in self.used:  # so it is never stepped, nor sharded by zero=3
-            if self.account.zero == 3:
-                return Held(parameters=float(count * self._element(parameter, "master")))
-            idle = self.account.held(count, self._element(parameter), False, floating, part)
-            held = self.account.held(count, self._element(parameter), trained, floating, part)
-            return dataclasses.replace(held, optimizer=idle.optimizer)
-        return self.account.held(count, self._element(parameter), trained, floating, part)
+        """``part``: how many of its elements a rank steps."""
+        count, floating = parameter.numel(), parameter.is_floating_point()
+        held = self.account.held(count, self._element(parameter), parameter.requires_grad, floating, part)
+        if id(parameter) in self.used:
+            return held
+        # No stage uses it: it is never stepped, and zero=3 does not shard it.
+        if self.account.zero == 3:
+            return Held(
+                parameters=self.account.held(count, self._element(parameter), False, floating, count).parameters
+            )
+        idle = self.account.held(count, self._element(parameter), False, floating, part)
+        return dataclasses.replace(held, optimizer=idle.optimizer)
 
-    def _element(self, tensor: Tensor, use: Literal["compute", "master", "reduce"] = "compute") -> int:
-        """Bytes of an element as stages run it, as ``zero=3`` keeps it, or as its gradients are summed."""
+    def _element(self, tensor: Tensor) -> int:
+        """The bytes of an element as stages run it."""
         precision = self.options.precision
-        if precision is None or not (tensor.is_floating_point() or use == "reduce"):
-            return tensor.element_size()
-        dtype: torch.dtype = getattr(precision, use)
-        return dtype.itemsize
+        return precision.compute.itemsize if precision and tensor.is_floating_point() else tensor.element_size()
 
     def _size(self, message: Message) -> float:
         return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
@@ -196,32 +196,49 @@ class _Forecast:
 
     def _of_step(self, *names: str) -> float:
         """What the nodes have of this, all together, on all ranks."""
-        nodes = self.work.nodes.nodes.values() if self.work is not None else ()
+        nodes = self.staged.work.costs.nodes.values() if self.staged is not None else ()
         each = sum(getattr(node, name) for node in nodes for name in names)
         return float(each * self.schedule.microbatches * self.topology.size("data"))
 
     @cached_property
     def _traffic(self) -> list[DataTraffic]:
         """Each rank's on the data axis."""
+        data, zero, precision = self.topology.size("data"), self.options.zero, self.options.precision
+        # Without zero, gradients are summed inside of a node first, and then between nodes.
+        node = min(map(len, self.topology.shard_groups()))
+        shards = self.account.shards if zero else node if 1 < node < data else data
+        replicas, part = data // shards, (shards - 1) / shards
+        per_node, groups = self.topology.ranks_per_node, self.topology.groups("data")
+        crossing = max(_leaving(group, per_node) for group in groups) if shards == data else 0.0
+        # In a ring of S ranks a reduce-scatter, or an all-gather, sends (S - 1) / S of a tensor, an all-reduce both.
+        # zero=2 has a reduce-scatter for each micro-batch.
+        times = {0: 2, 2: self.schedule.microbatches}.get(zero, 1)
         found = []
         for tensors in self._tensors:
             parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-            wire = sum(one.numel() * self._element(one, "reduce") for one in parameters if one.requires_grad)
+            trained = [one for one in parameters if one.requires_grad]
+            wire = sum(
+                one.numel() * (precision.reduce.itemsize if precision else one.element_size()) for one in trained
+            )
             whole = sum(one.numel() * self._element(one) for one in parameters)
-            found.append(DataTraffic(self.options, self.topology, whole, wire, self.schedule.microbatches))
+            sums = [Sent(times * part * wire, crossing)]
+            if zero or replicas > 1:
+                sums.append(Sent(2 * (replicas - 1) / replicas * wire / shards, 1.0))
+            found.append(DataTraffic(sums, [Sent(part * whole, crossing)] if zero else []))
         return found
 
     @cached_property
     def _seconds(self) -> float:
         """The last rank's end. The sums of a rank's gradients begin with the first of its stages' last backwards, with
         zero=2 with its first one, and what is left when all have ended is waited for; so are gathers of parameters."""
-        assert self.work is not None
-        end = whole = self.work.plain.seconds(self.timeline.makespan)
+        assert self.staged is not None
+        end = whole = self.staged.seconds(self.timeline.makespan)
         if self.topology.size("data") == 1:
             return end
         for traffic, row in zip(self._traffic, self.schedule.rows, strict=True):
             backwards = [action for action in row if action.op in (Op.B, Op.W)]
             sums, gathers = (sum(one.seconds(self.hardware) for one in way) for way in (traffic.sums, traffic.gathers))
+            # A bucket is reduced as soon as the last backward of its stage has run; with zero=2 behind each backward.
             begin = backwards if self.options.zero == 2 else {action.stage: action for action in backwards}.values()
             start = min((self.timeline.spans[action].start for action in begin), default=0.0)
             end = max(end, start + sums + gathers, whole + gathers)
@@ -233,8 +250,8 @@ class _Forecast:
             return 0.0
         found = 0.0
         if self.topology.size("data") > 1:
-            pipelines = self.topology.world_size // self.topology.size("pipe") // self.topology.size("data")
-            found = pipelines * sum(traffic.between_nodes for traffic in self._traffic)
+            sent = [one for traffic in self._traffic for one in (*traffic.sums, *traffic.gathers)]
+            found = self.topology.world_size / self.topology.size("pipe") * sum(one.size * one.crossing for one in sent)
         for message in (one.message for row in self.plan.instructions for one in row if isinstance(one, Send)):
             for group in self.topology.groups("pipe"):
                 if group[message.sender] // per_node != group[message.receiver] // per_node:
@@ -244,10 +261,10 @@ class _Forecast:
     def _what(self) -> str:
         gathers = [stage.name for stage in self.graph if stage.gathered is not None]
         left = []
-        if self.work is None:
+        if self.staged is None:
             left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
         else:
-            left.append(self.work.nodes.guesses)
+            left.append(self.staged.work.costs.guesses)
             if self.options.hardware is None:
                 left.append('seconds need hardware=, such as hardware="h100"')
             if gathers:
@@ -262,7 +279,7 @@ class _Forecast:
 @dataclass(frozen=True)
 class Sent:
     """Bytes that a rank sends on groups of one kind. ``crossing``: which part of them leaves its node, on average over
-    the ranks of a group, of which some stand at its node's end."""
+    the ranks of a group: only those at the end of their node send to another."""
 
     size: float
     crossing: float
@@ -272,32 +289,19 @@ class Sent:
         return hardware.latency + self.size / hardware.wire(self.crossing > 0) if self.size else 0.0
 
 
-class DataTraffic:
-    """For ranks that hold so many bytes of parameters, and of gradients as they travel: ``sums`` of the gradients, and
-    ``gathers`` of the parameters. ``between_nodes``: the bytes that leave a node, of all ranks of a data group."""
+class DataTraffic(NamedTuple):
+    """What a rank sends over the data axis in a step."""
 
-    def __init__(
-        self, options: Options, topology: Topology, parameters: float, gradients: float, microbatches: int
-    ) -> None:
-        data, zero = topology.size("data"), options.zero
-        node = min(map(len, topology.shard_groups()))
-        plain = node if 1 < node < data else data  # without zero, sums go inside of a node first
-        shards = Account.of(options, topology).shards if zero else plain
-        replicas, part = data // shards, (shards - 1) / shards
-        crossing = 0.0
-        if shards == data:  # of the group that has most
-            crossing = max(_leaving(group, topology.ranks_per_node) for group in topology.groups("data"))
-        times = {0: 2, 2: microbatches}.get(zero, 1)
-        self.sums = [Sent(times * part * gradients, crossing)]
-        if zero or replicas > 1:
-            self.sums.append(Sent(2 * (replicas - 1) / replicas * gradients / shards, 1.0))
-        self.gathers = [Sent(part * parameters, crossing)] if zero else []
-        self.between_nodes = data * sum(one.size * one.crossing for one in (*self.sums, *self.gathers))
+    sums: list[Sent]
+    """Of gradients."""
+    gathers: list[Sent]
+    """Of parameters."""
 
 
 def _leaving(group: list[int], per_node: int | None) -> float:
     """The part of a ring's links that leads from one node to another."""
     if per_node is None:
         return 0.0
+    # The ring closes, from the last rank to the first.
     nodes = [rank // per_node for rank in group]
     return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / len(group)

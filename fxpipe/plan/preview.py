@@ -56,7 +56,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "whole", "activations", "messa
 
 @dataclass(frozen=True)
 class Preview(Tabular):
-    """What ``compile`` would run; prints as stages, table and figures. ``ranks``: those of a pipeline, each of which
+    """What ``compile`` would run; prints as stages, table and figures. ``ranks``: the ranks of a pipeline; each
     stands for its replicas.
 
     ``seconds``, ``flops`` and ``utilisation`` are None without ``hardware=``, and without an example.
@@ -102,6 +102,7 @@ class Preview(Tabular):
         keeps within it."""
         if self.memory is None:
             return None
+        # What is known may exceed the memory already; only where all is known can a rank be said to fit.
         if any(rank.total > self.memory for rank in self.ranks):
             return False
         return None if any(rank.activations is None for rank in self.ranks) else True
@@ -134,6 +135,7 @@ class Preview(Tabular):
         sends: dict[str, int | None] = {}
         for edge in stage.outputs:
             name = self.graph.names[edge.target]
+            # Several values may go to one stage.
             sends[name] = sends.get(name, 0) + sizes[edge] if edge in sizes else None  # type: ignore[operator]
         return {
             "name": stage.name,
@@ -146,6 +148,7 @@ class Preview(Tabular):
     @cached_property
     def _memory(self) -> str:
         """A line a rank."""
+        # "whole" is empty without zero=2 and 3, and then it has no column.
         columns = [name for name in _PARTS if name != "whole" or any(rank.whole for rank in self.ranks)]
         unit, scale = _unit(max(rank.total for rank in self.ranks))
         rows = []

@@ -26,7 +26,7 @@ from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
-    from fxpipe.plan.balance.simulated_layouts import StageWork
+    from fxpipe.plan.balance.simulated_layouts import Staged
 
 Marked = tuple[bool, ...]
 """Whether each stage is recomputed."""
@@ -75,7 +75,7 @@ class Tables:
             return self.captures.found.outcome.costs
         # A stage on several ranks fills the time that their other stages leave idle, which only true costs show.
         work = self.stage_work(pattern, graph.placement) if replicated(graph.placement) else None
-        return None if work is None else work.costs((False,) * len(graph))
+        return None if work is None else work.costs_with((False,) * len(graph))
 
     def _given(
         self, table: Schedule, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]
@@ -116,7 +116,7 @@ class Tables:
             work = self.stage_work(pattern if pattern.shapes else self.shown or pattern, graph.placement)
             if work is None:
                 return table
-            self.by_shapes = work.costs((bool(self.options.recompute),) * len(graph))
+            self.by_shapes = work.costs_with((bool(self.options.recompute),) * len(graph))
         known = self.by_shapes
         return dataclasses.replace(table, costs=known if table.costs is None else table.costs.or_else(known))
 
@@ -140,12 +140,12 @@ class Tables:
             )
         return _fewest(graph, make, work, self.options.memory_per_rank or 0.0)
 
-    def stage_work(self, pattern: Pattern, placement: Placement) -> StageWork | None:
+    def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
         """What the stages take, derived from shapes; None where these, or the costs, are not known."""
         captures = self.captures
         return None if captures is None else captures.balancing.stage_work(captures.first, pattern, placement)
 
-    def saving(self, plan: Plan, pattern: Pattern, work: StageWork | None) -> str:
+    def saving(self, plan: Plan, pattern: Pattern, work: Staged | None) -> str:
         """What recomputation saves and costs, in words, where it was asked for: against the table without it."""
         if self.options.recompute is False:
             return ""
@@ -159,7 +159,7 @@ class Tables:
         before, after = without.planned(), table.planned()
         if work is not None:
             flags = tuple(stage.index in again for stage in graph)
-            before, after = without.planned(work.costs(none)), table.planned(work.costs(flags))
+            before, after = without.planned(work.costs_with(none)), table.planned(work.costs_with(flags))
             peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
             pairs = enumerate(zip(*peaks, strict=True))
             sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
@@ -208,7 +208,7 @@ def tells_bytes(costs: Costs | None) -> bool:
     return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
-def _fewest(graph: StageGraph, make: Make, work: StageWork, memory: float) -> Marked:
+def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marked:
     """As few as fit into ``memory`` bytes a rank; ScheduleError where none do.
 
     One after another the stage with which it fits in the least time or, while none does, the one that takes most off
@@ -218,8 +218,8 @@ def _fewest(graph: StageGraph, make: Make, work: StageWork, memory: float) -> Ma
     @cache
     def figures(flags: Marked) -> tuple[float, tuple[float, ...], float]:
         """Seconds, each rank's bytes, and those that do not fit, over all ranks."""
-        plan = make(flags).planned(work.costs(flags))
-        peaks = work.plain.peaks(plan.schedule, plan.costs)
+        plan = make(flags).planned(work.costs_with(flags))
+        peaks = work.peaks(plan.schedule, plan.costs)
         return plan.makespan, peaks, sum(max(peak - memory, 0.0) for peak in peaks)
 
     # 1. Add stages on ranks that are too full, by seconds for each byte that they take off, until all fits.

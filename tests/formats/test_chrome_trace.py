@@ -220,17 +220,6 @@ def test_odd_names_and_an_empty_timeline() -> None:
     assert events(replace(empty, spans={}), "X", "s", "f") == []
 
 
-def test_the_same_timeline_gives_the_same_text_which_says_what_it_is_of() -> None:
-    first, second = (chrome_trace(build("1f1b", WORKED, 8).simulate()) for _ in range(2))
-    assert first == second
-    trace = json.loads(first)
-    assert trace["displayTimeUnit"] == "ms"
-    assert trace["otherData"] == {
-        "schedule": "1f1b: 5 stages on 5 ranks, 8 micro-batches, planned",
-        "figures": "bubble 20.0%, makespan 30 F (lower bound 30 F)",
-    }
-
-
 def test_a_timeline_and_a_schedule_write_their_traces(tmp_path: Path) -> None:
     schedule, costs = build("1f1b", WORKED, 4), Costs.of(5, forward=2, backward=3, comm=1)
     schedule.simulate().to_trace(tmp_path / "a.json")

@@ -469,7 +469,7 @@ def work_of(
 ) -> BlockGraph:
     """A work of blocks of so many seconds; the last makes the result, or ``result``. ``tied``: groups that share a
     parameter of that size. ``saved``: the bytes that each keeps."""
-    held = {key: HeldParameter(str(key), size, size // 4, True) for key in range(len(tied))}
+    held = {key: HeldParameter(size, size // 4, True) for key in range(len(tied))}
     made = [
         plain_block(time, [number], [key for key, group in enumerate(tied) if number in group])
         for number, time in enumerate(seconds)
@@ -492,7 +492,7 @@ def test_given_stages_fit_where_equal_bytes_of_parameters_do() -> None:
     """The bytes in flight are those of a graph, not of a chain; the cut by what a chain holds takes 45.6 MB."""
     seconds = [1.22e-3, 7.09e-3, 1.43e-3, 7.3e-3, 6.7e-3]
     megabytes, in_flight = [28, 7, 16, 23, 18], [0, 3.6, 0.8, 3.37, 7.05]  # parameters with 16 bytes for each
-    held = {n: HeldParameter("", 4 * count, count, True) for n, count in enumerate(int(m / 16e-6) for m in megabytes)}
+    held = {n: HeldParameter(4 * count, count, True) for n, count in enumerate(int(m / 16e-6) for m in megabytes)}
     costs = NodeCosts({}, {n: int(size * 1e6) for n, size in enumerate(in_flight)}, held, REFERENCE)
     blocks_ = tuple(plain_block(3 * time, [n], [n]) for n, time in enumerate(seconds))
     values = tuple(BlockValue(a, (b,), 10_000) for a, b in ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4)))
@@ -569,7 +569,7 @@ def test_a_parameter_on_two_ranks_costs_its_sum() -> None:
 def test_gradients_of_the_same_ranks_are_summed_together_in_the_type_that_precision_says() -> None:
     """Two parameters of 500,000 numbers, which stages run with in bfloat16 and sum in float32."""
     work = work_of([1.0, 1.0], [(0, 1)], tied=[(0, 1), (0, 1)])
-    held = {key: HeldParameter(str(key), 10**6, 5 * 10**5, trained=True) for key in (0, 1)}
+    held = {key: HeldParameter(10**6, 5 * 10**5, trained=True) for key in (0, 1)}
     slow = replace(SLOW_LINK, latency=10.0)
     precise = replace(work.costs, parameters=held, account=Account(precision=fxpipe.Precision()), hardware=slow)
     work = replace(work, costs=precise)

@@ -59,7 +59,7 @@ class BlockGraph:
     gather: Mapping[int, int | None] = field(default_factory=dict)
     """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
     given: bool = False
-    """Whether each block is a stage already, of which only the rank is open."""
+    """Whether each block is a stage already, and only its rank is open."""
     alone: frozenset[int] = frozenset()
     """Blocks that must run on one rank: those that may change what the model holds."""
 
@@ -82,6 +82,8 @@ class BlockGraph:
     @cached_property
     def shared(self) -> frozenset[int]:
         """The parameters that several blocks use."""
+        # A tied parameter, or one that a copied node reads: its gradient is summed where its blocks are on several
+        # ranks.
         count = Counter(key for block in self.blocks for key in self.stage([block]).parameters)
         return frozenset(key for key, users in count.items() if users > 1)
 
@@ -101,6 +103,7 @@ class BlockGraph:
     def merged(self, group_of: Sequence[int | None]) -> BlockGraph:
         """The same work with blocks put together: ``group_of`` says which new block each becomes a part of. What
         becomes a part of none is left out."""
+        # A value between two blocks of one group is inside of it, and no longer one that a cut sees.
         groups: dict[int, list[Block]] = {}
         for block, group in zip(self.blocks, group_of, strict=True):
             if group is not None:
@@ -154,7 +157,10 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     for name, stage in stage_of.items():
         names[stage] |= {name, *copies[name]}
     order = {node.name: place for place, node in enumerate(program.graph.nodes) if is_compute(node)}
+    # Each stage runs the copied nodes that it needs itself, so they count in each; in program order, since what is kept
+    # for backward adds up in that order.
     members = [sorted(some & order.keys(), key=order.__getitem__) for some in names]
+    # A value crosses a cut where a node of another stage uses it. The model's result is put together in its last stage.
     last = program.output_stage or 0
     uses: dict[str, dict[int, None]] = {}
     for node in program.graph.nodes:
@@ -175,6 +181,7 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
 
 def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]:
     """The blocks of these nodes that use what forward writes of what the model holds, or may do more than compute."""
+    # A stage on several ranks would write on one of them what the others read.
     written = nodes_of_written(program)
     found = {name for group in program.written if group & written for name in group} | written
     found |= {node.name for node in program.graph.nodes if node.op.startswith("call_") and acts(program, node)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, takewhile
@@ -30,12 +30,13 @@ from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import CostUnknown, NodeCosts, costs_from_shapes
 from fxpipe.plan.balance.search import GAIN, RUNNERS_UP, Found, connected, search
 from fxpipe.plan.balance.segments import Line, depth_first, entries, segments_of
-from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout, StageWork
+from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
 from fxpipe.plan.capture.sizes import bytes_of_inputs
 from fxpipe.plan.inputs.batch import Description, example_of
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Family, ScheduleName, with_costs
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.state.replay import checkpoints_that_keep
@@ -54,7 +55,7 @@ class Balanced:
     others: tuple[LayoutOutcome, ...]
     """The best layouts that were found in other ways, the best first."""
     what: str
-    """What the costs are from, and what a parameter is reckoned at, in words."""
+    """In words: where the costs come from, and how many bytes a parameter counts."""
 
     @staticmethod
     def of(program: Program, found: Found, costs: NodeCosts) -> Balanced:
@@ -149,8 +150,11 @@ def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int,
     for block, modules in zip(work.blocks, inside, strict=True):
         for path in modules:
             seconds[path] = seconds.get(path, 0.0) + block.seconds
+    # The outermost module that a rank can hold; a block in none of them stays alone.
     for number, modules in enumerate(inside):
         kinds[number] = next((path for path in modules if seconds[path] <= most), number)
+    # A module that is called twice with others between would wait for itself. What is in such a cycle of pieces goes
+    # back to single blocks, until no cycle is left.
     while True:
         pieces = _numbered(connected(work, kinds))
         waiting = {piece for some in components(work.after(pieces)) if len(some) > 1 for piece in some}
@@ -186,12 +190,15 @@ def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
     if len(work) <= grains:
         return tuple(range(len(work)))
     line, reached = Line(work, depth_first(work)), entries(work)
+    # A cut inside of an interval of time moves the balance by no more than the interval, so in each the place with the
+    # smallest messages is as good as any.
     cheapest: dict[int, int] = {}  # interval → the position that the fewest bytes cross
     borders = []
     for position, (before, behind) in enumerate(pairwise(line.order), start=1):
         grain = int(line.time[position] / (line.time[-1] or 1.0) * grains)
         if line.crossing[position] < line.crossing[cheapest.setdefault(grain, position)]:
             cheapest[grain] = position
+        # An encoder must not share a piece with the text beside it: only apart can it be on other ranks.
         if reached[before] != reached[behind]:
             borders.append(position)
     ends = sorted({*cheapest.values(), *borders, len(work)})
@@ -212,15 +219,16 @@ class Balancing:
     """What was last asked what it takes, and the answer."""
 
     def finds_placement_of(self, stages: int) -> bool:
-        """Whether nobody has said on which rank each stage runs, and there is a choice, or a limit to be kept."""
+        """Whether the user left the ranks of stages open, and there is a choice, or a limit of memory to keep."""
         ranks = self.topology.size("pipe")
-        limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO  # which sees to it
+        limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO
+        # The tables of recompute="auto" keep within the memory by themselves.
         left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
         return left and (stages > ranks > 1 or (limited and stages >= ranks))
 
     @property
     def hardware(self) -> Hardware:
-        """What costs are reckoned with; all links of a pipeline are as slow as the slowest."""
+        """The hardware that costs are computed for; all links of a pipeline are as slow as the slowest."""
         hardware = Hardware.of(self.options.hardware)
         if self.topology.size("pipe") == 1:
             return hardware
@@ -241,25 +249,27 @@ class Balancing:
             log(f"stages are placed by the number of their parameters: {error}")
             return None
 
-    def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> StageWork | None:
+    def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> Staged | None:
         """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
         shape = pattern.shapes[0] if pattern.shapes else None
         if program is None or shape is None:
             return None
 
-        def staged(keeping: bool = False) -> Staged:
-            work = work_of_stages(program, self.costs(program, pattern, shape, keeping))
-            return Staged(work, StageLayout(tuple(range(len(work))), placement), pattern.microbatches)
+        def staged(keep: bool, keeping: Callable[[], Costs] | None = None) -> Staged:
+            work = work_of_stages(program, self.costs(program, pattern, shape, keep))
+            layout = StageLayout(tuple(range(len(work))), placement)
+            return Staged(work, layout, pattern.microbatches, keeping=keeping)
 
         try:
             with progress("costing the stages"):
-                return StageWork(staged(), cache(lambda: staged(keeping=True).costs))
+                return staged(False, cache(lambda: staged(True).costs))
         except CostUnknown as error:
             log(f"what the stages take is not known: {error}")
             return None
 
     def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
         """What nodes take, each program's once. ``keeping``: where checkpoints keep their activations, as in an R."""
+        # Costs of one program are asked for several times in a row: for a search, for tables and for a preview.
         known = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
         if self.costed is None or self.costed[0] != known:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():

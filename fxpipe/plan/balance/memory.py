@@ -66,6 +66,7 @@ class Account:
 
     def part_of(self, count: int, rows: int) -> float:
         """Of so many elements, in so many rows (0 where there is no dimension), those that the fullest rank has."""
+        # zero=1 and 2 cut flat buckets anywhere; FSDP2 (zero=3) cuts each parameter by rows, and pads the last rank's.
         if self.zero != 3:
             return count / self.shards
         return count // rows * -(-rows // self.shards) if rows else count
@@ -77,11 +78,13 @@ class Account:
         gradient = element if mixed is None else mixed.gradient.itemsize
         master = element if mixed is None else mixed.master.itemsize
         part = count / self.shards if part is None else part
+        # Masters are a copy beside the parameters, but for zero=3, which keeps the masters alone.
         is_copied = mixed is not None and mixed.master != mixed.compute and self.zero != 3
         state = (part if self.zero else count) * (master * is_copied + self.states * master * trained)
         if self.zero == 3:
             whole = count * (element + gradient * trained)
             return Held(part * master, part * master * trained, state, whole)
+        # Behind a backward zero=1 holds whole gradients and its own part of their sums, zero=2 the part alone.
         gradients = {0: count, 1: count + part, 2: part}[self.zero] * gradient
         whole = 3 * count * gradient if self.zero == 2 else 0
         return Held(count * element, gradients * trained, state, whole * trained)

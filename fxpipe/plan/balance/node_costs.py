@@ -92,7 +92,6 @@ class HeldParameter:
     """A parameter: its bytes as stages run it, and whether it is trained. Or what takes its bytes and no more, with a
     ``count`` of 0: a buffer, or an input of the whole batch."""
 
-    name: str
     size: int
     count: int = 0
     trained: bool = False
@@ -101,13 +100,12 @@ class HeldParameter:
     """The size of its first dimension; 0 where it has none."""
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> HeldParameter:
+    def of(tensor: Tensor) -> HeldParameter:
         """That of a parameter or buffer."""
-        size = tensor.nbytes
         if not isinstance(tensor, nn.Parameter):
-            return HeldParameter(name, size)
+            return HeldParameter(tensor.nbytes)
         floating = tensor.is_floating_point()
-        return HeldParameter(name, size, tensor.numel(), tensor.requires_grad, floating, rows_of(tensor))
+        return HeldParameter(tensor.nbytes, tensor.numel(), tensor.requires_grad, floating, rows_of(tensor))
 
     def on(self, account: Account) -> Held:
         """What it takes where it lives."""
@@ -130,7 +128,7 @@ class NodeCosts:
     account: Account = field(default_factory=Account)
     """How parameters are counted."""
     halves: bool = True
-    """Whether they give what W keeps: not of stages whose backward runs whole, or is cut by their compiler."""
+    """Whether they say what W keeps; not where the backward of stages runs whole, or a compiler cuts it."""
     guesses: str = ""
     """Opaque regions that cannot run without numbers and what they were taken for, in words."""
 
@@ -152,6 +150,8 @@ class NodeCosts:
     def block(self, names: Sequence[str]) -> NodeCost:
         """What these nodes take, which run in this order. When a checkpoint of one computes again, what those behind it
         have kept is let go of."""
+        # What a checkpoint computes again is held beside all that the nodes before it keep. Its own peak is what stands
+        # above the total that stays kept.
         kept, most, seen = 0, 0, frozenset[int]()
         for cost in map(self.__getitem__, names):
             kept += self.saved_bytes(cost.saved - seen)
@@ -197,6 +197,8 @@ def costs_from_shapes(
         fake.mode,
     ):
         run = _CostingRun(program, fake, example, hardware, batch)
+        # A checkpoint hides from autograd what its function does. Where the model has one, a second run in which
+        # checkpoints keep everything shows what they compute again.
         checkpoints: list[None] = []
         with checkpoints_noted(lambda: checkpoints.append(None)):
             run.all_nodes()
@@ -241,14 +243,12 @@ class _CostingRun:
         named = parameters | dict(program.module.named_buffers())
         self._keys = {id(tensor): key for key, tensor in enumerate(named.values())}
         self._inputs = {name: len(named) + place for place, name in enumerate(batch)}
-        held = [HeldParameter.of(name, tensor) for name, tensor in named.items()]
-        held += [HeldParameter(name, size) for name, size in batch.items()]
+        held = [*map(HeldParameter.of, named.values()), *map(HeldParameter, batch.values())]
         self.held = dict(enumerate(held))
         # kept, so that no two storages ever have the same id; a batch counts by itself
         self._storages = [tensor.untyped_storage() for tensor in [*named.values(), *tensors_in(self.inputs)]]
         self._own = set(map(id, self._storages))
-        weights = {id(parameter.untyped_storage()) for parameter in parameters.values()}
-        self.meter = OperatorMeter(hardware, lambda tensor: id(tensor.untyped_storage()) in weights)
+        self._weights = {id(parameter.untyped_storage()) for parameter in parameters.values()}
 
     def all_nodes(self) -> None:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
@@ -264,12 +264,14 @@ class _CostingRun:
         """Counts what these calls keep until W: what autograd saves for them, and what comes back to them."""
         for place, name in enumerate(calls, start=1):
             cost = self.found[name]
-            self.memory[-place] = cost.bytes_out  # a key that is no object's
+            # W needs the saved inputs of its calls, and the gradient that came back to what they made.
+            self.memory[-place] = cost.bytes_out  # ids of objects are positive
             self.found[name] = dataclasses.replace(cost, deferred=cost.saved | {-place})
 
     @contextlib.contextmanager
     def one_checkpoint(self) -> Iterator[None]:
         """Around a function given to a checkpoint: looks at what it keeps; for those inside of it, along with it."""
+        # Of nested checkpoints the outer one computes again all that the inner ones do.
         if self._inside is not None:
             yield
             return
@@ -291,6 +293,8 @@ class _CostingRun:
             )
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        # Nodes that keep views of one tensor keep its memory once, so memory is counted by storage. Parameters and the
+        # batch are there anyway.
         storage = tensor.untyped_storage()
         if id(storage) not in self._own:
             if self._inside is not None:
@@ -301,15 +305,14 @@ class _CostingRun:
         return tensor
 
     def _note(self, node: fx.Node) -> None:
-        self.meter.clear()
+        self.meter = meter = OperatorMeter(self.hardware, lambda tensor: id(tensor.untyped_storage()) in self._weights)
         self._saved = set()
         self._again, self._again_seconds = 0, 0.0
         try:
-            with modes_of(node), self.meter:
+            with modes_of(node), meter:
                 self.values[node] = call_node(self.program, node, self.values)
             # What ran without gradients and kept something is an autograd.Function, or a checkpoint: its backward is
             # taken to compute it again, and twice as much for the gradients.
-            meter = self.meter
             backward = meter.input + meter.weight + (3 * meter.without_gradient if self._saved else 0.0)
             cost = NodeCost(meter.forward, backward, meter.weight, meter.flops, meter.backward_flops, meter.ideal)
         except FigureMissing:
@@ -338,6 +341,7 @@ class _CostingRun:
             ) from error
         self.guessed |= dict.fromkeys(call.name for call in opaque_calls(self.program.opaque.get(str(node.target))))
         self.values[node] = faked(node.meta["val"], self.fake)
+        # As a linear layer of all its parameters: 2 operations for each weight and row, twice as many in backward.
         made = tensors_in(self.values[node])
         rows = max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
         count = sum(self.held[key].count for key in self._parameters(node))
@@ -373,7 +377,7 @@ _GATHERS = ("embedding", "index_select", "gather", "index")
 
 
 class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what the operators take that run while it is open; ``clear`` begins anew.
+    """Adds up what the operators take that run while it is open.
 
     ``is_weight``: whether a tensor is, or shares the memory of, a parameter. The gradients of those are what an action
     W computes; all others are I's.
@@ -382,9 +386,6 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, hardware: Hardware, is_weight: Callable[[Tensor], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hardware, self._is_weight = hardware, is_weight
-        self.clear()
-
-    def clear(self) -> None:
         self.forward = self.input = self.weight = self.without_gradient = 0.0
         self.flops = self.backward_flops = 0.0
         self.ideal = 0.0
@@ -398,6 +399,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         given, made = tensors_in((args, kwargs)), tensors_in(result)
+        # A view moves nothing, and launches no kernel.
         memory = {id(tensor.untyped_storage()) for tensor in given}
         is_view = not schema_of(func).is_mutable and all(id(tensor.untyped_storage()) in memory for tensor in made)
         if is_view or not made:
@@ -412,6 +414,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled():
             self.without_gradient += seconds
         before = self.backward_flops
+        # No backward is run: what it takes follows from the factors that need a gradient.
         factors = given[1:3] if name in _ADDED_FIRST else given
         needing = [tensor for tensor in factors if tensor.requires_grad and torch.is_grad_enabled()]
         if needing:
@@ -429,6 +432,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.backward_flops += 2 * flops
             return
         if flops:
+            # A bias is one-dimensional: its gradient is a sum, and no product.
             needing = [tensor for tensor in needing if tensor.dim() > 1]
             self.backward_flops += flops * len(needing)
         elif name in _GATHERS:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,8 +21,7 @@ from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.segments import SMALL, Cuts, Line, Order, balanced, depth_first, entries, orders, segments_of
-from fxpipe.plan.balance.segments import towers as towers_of
+from fxpipe.plan.balance.segments import Cuts, Line, Order, balanced, depth_first, entries, orders, segments_of
 from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Limited
 
@@ -34,32 +33,31 @@ CRUMB = 0.01
 class Recipe:
     """How a layout comes about: an order, where it is cut, and the rank of each segment.
 
-    ``kinds``: a kind for each block; what is not connected in a segment, or is of another kind, becomes a stage of its
-    own, and its rank runs them one by one. None: a stage for each segment.
+    ``entries``: the sources of the graph that each block depends on. The parts of a segment that are not connected, or
+    depend on other sources, become stages of their own, and their rank runs them one by one. None: a stage for each
+    segment.
     """
 
     order: Order
     cuts: Cuts
     rank_of: tuple[int, ...]
-    kinds: tuple[int, ...] | None
+    entries: tuple[int, ...] | None
     origin: str
 
 
 def recipes(work: BlockGraph, ranks: int, microbatches: int, memory: float | None) -> Iterator[Recipe]:
     """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and apart."""
-    towers = towers_of(work)
-    ways: list[tuple[tuple[int, ...] | None, str]] = [(None, "")]
-    if not work.given and len(towers) > 1:
-        number = {block: place for place, tower in enumerate(towers) for block in tower}
-        ways.append((tuple(number.get(block, len(towers)) for block in range(len(work))), ", towers apart"))
+    reached = tuple(entries(work))
     for order in orders(work):
         line = Line(work, order)
         made = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
         if ranks > 1:
             made += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
         for cuts, laps, how in made:
-            for kinds, apart in ways:
-                yield Recipe(order, cuts, tuple(range(ranks)) * laps, kinds, how + apart)
+            whole = Recipe(order, cuts, tuple(range(ranks)) * laps, None, how)
+            yield whole
+            if len(set(reached)) > 1 and not work.given:
+                yield dataclasses.replace(whole, entries=reached, origin=f"{how}, towers apart")
 
 
 def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
@@ -69,23 +67,20 @@ def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
         ranks = tuple(recipe.rank_of[segment] for segment in segment_of)
         return StageLayout(tuple(range(len(work))), ranks, recipe.origin)
     whole = StageLayout(tuple(segment_of), recipe.rank_of, recipe.origin)
-    return whole if recipe.kinds is None else _apart(work, recipe, segment_of, recipe.kinds) or whole
+    return whole if recipe.entries is None else _apart(work, recipe, segment_of, recipe.entries) or whole
 
 
-def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], kinds: Sequence[int]) -> StageLayout | None:
-    """A stage for each connected part of a kind in a segment; crumbs go with the largest. None where that makes stages
-    that wait for each other."""
-    parts = connected(work, list(zip(segment_of, kinds, strict=True)))
+def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], reached: Sequence[int]) -> StageLayout | None:
+    """A stage for each connected part of a segment whose blocks depend on the same sources; crumbs go with the largest.
+    None where that makes stages that wait for each other."""
+    parts = connected(work, list(zip(segment_of, reached, strict=True)))
     seconds = {blocks[0]: work.seconds(blocks) for blocks in parts.groups()}
-    largest: dict[int, int] = {}
-    for block in seconds:
-        before = largest.setdefault(segment_of[block], block)
-        if seconds[block] > seconds[before]:
-            largest[segment_of[block]] = block
-    for block, time in seconds.items():
-        most = largest[segment_of[block]]
-        if time <= CRUMB * seconds[most]:
+    largest: dict[int, int] = {}  # segment → the first block of its largest part
+    for block in sorted(seconds, key=seconds.__getitem__, reverse=True):
+        most = largest.setdefault(segment_of[block], block)
+        if seconds[block] <= CRUMB * seconds[most]:
             parts.join(most, block)
+    # Stages of one segment may wait for each other through another segment.
     group_of = [parts.find(block) for block in range(len(work))]
     ranks = {group: recipe.rank_of[segment_of[block]] for block, group in enumerate(group_of)}
     number = numbered(work, group_of, recipe.order)
@@ -118,6 +113,8 @@ def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
 
 # --- a part on all ranks, beside the others, as an encoder in front of a model is ---
 
+SMALL = 0.02
+"""What takes less than this part of the whole is not put on all ranks."""
 MOST_PARTS = 3
 """So many are tried, the largest first."""
 
@@ -129,11 +126,14 @@ def on_all_ranks(
     work: BlockGraph, ranks: int, best_of: Callable[[BlockGraph], LayoutOutcome | None]
 ) -> Iterator[StageLayout]:
     """Layouts with one or several stages on all ranks. ``best_of``: the search, of the work without these."""
-    if work.given:  # stages that need no other, and do not run once for the whole batch
+    # A stage on all ranks fills their bubbles where it may run at any time: it needs no other stage, and does not run
+    # once for the whole batch.
+    if work.given:
         free = (block for block in range(len(work)) if not work.sources[block] and block not in work.gather)
         found = [frozenset([block]) for block in free]
-    else:  # large parts that depend on some of the graph's sources alone, as an image encoder does beside embeddings
+    else:  # large parts that depend on some of the graph's sources, as an image encoder does on the pixels
         reached = entries(work)
+        # All blocks that depend on no other sources than one block does are closed under what they need.
         parts = (
             frozenset(b for b, mine in enumerate(reached) if mine & bits == mine) for bits in dict.fromkeys(reached)
         )
@@ -142,6 +142,7 @@ def on_all_ranks(
     for part in sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]:
         rest = [block for block in range(len(work)) if block not in part]
         place = {block: number for number, block in enumerate(rest)}
+        # The rest is balanced as if the part were not there; then the part joins it, as stages on all ranks.
         outcome = best_of(work.merged([place.get(block) for block in range(len(work))])) if len(rest) >= ranks else None
         if outcome is None:
             continue
@@ -204,6 +205,7 @@ class Found:
         """This, unless it is not faster than the other by so great a part; with the best that was found else."""
         if other is None:
             return self
+        # A layout with drawbacks of its own, such as a cut inside of a module, must gain enough to be worth them.
         taken, left = (self, other) if self.best.seconds < other.best.seconds * (1 - gain) else (other, self)
         others = sorted((left.best, *taken.others, *left.others), key=_merit)
         different = {one.layout: one for one in others if one.layout != taken.best.layout}
@@ -227,9 +229,12 @@ def search(
     PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
     table for any.
     """
+    # 4 micro-batches a rank show a layout's bubble well enough to choose by, and their table is simulated fast. What is
+    # chosen is simulated with all of them at the end.
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
     memories = [memory] if memory is None else [memory, None]  # what is cut for speed alone may fit, too
     made = {layout_of(work, one): one for most in memories for one in recipes(work, ranks, few, most)}
+    # "auto" recomputes only where nothing fits without.
     reruns = [None, again] if again is not None and again.at_need else [again]
     for rerun in reruns:
         judge = Judge(work, family, few, memory, rerun)
@@ -239,19 +244,21 @@ def search(
         raise _no_fit(judge)
     starts = _best_of_each_way(outcomes, IMPROVED)
     better = []
-    for start in starts:  # cuts are moved, and then stages
+    for start in starts:
+        # First cuts move, with which the order and the ranks stay; then stages move from rank to rank.
         until = judge.actions + effort * MORE_ACTIONS / len(starts)
         ways = partial(_neighbours, work), partial(layout_of, work)
         best = _climbed(judge, start, made[start.layout], *ways, until)
         better.append(_climbed(judge, best, best.layout, _exchanges, lambda layout: layout, until))
-    exact = Judge(work, family, microbatches, memory, judge.again)  # chosen with few micro-batches
+    exact = Judge(work, family, microbatches, memory, judge.again)
     ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
     kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
     if not kept:
         raise _no_fit(exact)
     kept[0].schedule.verify()
     found = Found(kept[0], tuple(kept[1:]))
-    several &= memory is not None or not work.given  # else the first stage of any chain would be on all ranks
+    # Without a limit of memory the first of given stages would be on all ranks of any chain.
+    several &= memory is not None or not work.given
     if several and work.seconds() * microbatches / ranks < found.best.makespan * (1 - GAIN):
 
         def best_of(rest: BlockGraph) -> LayoutOutcome | None:
@@ -276,6 +283,8 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
     Of each way of finding a layout the one of the least lower bound is simulated, then all by their bounds until these
     show that none is better.
     """
+    # The bound is cheap, a simulation is not. A way of finding layouts whose bounds are all high may still have the
+    # best table, so each way gets one simulation.
     ranked = sorted(layouts, key=judge.lower_bound)
     firsts = {layout.origin: layout for layout in reversed(ranked)}
     found: list[LayoutOutcome] = []
@@ -322,6 +331,8 @@ def _climbed(
 ) -> LayoutOutcome:
     """From here to the first neighbour that is better, and on from there, until there is none. A neighbour is simulated
     only where its lower bound does not rule that out."""
+    # The first better neighbour is taken, not the best one: simulations are what costs, and the neighbours come in the
+    # order in which they are likely to help.
     others = iter(neighbours(here))
     while judge.actions < until and (other := next(others, None)) is not None:
         layout = layout_of(other)
@@ -332,24 +343,15 @@ def _climbed(
 
 
 def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[Recipe]:
-    """The same recipe with one cut elsewhere, or two next to each other: those of the heaviest segments first."""
-    cuts = recipe.cuts
-    weight = [work.seconds(recipe.order[start:end]) for start, end in itertools.pairwise((0, *cuts))]
-    places = sorted(range(len(cuts) - 1), key=lambda place: (-max(weight[place], weight[place + 1]), place))
-    for place in places:
+    """The same recipe with one cut elsewhere: first those of the heaviest segments."""
+    ends = (0, *recipe.cuts)
+    weight = [work.seconds(recipe.order[start:end]) for start, end in itertools.pairwise(ends)]
+    for place in sorted(range(1, len(ends) - 1), key=lambda place: -max(weight[place - 1], weight[place])):
         for step in STEPS:
-            yield from _with_cuts(recipe, {place: cuts[place] + step})
-    for place in places:
-        for step in STEPS:
-            for other in (step, -step):
-                yield from _with_cuts(recipe, {place: cuts[place] + step, place + 1: cuts[place + 1] + other})
-
-
-def _with_cuts(recipe: Recipe, moved: Mapping[int, int]) -> Iterator[Recipe]:
-    """The recipe with some cuts elsewhere, if they still are one behind the other, and the last one where it was."""
-    cuts = tuple(moved.get(place, cut) for place, cut in enumerate(recipe.cuts))
-    if cuts[-1] == recipe.cuts[-1] and all(a < b for a, b in itertools.pairwise((0, *cuts))):
-        yield dataclasses.replace(recipe, cuts=cuts)
+            cut = ends[place] + step
+            # No segment may become empty, and the last one ends where it did.
+            if ends[place - 1] < cut < ends[place + 1]:
+                yield dataclasses.replace(recipe, cuts=(*ends[1:place], cut, *ends[place + 1 :]))
 
 
 def _exchanges(layout: StageLayout) -> Iterator[StageLayout]:
@@ -358,6 +360,7 @@ def _exchanges(layout: StageLayout) -> Iterator[StageLayout]:
     ranks = rank_count(layout.rank_of)
     if layout.stages == ranks:
         return
+    # A rank must keep a stage, so only a stage of a rank that has several may move; any two may be exchanged.
     moves: list[dict[int, int | tuple[int, ...]]] = [
         {a: rank} for a in range(layout.stages) if rank_of.count(rank_of[a]) > 1 for rank in range(ranks)
     ]

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ Cuts = tuple[int, ...]
 
 WAITS = (0.0, 0.25, 0.5, 1.0)
 """The parts of its hops that a rank is taken to wait for."""
-SMALL = 0.02
-"""What takes less than this part of the whole makes no tower."""
 
 
 # --- orders ---
@@ -62,9 +60,11 @@ def by_upward_rank(work: BlockGraph) -> Order:
 def depth_first(work: BlockGraph) -> Order:
     """The blocks, each behind all that it needs, which are visited in program order."""
     done: dict[int, None] = {}
+    # What nothing uses comes last: it delays nobody.
     used = {source for sources in work.sources for source in sources}
     unused = sorted(set(range(len(work))) - used - set(work.result))
     for root in [*sorted(work.result), *unused]:
+        # A stack instead of recursion: a chain may be thousands of blocks long.
         stack, waiting = [(root, iter(work.sources[root]))], {root}
         while stack:
             block, needed = stack[-1]
@@ -76,31 +76,6 @@ def depth_first(work: BlockGraph) -> Order:
                 waiting.add(source)
                 stack.append((source, iter(work.sources[source])))
     return tuple(done)
-
-
-def towers(work: BlockGraph) -> list[frozenset[int]]:
-    """The large parts of a work that do not depend on each other, in front of what joins them; by first block.
-
-    Blocks differ in the sources of the graph that they depend on. What depends on the sources of two large parts, of
-    which neither contains the other's, joins them; the largest of what is left are the towers.
-    """
-    groups: dict[int, list[int]] = {}
-    for block, bits in enumerate(entries(work)):
-        groups.setdefault(bits, []).append(block)
-    large = [bits for bits, blocks in groups.items() if work.seconds(blocks) > SMALL * work.seconds()]
-
-    def joins(bits: int) -> bool:
-        inside = [other for other in large if other != bits and other & bits == other]
-        return any(one & two not in (one, two) for one, two in combinations(inside, 2))
-
-    separate = [bits for bits in large if not joins(bits)]
-    heads = [bits for bits in separate if not any(bits != other and bits & other == bits for other in separate)]
-    found: dict[int, list[int]] = {head: [] for head in heads}
-    for bits, blocks in groups.items():
-        head = next((head for head in heads if bits & head == bits), None)
-        if head is not None:
-            found[head] += blocks
-    return list(map(frozenset, found.values()))
 
 
 def entries(work: BlockGraph) -> list[int]:
@@ -134,6 +109,8 @@ class Line:
     def crossing(self) -> list[float]:
         """Bytes of the values that are made before a position and used behind it."""
         place = {block: position for position, block in enumerate(self.order)}
+        # A value crosses every position from behind its maker to its last user: add its size where that begins, take it
+        # off where it ends, and sum.
         change = [0.0] * (len(self.order) + 2)
         for value in self.work.values:
             users = (*value.targets, *(self.work.result if value.returned else ()))
@@ -158,6 +135,8 @@ class Line:
         return self._fresh("saved", self.work.costs.saved_bytes)
 
     def _fresh(self, name: str, size: Callable[[frozenset[int]], float]) -> Tensor:
+        # What several blocks share counts for the first of them in the line. A segment that has only a later one is
+        # counted too low; the simulation, which comes after, counts it right.
         seen, sizes = frozenset[int](), []
         for block in self.order:
             keys: frozenset[int] = getattr(self.work.blocks[block].cost, name)
@@ -178,6 +157,8 @@ def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
 
     ``cost(behind)[i, j]``: what a segment from i to j costs, with so many segments behind it.
     """
+    # A(1, j) is a first segment from 0 to j; each round adds a segment behind, for all j at once: a (min, max) product
+    # of a vector and a matrix.
     best, begins = cost(segments - 1)[0], []
     for behind in reversed(range(segments - 1)):
         best, begin = torch.maximum(best[:, None], cost(behind)).min(0)  # the first of equal ones
@@ -202,6 +183,7 @@ def balanced(line: Line, segments: int, microbatches: int | None = None, memory:
         plain = line.seconds(waits, ahead)
         return lambda behind: plain if memory is None else plain.masked_fill(held(behind) > memory, math.inf)
 
+    # By time first, then by bytes: where memory is short, the cut of fewest bytes may be the only one that fits.
     costs = [seconds(waits, ahead) for ahead in (0.0, *([1 / microbatches] if microbatches else [])) for waits in WAITS]
     if memory is not None:
         costs += [held, lambda behind: line.static]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +12,6 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.options import Recompute
 from fxpipe.plan.balance.block_graph import Block, BlockGraph
-from fxpipe.plan.balance.node_costs import NodeCosts
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.recompute import solved, worthwhile
@@ -54,19 +53,18 @@ class LayoutOutcome:
 
     @property
     def bubble(self) -> float:
-        busy = sum(self.costs.time(action) for row in self.schedule.rows for action in row)
-        return 1 - busy / (self.makespan * len(self.schedule.rows)) if self.makespan else 0.0
+        return self.schedule.simulate(self.costs).bubble
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """The blocks that run their forward again: a stage does, whose blocks all do."""
+    """The blocks that run their forward again; a stage does if all of its blocks do."""
 
     blocks: tuple[bool, ...]
     at_need: bool = False
     """Only where no layout fits the memory without."""
     worthwhile: bool = False
-    """Not the stages of which that saves nothing."""
+    """Only the stages where that saves memory."""
 
     @staticmethod
     def of(wanted: Recompute, names: Sequence[str]) -> Rerun | None:
@@ -78,11 +76,22 @@ class Rerun:
 
 
 class Staged:
-    """A layout with what each of its stages takes."""
+    """A layout with what each of its stages takes.
 
-    def __init__(self, work: BlockGraph, layout: StageLayout, microbatches: int, again: Rerun | None = None) -> None:
-        self.work, self.layout, self.microbatches = work, layout, microbatches
+    ``keeping``: the costs where what the model checkpoints keeps its activations, as it does in an R.
+    """
+
+    def __init__(
+        self,
+        work: BlockGraph,
+        layout: StageLayout,
+        microbatches: int,
+        again: Rerun | None = None,
+        keeping: Callable[[], Costs] | None = None,
+    ) -> None:
+        self.work, self.layout, self.microbatches, self._keeping = work, layout, microbatches, keeping
         self._hardware, self._rank_of = work.costs.hardware, layout.rank_of
+        # A stage is recomputed whole or not at all.
         kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
         self._recomputed = tuple(stage not in kept for stage in range(layout.stages))
         members: list[list[Block]] = [[] for _ in range(layout.stages)]
@@ -98,6 +107,7 @@ class Staged:
         """(from, to) → bytes of a micro-batch, for stages between which values pass."""
         found: dict[tuple[int, int], int] = {}
         stage_of = self.layout.stage_of
+        # The model's result is put together in the last stage that makes a part of it.
         last = max((stage_of[block] for block in self.work.result), default=0)
         for value in self.work.values:
             source = stage_of[value.source]
@@ -114,6 +124,7 @@ class Staged:
     def backward(self) -> tuple[bool, ...]:
         """Whether each stage has a backward: it, or one before it, has something to train."""
         found = [stage.trains for stage in self.stages]
+        # Stages are numbered in topological order, so by the target's number each source is settled before its targets.
         for source, target in sorted(self.edges, key=lambda edge: edge[1]):
             found[target] = found[target] or found[source]
         return tuple(found)
@@ -128,21 +139,44 @@ class Staged:
         for (_, target), size in self.messages.items():
             arriving[target] += size
 
-        def at_once(seconds: Sequence[float]) -> list[float]:
-            return [one * size for one, size in zip(seconds, self.groups, strict=True)]
+        def at_once(seconds: Iterable[float]) -> tuple[float, ...]:
+            return tuple(one * size for one, size in zip(seconds, self.groups, strict=True))
 
-        costs = Costs.of(
-            self.layout.stages,
-            at_once([stage.forward for stage in self.stages]),
-            at_once([stage.backward for stage in self.stages]),
-            at_once([min(stage.weight, stage.backward) for stage in self.stages]),
-            max(hops, default=0.0),
-            [float(node_costs.saved_bytes(stage.saved)) for stage in self.stages],
-            arriving,
-            [float(node_costs.saved_bytes(stage.deferred)) for stage in self.stages] if node_costs.halves else None,
-        )
+        def held(keys: Iterable[frozenset[int]]) -> tuple[float, ...]:
+            return tuple(map(node_costs.saved_bytes, keys))
+
         again = tuple(float(stage.again) for stage in self.stages)
-        return dataclasses.replace(costs, again_bytes=again) if any(again) else costs
+        return Costs(
+            at_once(stage.forward for stage in self.stages),
+            at_once(stage.backward for stage in self.stages),
+            at_once(min(stage.weight, stage.backward) for stage in self.stages),
+            max(hops, default=0.0),
+            held(stage.saved for stage in self.stages),
+            tuple(arriving),
+            held(stage.deferred for stage in self.stages) if node_costs.halves else None,
+            again if any(again) else None,
+        )
+
+    def costs_with(self, recomputed: Sequence[bool]) -> Costs:
+        """The stages' costs, where some stages are recomputed."""
+        one = self.costs
+        if self._keeping is None or not any(recomputed):
+            return one
+        other = self._keeping()
+
+        def chosen(name: str) -> tuple[float, ...]:
+            pairs = zip(getattr(one, name), getattr(other, name), recomputed, strict=True)
+            return tuple(again if is_again else plain for plain, again, is_again in pairs)
+
+        # In an R the model's own checkpoints keep all, so its backward computes nothing again.
+        sizes = zip(one.again_bytes or (), recomputed, strict=False)
+        return dataclasses.replace(
+            one,
+            again_bytes=one.again_bytes and tuple(0.0 if is_again else size for size, is_again in sizes),
+            backward=chosen("backward"),
+            activation_bytes=chosen("activation_bytes"),
+            deferred_bytes=None if one.deferred_bytes is None else chosen("deferred_bytes"),
+        )
 
     @cached_property
     def link_seconds(self) -> float:
@@ -150,6 +184,8 @@ class Staged:
         sent: dict[tuple[int, int], float] = {}
         for (source, target), size in self.messages.items():
             here, there = (ranks_of(self._rank_of[stage]) for stage in (source, target))
+            # Micro-batch i is on the (i mod r)-th rank of either stage, so the pairs repeat after lcm(r, r') micro-
+            # batches.
             turns = math.lcm(len(here), len(there))
             for turn in range(turns):
                 pair = here[turn % len(here)], there[turn % len(there)]
@@ -165,6 +201,7 @@ class Staged:
         for stage, rank in zip(self.stages, self._rank_of, strict=True):
             for key in stage.parameters & self.work.shared if isinstance(rank, int) else stage.parameters:
                 owners.setdefault(key, set()).update(ranks_of(rank))
+        # A ring all-reduce over r ranks sends 2 (r - 1) / r of the bytes.
         precision = self.work.costs.account.precision
         sizes: dict[frozenset[int], float] = {}
         for key, ranks in owners.items():
@@ -202,6 +239,7 @@ class Staged:
     @cached_property
     def lower_bound(self) -> float:
         """What no table of this layout could undercut."""
+        # The bound depends on stages, edges and ranks alone, so a table without actions will do.
         empty: tuple[tuple[()], ...] = ((),) * rank_count(self._rank_of)
         table = Schedule(empty, self.edges, self._rank_of, self.backward, self.microbatches)
         return self.seconds(lower_bound(table, self.costs, self.problem.groups))
@@ -262,6 +300,7 @@ class Judge:
         staged = self.staged(layout)
         family = dataclasses.replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
+        # As plan/tables.py does: the table without recomputation shows where recomputing saves nothing.
         if self.again is not None and self.again.worthwhile:
             without = dataclasses.replace(problem, recompute=None)
             problem = dataclasses.replace(problem, recompute=worthwhile(self._table(family, without, staged)))
@@ -279,43 +318,4 @@ class Judge:
         placement, backward = staged.layout.rank_of, staged.backward
         return Schedule(
             rows, staged.edges, placement, backward, self.microbatches, family.name, tied=(), costs=staged.costs
-        )
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """What the stages of a cut program take, with and without recomputation, derived from shapes.
-
-    ``keeping``: their costs where what the model checkpoints keeps its activations, as it does in an R.
-    """
-
-    plain: Staged
-    keeping: Callable[[], Costs]
-
-    @property
-    def nodes(self) -> NodeCosts:
-        """What the stages' nodes take."""
-        return self.plain.work.costs
-
-    def costs(self, recomputed: Sequence[bool]) -> Costs:
-        """Those of the stages, of which some are recomputed."""
-        one = self.plain.costs
-        if not any(recomputed):
-            return one
-        other = self.keeping()
-
-        def chosen(name: str) -> tuple[float, ...]:
-            pairs = zip(getattr(one, name), getattr(other, name), recomputed, strict=True)
-            return tuple(again if is_again else plain for plain, again, is_again in pairs)
-
-        checkpoints = None
-        if one.again_bytes is not None:  # in an R they keep all
-            pairs = zip(one.again_bytes, recomputed, strict=True)
-            checkpoints = tuple(0.0 if is_again else size for size, is_again in pairs)
-        return dataclasses.replace(
-            one,
-            again_bytes=checkpoints,
-            backward=chosen("backward"),
-            activation_bytes=chosen("activation_bytes"),
-            deferred_bytes=None if one.deferred_bytes is None else chosen("deferred_bytes"),
         )
