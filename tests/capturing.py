@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,11 +56,6 @@ def run_stages(graph: StageGraph, inputs: Mapping[str, Any]) -> Any:
         arrived |= dict(zip(stage.outputs, outputs, strict=False))
         result = outputs[-1] if stage.returns_result else result
     return result
-
-
-def nodes_named(program: Program, names: Sequence[str]) -> list[fx.Node]:
-    by_name = {node.name: node for node in program.graph.nodes}
-    return [by_name[name] for name in names]
 
 
 class Model(nn.Module):

@@ -224,7 +224,7 @@ def test_more_ranks_than_pieces() -> None:
 
 
 def test_two_equal_towers_run_beside_each_other() -> None:
-    found = balanced(Towers(4, 4), 4)
+    found = balanced(Towers(2, 2), 4)
     m, whole = 8, sum(found.outcome.costs.forward) + sum(found.outcome.costs.backward)
     assert found.outcome.seconds < 0.95 * (m + 3) * whole / 4  # less than the chain of them takes
 
