@@ -12,7 +12,8 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,44 +40,52 @@ from fxpipe.trace.record.opaque import Applied, Method, Name, method_in
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
 from fxpipe.trace.record.tape import Args, Checkpoint, Kwargs, Touched, tensors
+from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.user_line import current_line, definition
 
 Call = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """How to run forward, by what earlier runs have taught.
+
+    ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
+    ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time, as
+    transformers' models install the hooks that collect their outputs. ``watch``: what opaque calls change, as hooks in
+    them do, is to be found out, which takes time. ``methods``: those of submodules with a boundary
+    that are opaque, and why they cannot be recorded.
+    """
+
+    descend: frozenset[str] = frozenset()
+    limit: int | None = None
+    settled: bool = False
+    watch: bool = False
+    methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
 class Calls:
     """Patches what calls go through, for the time of a run, and decides which are opaque.
 
-    ``numbers``: by the identity of each fake tensor of the model, the real one. ``descend``: submodules that are not
-    opaque. ``limit``: how many bytes of parameters a submodule may hold that is. ``cuts``: the submodules that are cut
-    from outside. ``methods``: those that are opaque, and why they cannot be recorded.
+    ``numbers``: by the identity of each fake tensor of the model, the real one.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        module: nn.Module,
-        numbers: Mapping[int, Tensor],
-        descend: frozenset[str],
-        limit: int | None,
-        cuts: frozenset[str],
-        methods: Mapping[Name, str],
-    ) -> None:
+    def __init__(self, recorder: Recorder, request: Request, plan: RunPlan, numbers: Mapping[int, Tensor]) -> None:
         self.opaque: dict[str, nn.Module] = {}
         self.whole: set[str] = set()
         """The submodules that were called as a whole, even those that did nothing."""
         self.in_call: set[str] = set()
         """Attributes that forward sets before it reads them."""
-        self._recorder, self._root, self._numbers = recorder, module, numbers
-        self._descend, self._limit, self._cuts, self._methods = descend, limit, cuts, methods
-        self._paths = {id(vars(part)): path for path, part in module.named_modules()}
+        self._recorder, self._plan, self._numbers = recorder, plan, numbers
+        self._root, self._cuts = request.module, frozenset(request.cuts)
+        self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
         # The class in which each class's outermost __call__ is written. A class may define its own, and call
         # super().__call__() in it: only the outermost call is a call of the submodule.
-        kinds = {type(part) for part in module.modules()}
+        kinds = {type(part) for part in self._root.modules()}
         self._owners = {kind: next(base for base in kind.__mro__ if "__call__" in vars(base)) for kind in kinds}
         # as they are before the run, by which functional_call is found
-        self._tables = {id(table): dict(table) for part in module.modules() for table in _tables(part)}
+        self._tables = {id(table): dict(table) for part in self._root.modules() for table in _tables(part)}
         self._set: set[str] = set()  # the names of attributes that forward has set
         self._thread = threading.get_ident()
         self._buffers, self.own = AssignedBuffers(), CallAttributes()
@@ -96,7 +105,7 @@ class Calls:
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         for owner in dict.fromkeys([nn.Module, *self._owners.values()]):
             yield owner, "__call__", self._call_of(owner)
-        for path, name in self._methods:
+        for path, name in self._plan.methods:
             owner = type(self._root.get_submodule(path))
             yield owner, name, self._method_of(owner, name)
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
@@ -151,8 +160,10 @@ class Calls:
 
     def _call_module(self, path: str, module: nn.Module, inner: Call, args: Args, kwargs: Kwargs) -> Any:
         recorder = self._recorder
-        frame = Frame(recorder, path, module, args, kwargs)
         around, recorder.stack = recorder.stack, {**recorder.stack, path: type(module)}
+        frame = Frame(recorder, path, module, args, kwargs)
+        with outside():
+            python = PythonState(module)
         try:
             with recorder.touched.noting() as touched:
                 result = inner(*args, **kwargs)
@@ -162,9 +173,8 @@ class Calls:
         finally:
             recorder.stack = around
         recorder.check_random()
-        assert frame.python is not None
-        with outside():  # what has changed attributes or drawn Python's random numbers must run once
-            touched.is_stateful |= frame.python.has_changed()
+        with outside():  # a call that has changed attributes or drawn Python's random numbers must run once
+            touched.is_stateful |= python.has_changed()
         recorder.touched.note(touched)
         if self._may_be_kept(path, module) and not self._is_swapped(frame) and frame.is_whole(result, touched):
             return self._keep_whole(frame, module, result, touched)
@@ -173,7 +183,7 @@ class Calls:
 
     def _may_be_kept(self, path: str, module: nn.Module) -> bool:
         held = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
-        return path not in self._descend and (self._limit is None or held <= self._limit)
+        return path not in self._plan.descend and (self._plan.limit is None or held <= self._plan.limit)
 
     def _keep_whole(self, frame: Frame, module: nn.Module, result: Any, touched: Touched) -> Any:
         """The result of a call that is one operation."""
@@ -231,7 +241,7 @@ class Calls:
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self._paths.get(id(vars(module)), "")
-            if (path, name) not in self._methods or not self._is_ours():
+            if (path, name) not in self._plan.methods or not self._is_ours():
                 return original(module, *args, **kwargs)
             return self._call_method(path, module, name, args, kwargs)
 
@@ -243,7 +253,7 @@ class Calls:
         frame.module = Method(module, name, path, self._cuts)
         target = f"{name}_{len(self.opaque)}"
         self.opaque[target] = frame.module
-        needs = NeedsValues(self._methods[path, name])  # as an earlier run has met it
+        needs = NeedsValues(self._plan.methods[path, name])  # as an earlier run has met it
         needs.method = path, name
         try:
             return self._rehearsed(frame, frame.module, args, kwargs, target, needs)
@@ -359,7 +369,7 @@ class Calls:
         recorder = self._recorder
         self.note_method(error)
         again = error.tried and not error.asked  # an error of the user's would be met again and again
-        if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._descend:
+        if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
             raise error
         error.tried = True
         is_stateful = False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import RandomState
-from fxpipe.trace.fake import is_fake, outside
+from fxpipe.trace.fake import is_fake
 from fxpipe.trace.record.recorder import Recorder
 from fxpipe.trace.record.tape import (
     PLAIN,
@@ -48,11 +47,6 @@ class Frame:
     def __init__(self, recorder: Recorder, path: str, module: nn.Module | None, args: Args, kwargs: Kwargs) -> None:
         recorder.check_random()
         self._recorder, self.path, self.module, self.place = recorder, path, module, recorder.place()
-        self.python: PythonState | None = None
-        if module is not None:
-            self.place = replace(self.place, stack={**self.place.stack, path: type(module)})
-            with outside():
-                self.python = PythonState(module)
         self._fits = is_plain((args, kwargs))  # whether all arguments can stand in a graph
         self.tensors = tensors((args, kwargs)) if self._fits else []
         self.given = {id(tensor) for tensor in self.tensors}

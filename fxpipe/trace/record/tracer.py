@@ -6,8 +6,7 @@ A submodule that is kept runs as in the model itself, with its hooks, its contro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
-from fxpipe.trace.record.calls import Calls
+from fxpipe.trace.record.calls import Calls, RunPlan
 from fxpipe.trace.record.emit import Emitter
-from fxpipe.trace.record.opaque import Name
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.tape import PLAIN, ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
@@ -42,7 +40,7 @@ def record(request: Request) -> Program:
     assert request.example is not None
     import_dynamo()
     random = RandomState()
-    plan = _RunPlan()
+    plan = RunPlan()
     try:
         with within(request.autocast):
             # each plan knows more than the one before: descend and methods only grow, so this ends
@@ -55,25 +53,7 @@ def record(request: Request) -> Program:
         random.rewind()
 
 
-@dataclass(frozen=True)
-class _RunPlan:
-    """How to run forward, by what earlier runs have taught.
-
-    ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
-    ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time, as
-    transformers' models install the hooks that collect their outputs. ``watch``: what opaque calls change, as hooks in
-    them do, is to be found out, which takes time. ``methods``: those of submodules with a boundary
-    that are opaque, and why they cannot be recorded.
-    """
-
-    descend: frozenset[str] = frozenset()
-    limit: int | None = None
-    settled: bool = False
-    watch: bool = False
-    methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
-
-
-def _capture(request: Request, plan: _RunPlan) -> Program | _RunPlan:
+def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
     """The program; or a better plan."""
     _refuse_scripted(request.module)
     real = all_tensors(request.module)
@@ -106,7 +86,7 @@ class _RecordedRun:
     def __init__(
         self,
         request: Request,
-        plan: _RunPlan,
+        plan: RunPlan,
         fake: FakeModel,
         real: Mapping[str, Tensor],
         before: Sequence[Snapshot],
@@ -117,8 +97,7 @@ class _RecordedRun:
         numbers = {**real, **{name: kept for name, kept in request.numbers.items() if real[name].is_meta}}
         real_of = {id(tensor): numbers[name] for name, tensor in stand_ins.items()}
         self.recorder = Recorder(fake, real, stand_ins, before if plan.watch else ())
-        cuts = frozenset(request.cuts)
-        self._calls = Calls(self.recorder, request.module, real_of, plan.descend, plan.limit, cuts, plan.methods)
+        self._calls = Calls(self.recorder, request, plan, real_of)
         is_value, calls = (lambda leaf: isinstance(leaf, Tensor)), self._calls
         self._regions = Regions(request, is_value, calls.keep_region, calls.rehearses)
         self._around = ModesNow.of()
@@ -151,7 +130,7 @@ class _RecordedRun:
             raise TraceError("\n".join([fact, *([line] if line else [])])) from error
         self._flat, self._spec = pytree.tree_flatten(result)
 
-    def better_plan(self, changed: Sequence[str], earlier: Sequence[SetAttribute]) -> _RunPlan | None:
+    def better_plan(self, changed: Sequence[str], earlier: Sequence[SetAttribute]) -> RunPlan | None:
         """None where the run has shown all; TraceError for what no other plan would mend.
 
         ``changed``: the attributes that are not as they were. ``earlier``: those that the run beforehand has set.
