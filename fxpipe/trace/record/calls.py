@@ -265,7 +265,7 @@ class Calls:
     # regions
 
     def rehearses(self) -> bool:
-        """Whether what is called now is run on made-up numbers; what holds a region is not to be opaque by that."""
+        """Whether calls run on made-up numbers now. A submodule that holds a region is marked: it may not be opaque."""
         self._recorder.marks += self._recorder.paused
         return self._recorder.paused
 

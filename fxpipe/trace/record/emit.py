@@ -1,4 +1,4 @@
-"""From a tape to a graph: nodes, what is known of each, and checkpointed parts as modules of their own."""
+"""From a tape to a graph: nodes with their shapes, modes and lines, and a module for each checkpointed part."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def on_line(self, line: str) -> Iterator[None]:
-        """What is recorded while it is open is taken to be on that line of the user's."""
+        """While it is open, operations are recorded as if they stood on that line of the user's."""
         self._line = line
         try:
             yield

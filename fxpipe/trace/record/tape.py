@@ -61,7 +61,7 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[Touched]:
-        """What is touched while it is open; what surrounds it has then touched it, too."""
+        """The memory that is touched while it is open. Whatever is open around it has then touched it, too."""
         around, self._now = self._now, Touched()
         try:
             yield self._now

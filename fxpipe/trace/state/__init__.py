@@ -1,1 +1,1 @@
-"""State: what of a model and of Python a capture depends on: taken, compared and put back."""
+"""State: the parts of a model and of Python that a capture depends on, taken, compared and put back."""

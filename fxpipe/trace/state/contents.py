@@ -116,8 +116,8 @@ def contents(value: Any) -> Any:
 
 
 class Inner(NamedTuple):
-    """A value within another. ``parts``: what it holds itself; None for what cannot be changed in place, and, as its
-    number, for what was met before. ``is_entered``: whether these parts come, too."""
+    """A value within another. ``parts``: the values that it holds itself; None for a value that cannot change in
+    place, and for one that was met before, which comes as its number. ``is_entered``: whether its parts follow, too."""
 
     value: Any
     parts: list[Any] | None = None

@@ -45,7 +45,7 @@ class Reads:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[set[Key]]:
-        """What is read of any module while it is open, by what is not ``aside``."""
+        """While it is open, notes what captured code reads of any module; not what runs ``aside``."""
         noted: set[Key] = set()
         original = nn.Module.__getattribute__
 
@@ -100,7 +100,7 @@ class Reads:
 
     @contextlib.contextmanager
     def rolled_back_on_error(self) -> Iterator[None]:
-        """Where what is inside fails, nothing counts that was read in it: other ranks may not have come so far."""
+        """If the code inside fails, all that was read in it is forgotten: other ranks may not have come so far."""
         states = [dict(state) for state in self._states]
         before = {**vars(self), "_states": states, "_buffers": dict(self._buffers), "_glance": None}
         try:
@@ -188,8 +188,8 @@ class Reads:
 
 
 class _Glance:
-    """Whether all is as it is now, where a state has just been found to be the present one: in a few calls for each
-    module, since every step asks. It may find something where nothing that matters has changed.
+    """A quick look whether anything has changed since it was made: in a few calls for each module, since every step
+    asks. It may find a change that does not matter, and then all is compared.
     """
 
     def __init__(self, keys: Iterable[Key], modules: Mapping[int, tuple[str, nn.Module]]) -> None:

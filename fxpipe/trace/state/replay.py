@@ -42,7 +42,7 @@ Around = Callable[[], contextlib.AbstractContextManager[None]]
 def without_reentrant_checkpoints(around: Around = contextlib.nullcontext) -> Iterator[None]:
     """Functions given to a reentrant checkpoint, through which ``autograd.grad`` cannot go, run once and keep all.
 
-    As there, what is given no tensor that requires a gradient gives none.
+    As in torch, a function that is given no tensor that requires a gradient returns none that does.
     """
 
     def run(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
@@ -164,9 +164,9 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> Iterator[None]:
-    """As around a training step, or an evaluation; what torch compiles runs as it is written, and what is checkpointed
-    so that no gradient can be asked for runs once. ``devices``: where all draw the same random numbers; None: as they
-    come."""
+    """The surroundings of a training step, or of an evaluation. What torch compiles runs uncompiled, and a reentrant
+    checkpoint, through which no gradient can be asked for, runs its function once. ``devices``: whose draws all begin
+    from one seed; None: no draws do."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(request.training))
