@@ -72,7 +72,7 @@ class ReportedCall(NamedTuple):
     proposals: Sequence[Proposal]
     merged: list[Description]
     counts: Counts
-    """Of what is cut by a count, for a batch that is cut."""
+    """The counts of packed inputs, for a batch that is cut."""
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
     has_rows: bool
@@ -126,7 +126,7 @@ class AgreedBatch:
     plan: Plan
     call: ReportedCall
     places: Places
-    """Where values that are gathered have their rows, as far as it is known."""
+    """Where gathered values have their rows, as far as this is known."""
     has_loss: bool
     """Whether the plan computes a loss; in evaluation a loss function may be left out."""
     wire_layouts: tuple[int, ...]
@@ -158,7 +158,7 @@ class Agreement:
         self._layouts: dict[Hashable, int] = {}
         self._new_layouts = itertools.count()  # a number that was forgotten never comes back
         self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
-        self._lists: set[str] = set()  # of which a message said that they are not split
+        self._lists: set[str] = set()  # named in a warning that they are not split
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
 

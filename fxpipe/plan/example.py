@@ -134,9 +134,9 @@ class Example:
 def plan_first(example: Example, answers: tuple[Answers, ...] = (), keeps_part: bool = False) -> Planner:
     """The planner, with the plan for a step on the example, whose stages are run against the model.
 
-    Evaluation is planned, too, where it can be, and where it may use parameters that training does not; or where
-    symbolic, whose captures take little, has captured a model of which each rank ``keeps_part`` alone: then no rank can
-    check it later. ``answers``: what forward asks about each micro-batch; ``Unanswered`` where it asks more.
+    Evaluation is planned, too, if it may use parameters that training does not use, and the example can be evaluated.
+    So it is where a rank ``keeps_part`` of the model, and cannot check a later capture, if a capture takes little time,
+    as by symbolic. ``answers``: what forward asks about each micro-batch; ``Unanswered`` where it asks more.
     """
     planner = example.planner
     planner.plan(example.pattern(answers), example.sample)

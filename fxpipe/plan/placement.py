@@ -69,7 +69,7 @@ def check_replicated(graph: StageGraph, options: Options) -> None:
 def writes(name: str) -> str:
     """What a stage on several ranks must not do, and the remedy."""
     return (
-        f"its forward writes {name}, of which its ranks would come to hold different values; place it on one rank (a "
+        f"its forward writes {name}, and its ranks would come to hold different values; place it on one rank (a "
         "BatchNorm in eval mode only reads its statistics)"
     )
 

@@ -99,7 +99,7 @@ class Planner:
 
     @property
     def flags(self) -> Flags:
-        """What a capture depends on of the model as it is now; RunError where that changes with every step."""
+        """What a capture depends on in the present model; RunError where that changes with every step."""
         modules = modules_of(self.module)
         training = bytes([module.training for module in modules])
         trainable = bytes([parameter.requires_grad for parameter in parameters_in(modules)])
@@ -195,7 +195,7 @@ class Planner:
 
     @contextlib.contextmanager
     def rolled_back_on_error(self) -> Iterator[None]:
-        """Where what is inside fails, no plan and no capture that was made in it is kept."""
+        """If the block fails, no plan and no capture that was made in it is kept."""
         before = dict(self.plans)
         try:
             with contextlib.nullcontext() if self.captures is None else self.captures.rolled_back_on_error():

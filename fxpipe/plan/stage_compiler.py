@@ -109,7 +109,7 @@ def in_halves(original: Callable[..., Any], compile: Compile) -> Callable[..., t
     """A stage's function with a ``Deferred`` in front of its inputs, compiled in three when it first runs.
 
     ``compile`` makes a callable of a graph of operators; it is given forward, I and W of each graph that TorchDynamo
-    makes of ``original``, none of which needs gradients.
+    makes of ``original``. None of these graphs needs gradients.
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -195,8 +195,8 @@ class _CutGraph:
     def _compiled(self, module: fx.GraphModule) -> Callable[..., Any]:
         @cache
         def function() -> Callable[..., Any]:
-            # a module of its own, made only now: TorchDynamo runs code as it is that was generated while it compiled,
-            # and AOTAutograd's modules share theirs before their first call
+            # A module of its own, made only now: TorchDynamo does not compile code that came up while it compiled, and
+            # AOTAutograd's modules share theirs before their first call.
             return self._compile(fx.GraphModule(module, module.graph))
 
         def run(*inputs: Any) -> Any:

@@ -148,9 +148,6 @@ def test_it_can_be_left_out() -> None:
     assert told(doubled(), check_capture=False).endswith("not checked: check_capture=False")
 
 
-calls = 0
-
-
 def outlier_on_the_second_replica() -> None:
     """Only the second replica's example shows that ``clamp`` is not in the symbolic capture."""
     topology = fxpipe.Topology([("pipe", 1), ("data", 2)])

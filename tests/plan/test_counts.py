@@ -81,7 +81,7 @@ def test_what_fails_where_it_counts_is_told_by_its_name() -> None:
 
 
 def test_counts_in_a_list_of_pythons_are_cut_themselves_or_refused() -> None:
-    with pytest.raises(RunError, match=r"of which each micro-batch would be given all; .*{'n': fxpipe.Packed\(1\)}"):
+    with pytest.raises(RunError, match=r"each micro-batch would be given all of it; .*{'n': fxpipe.Packed\(1\)}"):
         counts_of({"n": [1, 2]}, {"y": Packed("n")})
     assert counts_of({"n": [1, 2]}, {"y": Packed("n"), "n": Packed(1)}) == {"y": (1, 2)}
 

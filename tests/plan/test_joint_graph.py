@@ -130,6 +130,15 @@ def layer() -> tuple[nn.Linear, Tensor]:
     return nn.Linear(4, 4), torch.randn(6, 4, requires_grad=True)
 
 
+def run_halves(made: Callable[..., Any], x: Tensor) -> None:
+    """I, then W, of a call."""
+    deferred = Deferred()
+    (result,) = made(deferred, x * 1)
+    with deferred.collecting():
+        result.backward()
+    deferred.accumulate()
+
+
 def test_several_shapes_and_several_calls_in_flight() -> None:
     part, _ = layer()
     made = halves_of(lambda x: torch.tanh(part(x)).square().sum())
@@ -183,11 +192,7 @@ def test_what_cannot_be_captured_stays_in_i() -> None:
     made = halves_of(lambda value: (apart(part(value)) * value).sum())
     plain, y = layer()
     (plain(plain(y)) * y).sum().backward()
-    deferred = Deferred()
-    (result,) = made(deferred, x * 1)
-    with deferred.collecting():
-        result.backward()
-    deferred.accumulate()
+    run_halves(made, x)
     for got, gradient in ((part.weight.grad, plain.weight.grad), (part.bias.grad, plain.bias.grad), (x.grad, y.grad)):
         torch.testing.assert_close(got, gradient)
 
@@ -198,11 +203,7 @@ def test_a_hook_sees_a_parameters_gradient_once_and_whole() -> None:
     wanted = torch.autograd.grad(function(x), [x, *part.parameters()])
     seen: list[Tensor] = []
     part.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    deferred = Deferred()
-    (result,) = halves_of(function)(deferred, x * 1)
-    with deferred.collecting():
-        result.backward()
-    deferred.accumulate()
+    run_halves(halves_of(function), x)
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], wanted[1])
     torch.testing.assert_close([part.weight.grad, part.bias.grad], list(wanted[1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxpipe
 from fxpipe.options import Options
@@ -12,27 +12,12 @@ from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.planner import Planner
 from fxpipe.schedules import Costs, Problem, with_costs
 from fxpipe.schedules.action import Action, Op
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(fxpipe.stage_boundary(self.a(x))).mean()  # type: ignore[no-any-return]
+from tests.models import WIDTH, Chain
 
 
 def planned(options: Options) -> Planner:
-    planner = Planner.empty(Two(), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
+    planner = Planner.empty(Chain(2), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
     return plan_first(Example(planner, options))
-
-
-def test_a_pattern_is_planned_once() -> None:
-    options = Options(example_args=(torch.zeros(8, 4),))
-    planner = planned(options)
-    assert planner.plan(Example(planner, options).pattern()) is planner.first
-    assert len(planner.plans) == 1
 
 
 def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
@@ -45,7 +30,7 @@ def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
         return [[Action(s, op, j) for j in range(2) for s in stages for op in ops] for stages in problem.stages_of]
 
     first, other = (
-        Options(example_args=(torch.zeros(rows, 4),), microbatches=2, tracer="record", schedule=family)
+        Options(example_args=(torch.zeros(rows, WIDTH),) * 2, microbatches=2, tracer="record", schedule=family)
         for rows in (8, 12)
     )
     planner = planned(first)
@@ -58,11 +43,11 @@ def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
 
 def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_it_was() -> None:
     planner = planned(Options())
-    old, new = planner.module.a.weight, nn.Parameter(torch.ones(4, 4))
-    planner.module.a.weight = new
+    old, new = planner.module.layers[0].weight, nn.Parameter(torch.ones(WIDTH, WIDTH))
+    planner.module.layers[0].weight = new
     again = planner.with_tensors_of_module()
-    assert again.first.graph[0].tensors["a.weight"] is new
-    assert planner.first.graph[0].tensors["a.weight"] is old
+    assert again.first.graph[0].tensors["layers.0.weight"] is new
+    assert planner.first.graph[0].tensors["layers.0.weight"] is old
     assert again.first.digest == planner.first.digest
 
 
@@ -70,9 +55,9 @@ def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_
 def test_an_example_is_cut_as_a_call_would_cut_it_and_one_of_too_few_rows_is_each_micro_batch(
     rows: int, wanted: list[int]
 ) -> None:
-    options = Options(microbatches=3, example_args=(torch.zeros(rows, 4),))
+    options = Options(microbatches=3, example_args=(torch.zeros(rows, WIDTH),) * 2)
     shapes = Example(planned(options), options).pattern().shapes
-    assert [dict(shape)["x"].shapes for shape in shapes] == [[(size, 4)] for size in wanted]
+    assert [dict(shape)["x"].shapes for shape in shapes] == [[(size, WIDTH)] for size in wanted]
 
 
 def test_a_new_table_splits_backwards_that_were_whole_and_joins_them_again() -> None:

@@ -65,7 +65,7 @@ IMAGE = zeros(3, 4, 4)
             {"g": Packed(lambda x: [1, 2]), "y": Packed(lambda x: [1, 2], of="g")},
             "the counts of 'y' are 2 numbers for the 3 rows of 'g'",
         ),
-        ({"x": zeros(2), "y": zeros(2), "n": None}, {"y": Packed("n")}, "read from n, of which no rank was given all"),
+        ({"x": zeros(2), "y": zeros(2), "n": None}, {"y": Packed("n")}, "read from n, and no rank was given all of it"),
         ({"x": zeros(2).int(), "y": 3}, {"y": Packed("x")}, "'y' is named in batch_dim as packed, and holds no tensor"),
         ({"x": zeros(2), "y": zeros(2)}, {"y": Packed(1, dim=1)}, "of shape [2] has no dimension 1"),
         ({"b": zeros(2)}, {"b": {"x": 0}}, "batch_dim names what is in input 'b', which is"),

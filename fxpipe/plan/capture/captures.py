@@ -92,7 +92,7 @@ LATER = "this kind of batch came after compile"
 
 @dataclass
 class Captures:
-    """Captures a model as it is asked to, each pattern once."""
+    """Captures a model, each pattern once."""
 
     model: nn.Module
     options: Options
@@ -123,7 +123,7 @@ class Captures:
     observed: list[tuple[bool, Description, SeenCalls]] = field(default_factory=list)
     """What it was seen to do of late: in training or not, on what micro-batch."""
     unpacked: frozenset[str] = frozenset()
-    """The regions of which forward unpacks what they return."""
+    """The regions whose results forward unpacks."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
     questions: Questions = field(default_factory=Questions)
@@ -186,11 +186,10 @@ class Captures:
 
     @contextlib.contextmanager
     def rolled_back_on_error(self) -> Iterator[None]:
-        """Where what is inside fails, all is as before: ranks on which it has not failed drop theirs, too."""
+        """If the block fails, on this rank or another, what was captured in it is dropped."""
         # Collections that are changed in place are copied; what else is here is assigned anew.
         fields = ("kept", "families", "first", "wrong", "whole", "by_itself")
-        now = {name: getattr(self, name) for name in fields}
-        before = {name: dict(value) if isinstance(value, dict) else value for name, value in now.items()}
+        before = {name: dict(v) if isinstance(v := getattr(self, name), dict) else v for name in fields}
         try:
             with self.reads.rolled_back_on_error():
                 yield

@@ -29,7 +29,7 @@ class Questions:
     """By the answers before it, and its key."""
 
     def answers(self, values: Mapping[str, Any]) -> Answers:
-        """What is known of a micro-batch with these inputs, of which some may be lacking."""
+        """The answers for a micro-batch with these inputs; some may be missing."""
         # In the order in which forward asks: what comes after ``if mask.all():`` depends on that answer.
         found: dict[str, Answer] = {}
         for question in self.asked.values():

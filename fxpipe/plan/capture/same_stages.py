@@ -72,7 +72,7 @@ def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
 
 
 def joint(graphs: Sequence[StageGraph]) -> StageGraph:
-    """All that any of these has, of which the values are called by the same names: what their table is made for."""
+    """All stages and values that any of these has, for which their table is made. Their values have the same names."""
     each = list({id(graph): graph for graph in graphs}.values())
     if len(each) == 1 or graphs[0].gathers:  # with which all have the same
         return graphs[0]

@@ -153,7 +153,7 @@ def example_of(description: Description) -> dict[str, Any]:
 
 
 def known_by_type(description: Description) -> Iterator[tuple[str, Any]]:
-    """(input, leaf) for each leaf beside tensors of which the description gives the type alone."""
+    """(input, leaf) for each leaf that is no tensor, and that the description gives the type of alone."""
     for name, given in description:
         if given.kind == "input":
             leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)

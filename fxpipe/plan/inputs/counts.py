@@ -21,7 +21,7 @@ Counts = Mapping[str, tuple[int, ...]]
 
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
-    """The counts of which this rank was given what they are read from. RunError for numbers that are no counts."""
+    """The counts that this rank can read from its inputs. RunError for numbers that are no counts."""
     read = {path: _read(path, rule, values, batch_dim) for path, rule in counted(batch_dim).items()}
     return {path: numbers for path, numbers in read.items() if numbers is not None}
 
@@ -70,8 +70,8 @@ def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_di
             return _lengths(rule.counts, given)
         if isinstance(given, list | tuple) and not isinstance(source, Packed):
             raise RunError(
-                f"the counts of {path!r} are in {rule.counts!r}, a {type(given).__name__} of Python's, of which each "
-                f"micro-batch would be given all; pass a tensor, or write {written(rule.counts, 'fxpipe.Packed(1)')}"
+                f"the counts of {path!r} are in {rule.counts!r}, a {type(given).__name__} of Python's, and each micro-"
+                f"batch would be given all of it; pass a tensor, or write {written(rule.counts, 'fxpipe.Packed(1)')}"
             )
         return None if given is None else _numbers(path, given)
     # A function of inputs: where a rank lacks one that must be given, another rank counts.

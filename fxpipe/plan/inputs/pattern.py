@@ -86,7 +86,7 @@ class Pattern:
     """The rows of each micro-batch on all replicas together, where stages see them; () where that is not known yet."""
 
     answers: tuple[Answers, ...] = ()
-    """What forward asks of each micro-batch, as far as it is known; () where nothing is."""
+    """What forward asks of each micro-batch, as far as this is known; () where nothing is."""
     asks: bool = field(default=True, compare=False)
     """Whether forward may ask: not of inputs without numbers, nor of a group of micro-batches."""
 

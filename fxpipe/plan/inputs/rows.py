@@ -179,7 +179,7 @@ def _lists(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def _may_be_rows(listed: Sequence[Any], rows: int, is_alone: bool) -> bool:
-    """Dicts are; tensors may be that are as many as rows, or images alone, of which the first dimension is a colour."""
+    """Dicts are. Tensors may be if there are as many as rows, or if they are images, and the only inputs with rows."""
     if any(map(is_mapping, listed)):
         return True
     dims = {len(one.shape) for one in listed}
@@ -222,7 +222,7 @@ def _numbers_of(path: str, rule: Packed | Offsets, rows: int, counts: Counts) ->
         return counts[path]
     read = ", ".join(read_by(rule)) if isinstance(rule, Packed) else path
     raise RunError(
-        f"input {path!r} is cut by counts that are read from {read}, of which no rank was given all; give it to the "
+        f"input {path!r} is cut by counts that are read from {read}, and no rank was given all of it; give it to the "
         f"ranks that are given {path!r}"
     )
 
