@@ -67,10 +67,8 @@ class Plan:
     @cached_property
     def halved(self) -> tuple[frozenset[int], ...]:
         """For each micro-batch the stages whose backward of it the table has as I and W."""
-        stages: list[set[int]] = [set() for _ in self.graphs]
-        for stage, microbatch in self.schedule.dependencies.halves:
-            stages[microbatch].add(stage)
-        return tuple(map(frozenset, stages))
+        halves = self.schedule.dependencies.halves
+        return tuple(frozenset(stage for stage, of in halves if of == place) for place in range(len(self.graphs)))
 
     @cached_property
     def row_digests(self) -> tuple[int, ...]:

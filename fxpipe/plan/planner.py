@@ -250,12 +250,13 @@ class Planner:
             graph = self.parallel.adopt(graph)
         if self.options.stage_compiler is None:
             return graph
-        for stage in graph if not self.plans else ():
-            if has_opaque_calls(stage.module):
+        stages = []
+        for stage in graph:
+            is_opaque = has_opaque_calls(stage.module)
+            if is_opaque and not self.plans:
                 log(f"stage {stage.name!r} holds an opaque region, and runs unchanged, without stage_compiler=")
-        compiler = self.options.stage_compiler
-        stages = tuple(stage if has_opaque_calls(stage.module) else compiled_lazily(stage, compiler) for stage in graph)
-        return dataclasses.replace(graph, stages=stages)
+            stages.append(stage if is_opaque else compiled_lazily(stage, self.options.stage_compiler))
+        return dataclasses.replace(graph, stages=tuple(stages))
 
     def rescheduled(self, family: Limited) -> Planner:
         """A planner with this family's tables for training; this very one where its table may stay.

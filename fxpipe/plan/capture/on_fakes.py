@@ -96,6 +96,7 @@ def shapes_of(
         within(autocast),
         fake.mode,
     ):
+        # What follows from something unknown is unknown, too: a guess would give a dimension of rows where none is.
         for node in program.graph.nodes:
             if node.op == "output" or not all(operand in values for operand in node.all_input_nodes):
                 continue
@@ -111,8 +112,7 @@ def shapes_of(
             except Exception:  # whatever it is, nothing is known of what it makes
                 if of_one_size and "val" in node.meta:
                     values[node] = faked(node.meta["val"], fake)
-    leaves = {node.name: pytree.tree_leaves(value) for node, value in values.items()}
     return {
-        name: tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in made)
-        for name, made in leaves.items()
+        node.name: tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(made))
+        for node, made in values.items()
     }
