@@ -23,8 +23,7 @@ from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
-from fxpipe.plan.capture.groups import for_groups, places_of_rows
-from fxpipe.plan.capture.same_stages import called_alike, joint, like
+from fxpipe.plan.capture.same_stages import called_alike, for_groups, joint, like, places_of_rows
 from fxpipe.plan.capture.sizes import outline
 from fxpipe.plan.inputs.label_count import Items
 from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
