@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,6 @@ WORTH_IT = 0.01
 """The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
 
 
-class Adopting(Protocol):
-    """Modules that run in place of those captured."""
-
-    def adopt(self, graph: StageGraph) -> StageGraph:
-        """The graph, whose stages run these modules."""
-
-
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Makes plans for a model (or the user's own stage graph) on a topology, and keeps them."""
@@ -60,8 +53,8 @@ class Planner:
     """Where the stages of a model come from; None for the user's own."""
     tables: Tables
     """What chooses the table of the next plan."""
-    parallel: Adopting | None = None
-    """The modules that ``parallelize`` has made, once there are any."""
+    adopt: Callable[[StageGraph], StageGraph] | None = None
+    """Has a graph's stages run the modules that ``parallelize`` has made, once there are any."""
     plans: dict[Pattern, Plan] = field(default_factory=dict)
     places: dict[Hashable, Places] = field(default_factory=dict)
     """In which dimension gathered values have their rows."""
@@ -245,8 +238,8 @@ class Planner:
 
     def _ready(self, graph: StageGraph) -> StageGraph:
         """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
-        if self.parallel is not None:
-            graph = self.parallel.adopt(graph)
+        if self.adopt is not None:
+            graph = self.adopt(graph)
         if self.options.stage_compiler is None:
             return graph
         stages = []
@@ -285,10 +278,10 @@ class Planner:
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
 
-    def with_tensors_of_module(self, parallel: Adopting | None = None) -> Planner:
+    def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Planner:
         """The same plans; their stages hold what the module now holds, and nothing that it has let go of.
 
-        ``parallel``: the modules that ``parallelize`` has made, which the stages are to run, of later plans, too.
+        ``adopt``: has stages, of later plans, too, run the modules that ``parallelize`` has made.
         """
         captures = None if self.captures is None else self.captures.with_tensors_of_module()
         planner = dataclasses.replace(
@@ -296,7 +289,7 @@ class Planner:
             model=self.model.with_tensors_of_module() if isinstance(self.model, StageGraph) else self.model,
             captures=captures,
             tables=dataclasses.replace(self.tables, captures=captures),
-            parallel=parallel or self.parallel,
+            adopt=adopt or self.adopt,
             plans={},
         )
         for pattern, plan in self.plans.items():

@@ -162,7 +162,7 @@ def make_rank_state(
     else:
         if options.parallelize is not None:
             parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
-            planner = planner.with_tensors_of_module(parallel)
+            planner = planner.with_tensors_of_module(parallel.adopt)
         if options.precision is not None:
             originals = cast_parameters(planner.module, options.precision)
         module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
