@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -252,7 +252,68 @@ class Captures:
             with aside():
                 accepted.append((cut, made, self._checked(made, request, sample, places)))
 
-        # 1. What a tracer is asked: it makes a program, and ``accept`` cuts and checks that before it counts.
+        request = self._request(this, pattern, free, accept)
+        seen_before = len(self.observed)
+
+        def observe(request: Request) -> Request:
+            del self.observed[seen_before:]  # of fewer regions
+            return dataclasses.replace(request, seen=self._seen(request, pattern, shape, sample))
+
+        def shares() -> Mapping[str, float]:
+            return self._shares(accepted[-1][0], pattern, shape)
+
+        # 1. The capture. What it reads of Python's state is noted, since a change of that makes another capture.
+        request = observe(request) if self.whole else request
+        observes = observe if self._can_run(sample, shape) else None
+        with (
+            progress(f"capturing {type(self.model).__name__}"),
+            ignored(self.balancing.finds_cuts),
+            self.reads.noting() as noted,
+        ):
+            try:
+                program, request, by_itself = capture_in_part(request, self.options, observes, shares)
+            except Unanswered as error:
+                self.asks_numbers = error.numbers
+                raise
+        # 2. What it has shown of the model. A submodule that stages call follows its own changes: only what was traced
+        # through is compared.
+        self.whole, self.asks_numbers = request.whole, request.asks_numbers
+        own = {  # which only regions read, or a capture refuses
+            (id(vars(self.model.get_submodule(path))), name)
+            for seen in request.seen.values()
+            for path, name in seen.sets
+        }
+        targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
+        called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
+        self.reads.keep(noted - own, request.roots, called, program.sets, program.computed_with)
+        cut, made, checked = accepted[-1]
+        self.first = self.first or cut
+        self.by_itself |= by_itself
+        # A region that only other regions call is a part of them.
+        inside = self.by_itself.keys() - {name for name, _ in request.seen} if by_itself else set()
+        self.by_itself = {name: words for name, words in self.by_itself.items() if name not in inside}
+        self.whole = tuple(region for region in self.whole if region.name not in inside)
+        beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
+        self.beside |= dict.fromkeys(beside)
+        # 3. What .stages says of it.
+        head, *rest = made.graph.origin.splitlines()
+        origin = "\n".join([f"{head}, {checked}", *rest, *beside])
+        made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, origin=origin))
+        calls = (call for part in cut.opaque.values() for call in opaque_calls(part))
+        self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
+        watch(cut, self.reads.changed)
+        # Copies, as a rank holds only its own stages' buffers once compile is done, and later captures may need others.
+        if not self.numbers:
+            buffers = self.model.named_buffers(remove_duplicate=False)
+            small = [(name, one) for name, one in buffers if not one.is_meta and one.numel() <= SMALL]
+            self.numbers = {name: one.clone() for name, one in small if not one.dtype.is_floating_point}
+        return made
+
+    def _request(
+        self, this: Pattern, pattern: Pattern, free: frozenset[Place], accept: Callable[[Program, Request], None]
+    ) -> Request:
+        """What a tracer is asked. It makes a program, which ``accept`` cuts into stages and checks before it counts."""
+        shape = this.shape
         request = Request(
             self.model,
             this.inputs,
@@ -273,62 +334,8 @@ class Captures:
             asks_numbers=self.asks_numbers,
         )
         if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:
-            request = dataclasses.replace(request, answers=dict(this.answered), ask=self.questions.ask)
-        seen_before = len(self.observed)
-
-        def observe(request: Request) -> Request:
-            del self.observed[seen_before:]  # of fewer regions
-            return dataclasses.replace(request, seen=self._seen(request, pattern, shape, sample))
-
-        def shares() -> Mapping[str, float]:
-            return self._shares(accepted[-1][0], pattern, shape)
-
-        # 2. The capture. What it reads of Python's state is noted, since a change of that makes another capture.
-        request = observe(request) if self.whole else request
-        observes = observe if self._can_run(sample, shape) else None
-        with (
-            progress(f"capturing {type(self.model).__name__}"),
-            ignored(self.balancing.finds_cuts),
-            self.reads.noting() as noted,
-        ):
-            try:
-                program, request, by_itself = capture_in_part(request, self.options, observes, shares)
-            except Unanswered as error:
-                self.asks_numbers = error.numbers
-                raise
-        # 3. What it has shown of the model. A submodule that stages call follows its own changes: only what was traced
-        # through is compared.
-        self.whole, self.asks_numbers = request.whole, request.asks_numbers
-        own = {  # which only regions read, or a capture refuses
-            (id(vars(self.model.get_submodule(path))), name)
-            for seen in request.seen.values()
-            for path, name in seen.sets
-        }
-        targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
-        called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
-        self.reads.keep(noted - own, request.roots, called, program.sets, program.computed_with)
-        cut, made, checked = accepted[-1]
-        self.first = self.first or cut
-        self.by_itself |= by_itself
-        # A region that only other regions call is a part of them.
-        inside = self.by_itself.keys() - {name for name, _ in request.seen} if by_itself else set()
-        self.by_itself = {name: words for name, words in self.by_itself.items() if name not in inside}
-        self.whole = tuple(region for region in self.whole if region.name not in inside)
-        beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
-        self.beside |= dict.fromkeys(beside)
-        # 4. What .stages says of it.
-        head, *rest = made.graph.origin.splitlines()
-        origin = "\n".join([f"{head}, {checked}", *rest, *beside])
-        made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, origin=origin))
-        calls = (call for part in cut.opaque.values() for call in opaque_calls(part))
-        self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
-        watch(cut, self.reads.changed)
-        # Copies, as a rank holds only its own stages' buffers once compile is done, and later captures may need others.
-        if not self.numbers:
-            buffers = self.model.named_buffers(remove_duplicate=False)
-            small = [(name, one) for name, one in buffers if not one.is_meta and one.numel() <= SMALL]
-            self.numbers = {name: one.clone() for name, one in small if not one.dtype.is_floating_point}
-        return made
+            return dataclasses.replace(request, answers=dict(this.answered), ask=self.questions.ask)
+        return request
 
     def _can_run(self, sample: Sample | str, shape: Description | None) -> TypeGuard[Sample]:
         """Whether the model can run on a micro-batch, which shows what a region returns."""
