@@ -89,10 +89,9 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
             return None
     # 2. The graph of these, which each rank runs on its own micro-batches.
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
-    graph.output(graph.graph_copy(program.graph, copies))
-    for node, copy in reversed(copies.items()):
-        if node not in needed:
-            graph.erase_node(copy)
+    for node in program.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
     writes = any(node.name in group for node in needed for group in written)
     run, inputs = fx.GraphModule(constants, graph), tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
