@@ -360,7 +360,8 @@ class ForwardBackward:
     def set_requires_gradient_sync(self, on: bool) -> None:
         """Whether the calls from now on sum gradients over replicas; the same on every rank.
 
-        Without it gradients are only accumulated, until a call that sums them all.
+        Without it gradients are only accumulated, until a call that sums them all. So that no more than shards is kept,
+        each call reduces all the same: with ``zero=2`` over the shard group, with ``zero=3`` over all replicas.
         """
         _check_flag(on=on)
         self._steps.sync = on

@@ -300,8 +300,6 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
     for as long as the capture is there. RunError where a module is called that ``parallelize`` has not seen.
     """
     first = {str(node.target) for node in home.original.graph.nodes if node.op in ("get_attr", "call_module")}  # type: ignore[union-attr]
-    parts = [name.split(".")[:-1] for name in stage.tensors]
-    paths = {".".join(path[:length]) for path in parts for length in range(1, len(path) + 1)}  # modules with tensors
     originals = {id(original) for original, _ in home.twins}
     renamed: dict[str, str] = {}
     for node in module.graph.nodes:
@@ -310,7 +308,8 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
         target = str(node.target)
         value = attrgetter(target)(module)
         # What belongs to the model is in the copy under the same name, unless the first capture took it apart.
-        if target in stage.tensors if isinstance(value, Tensor) else id(value) in originals or target in paths:
+        has_tensors = any(name == target or name.startswith(f"{target}.") for name in stage.tensors)
+        if has_tensors or id(value) in originals:
             there = home.held(target)
             if target not in first and (there is None or (node.op == "call_module" and type(there) is nn.Module)):
                 raise RunError(
