@@ -387,36 +387,11 @@ def test_tied_parameters_whose_shards_would_differ_are_refused(pool: Pool) -> No
         )
 
 
-class Hooked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.linear.weight.tag = "no decay"  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).square().mean()
-
-
-@in_a_new_world
-def hooked() -> tuple[list[Any], Any]:
-    calls: list[Any] = []
-    graph = StageGraph.from_callables({"a": Hooked()}, [], {"a": ["x"]})
-    forward_backward, x = compiled(lambda: graph, ONE_NODE)
-    weight = dict(forward_backward.named_parameters())["a.linear.weight"]
-    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
-    forward_backward(x)
-    assert type(graph.module.a) is Hooked
-    return calls, weight.tag
-
-
-def test_hooks_and_attributes_of_parameters(pool: Pool) -> None:
-    assert pool.run(hooked, ranks=2) == [([True], "no decay")] * 2
-
-
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+        self.conv.weight.tag = "no decay"  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.view(-1, 2, 3, 1).expand(-1, -1, -1, 3)).square().mean()
@@ -424,6 +399,22 @@ class Convolved(nn.Module):
 
 def convolved() -> StageGraph:
     return StageGraph.from_callables({"a": Convolved()}, [], {"a": ["x"]})
+
+
+@in_a_new_world
+def hooked() -> tuple[list[Any], Any]:
+    calls: list[Any] = []
+    graph = convolved()
+    forward_backward, x = compiled(lambda: graph, ONE_NODE)
+    weight = dict(forward_backward.named_parameters())["a.conv.weight"]
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
+    forward_backward(x)
+    assert type(graph.module.a) is Convolved
+    return calls, weight.tag
+
+
+def test_hooks_and_attributes_of_parameters(pool: Pool) -> None:
+    assert pool.run(hooked, ranks=2) == [([True], "no decay")] * 2
 
 
 @in_a_new_world
