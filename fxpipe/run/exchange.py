@@ -95,6 +95,7 @@ class WireExchange:
 
     def finish(self) -> None:
         """Waits for what is still under way, at the end of a step."""
+        # What was sent and never taken must be received, or it would be taken for the next step's first message.
         for line in self._lines.values():
             while line.waiting:
                 line.waiting[0].take()
@@ -128,14 +129,17 @@ class _Receives:
 
     def _advance(self) -> None:
         """Posts whatever can be."""
+        # Receives of a pair match sends by order alone: nothing may be posted past one that is not described.
         while self.waiting and (layout := self.waiting[0].layout) is not None:
             self.waiting.popleft().post_like(layout)
+        # The header's size is fixed, so that its receive can be posted before anything is known of the message.
         if self.waiting:
             if self._header is None:
                 self._header = self._receive(HEADER)
             return
         # What comes next, as long as it is small and described. Where it is posted, is planned to be later, at the
         # latest: to post it now cannot make anybody wait.
+        # On a GPU each receive occupies the stream of its communicator: there none is posted early.
         left = BURST if self._exchange.device.type == "cpu" else 0
         while self._place < len(self.coming):
             wire = self.coming[self._place]
@@ -184,6 +188,7 @@ class _Wire:
         if layouts is None:
             return None
         number = exchange.numbers[self._microbatch]
+        # A part of the batch has a layout for its place in it; all else has one for all micro-batches of its shapes.
         return layouts.get((exchange.kind, number, self._microbatch)) or layouts.get(number)
 
     def learn(self, meta: Meta) -> _WireLayout:
@@ -202,6 +207,7 @@ class _Wire:
 
     def send(self, value: Any) -> None:
         """Starts a send; does not wait."""
+        # The usual case: one plain tensor that looks as the last one did. It is sent as it is, without being packed.
         known = self.layout
         if known is not None and known.like is not None and known.like.fits(value):
             self._start([value.detach()])
@@ -222,6 +228,7 @@ class _Wire:
 
     def _start(self, parts: Sequence[Tensor]) -> None:
         exchange = self._exchange
+        # The buffers are held until the send is over: gloo and NCCL read them later.
         buffers = [part.to(exchange.device) for part in parts]
         exchange.sending[self] = [(exchange.transport.send(self._pair, buffer), buffer) for buffer in buffers]
 

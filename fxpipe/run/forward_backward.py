@@ -130,6 +130,7 @@ class ForwardBackward:
         _check_flag(offload=offload)
         if elementwise is not None:
             _check_flag(elementwise=elementwise)
+        # Tied parameters have several names: a group may use any of them.
         held = dict(self.module.named_parameters(remove_duplicate=False))
         whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
         optimizer = DistributedOptimizer(
@@ -227,6 +228,7 @@ class ForwardBackward:
 
         Compared by ranks that have and step all optimizers: one without parameters may have dropped its own.
         """
+        # A rank that has lost an optimizer cannot say what the others of it were given, and compares nothing.
         own = [optimizer for optimizer in self._optimizers if optimizer.steps_here]
         if len(own) < len(self._made):
             return NOTHING
@@ -246,6 +248,7 @@ class ForwardBackward:
                 # a device would be waited for a tensor's
                 is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)
                 facts[f"{key} of parameter group {place}"] = value if is_plain else None
+        # A digest has 31 bits of a mark; 0 would say that nothing is compared.
         digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
         return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
 
@@ -350,6 +353,7 @@ class ForwardBackward:
                 self._transport,
                 lambda: self._planner.rescheduled(with_costs(schedule, costs, in_flight, memory)),
             )
+        # The bytes on the edges were measured, and do not depend on the table.
         first = self._planner.first
         self._plan = dataclasses.replace(first, graph=dataclasses.replace(first.graph, bytes_of=self.stages.bytes_of))
         self._steps.replan(self._planner)
@@ -400,6 +404,7 @@ class ForwardBackward:
                 is_low = parameter.dtype == precision.compute != precision.master
                 if is_rounded and is_low and id(parameter) not in stepped:
                     originals[name] = state[name].clone()
+        # Masters and shards follow the model, or the next step would write their old values over it.
         for optimizer in self._optimizers:
             optimizer.reload(state)
 

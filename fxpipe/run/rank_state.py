@@ -48,6 +48,7 @@ class RankState:
 def base_seed(topology: Topology, transport: Transport) -> int:
     """The first rank's seed, for all. A collective call of all ranks."""
     seed = torch.initial_seed()
+    # The first of each group decides, one axis after another: behind the last all ranks have the first rank's.
     for scope in ("pipe", "data", *tensor_groups(topology)):
         seed = transport.gather(scope, seed)[0]
     return int(seed)
@@ -60,6 +61,7 @@ def open_groups(plan: Plan, options: Options, owners: Ownership, topology: Topol
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups("data")
+    # Gradients of tied parameters are summed over their owners, losses over the ranks that make some.
     sums = dict.fromkeys([*owners.tied, *[plan.output_ranks] * (len(plan.output_ranks) > 1)])
     transport.open(pairs(plan.instructions), list(sums), groups)
     if transport.data_size > 1:
@@ -118,6 +120,7 @@ def _make_equal(planner: Planner, topology: Topology, transport: Transport, owne
     for holders, names in owners.tied.items():
         if transport.pipe_rank in holders:
             broadcast([held[name] for name in names], transport, holders, 0)
+    # A tied parameter is one tensor under several names, and is sent once.
     once = list({id(tensor): tensor for tensor in held.values()}.values())
     if transport.data_size > 1:
         broadcast(once, transport, "data", 0)
@@ -138,6 +141,7 @@ def _device_of(plan: Plan, owners: Ownership, transport: Transport) -> torch.dev
     if rank is None:
         return held[0] if held else transport.device
     mine = {device.type for device in held}
+    # Over both axes: a replica may hold on CPU what another holds on a GPU.
     types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}
     if len(types) > 1:
         raise RunError(f"the model's tensors are on devices of several kinds, {sorted(types)}; move all of it to one")

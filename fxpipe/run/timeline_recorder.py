@@ -169,6 +169,7 @@ def _spells(
     moments.append((AFTER, course[ran + 1].what, course[ran].end) if laps else (kind, what, course[ran].end))
     moments += [(AFTER, one.what, one.end) for one in course[ran + 1 :]]
     now = course[0].end - first
+    # Neighbours of one kind are one spell; each begins where the one before it ends, so that they add up to the step.
     for (kind, what), group in itertools.groupby(moments, key=lambda one: one[:2]):
         end = max(now, *(moment - first for *_, moment in group))  # events of a GPU are given in single precision
         if end > now:
@@ -191,6 +192,7 @@ def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Cost
         durations.setdefault((action.stage, action.op), []).append(span.duration)
     stages = range(len(schedule.placement))
     of = {op: [max(median(durations.get((stage, op), [0.0])), 0.0) for stage in stages] for op in Op}
+    # A table has B, or its halves: B = I + W, and W is half of a B that is whole.
     backward = [of[Op.B][stage] or of[Op.I][stage] + of[Op.W][stage] for stage in stages]
     weight = [of[Op.W][stage] or of[Op.B][stage] / 2 for stage in stages]
     return Costs.of(len(stages), of[Op.F], backward, weight, hop)
@@ -205,6 +207,7 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
         last = max(before, key=lambda other: spans[other].end, default=None)
         if last is not None and schedule.rank(last) != schedule.rank(action):
             hop = max(span.start - spans[last].end, 0.0)
+            # Only an action that stood waiting shows the latency; another may have come long after the message.
             (waited if since[action] <= spans[last].end else others).append(hop)
     return median(waited) if waited else min(others, default=0.0)
 
@@ -241,6 +244,7 @@ def offset_between(first: Sequence[Round], other: Sequence[Round]) -> float:
     """The offset of ``other``'s clock that the same calls allow: 0 where that is possible, for ranks of one machine
     read one clock; or else the middle."""
     pairs = list(zip(first, other, strict=True))
+    # Each call bounds the offset from both sides; the tightest bounds of all calls count.
     most = min(left - came for (came, _), (_, left) in pairs)
     least = max(came - left for (_, left), (came, _) in pairs)
     return 0.0 if least <= 0 <= most else (least + most) / 2

@@ -55,6 +55,8 @@ class Bound:
     def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[StepResult]:
         """Runs a step. Each rank has a stopwatch of its own."""
         grad = torch.enable_grad if self.kind.training else torch.no_grad
+        # Autograd runs a backward under the caller's autocast, and plain PyTorch runs it outside: so autocast is off
+        # here, and each forward turns on its own regions.
         off = [region._replace(enabled=False) for region in self.kind.autocast]
         for executor in self.executors:
             executor.begin(step, stopwatch())
@@ -96,6 +98,7 @@ def bind(
     kind = BoundFor(plan, runs, training, autocast)
     ranks = range(len(plan.instructions)) if rank is None else [rank]
     binders = {one: _Binder(executor_of(kind, one)) for one in ranks}
+    # One process runs the rows of all ranks in an order in which each message is sent before it is taken.
     order = plan.order if rank is None else [(rank, instruction) for instruction in plan.instructions[rank]]
     calls, receives = list[tuple[Instruction, Call]](), list[Port]()
     for owner, instruction in order:
@@ -183,6 +186,7 @@ class _BoundAction:
             executor.parameters.settle(action.stage)
         elif self._sums:
             executor.parameters.before(action)
+        # Between the two marks the action waits for its inputs: the timeline shows that as waiting.
         executor.stopwatch.mark()
         arrived = [take() for take in self.takes]
         executor.stopwatch.mark()
@@ -253,6 +257,7 @@ class ForwardAction(_BoundAction):
 
         def run_and_keep(*inputs: Any) -> Any:
             kept = Kept(stage, inputs, executor.effects.of(stage), executor.device, executor.step.proves)
+            # The graph of this run is dropped at once, and R makes it anew when its backward is near.
             outputs, _ = kept.first(run, inputs)
             kept.first_is_over(outputs)
             held.kept = kept
@@ -408,6 +413,7 @@ class GroupForward(ForwardAction):
 
     def bound_inputs(self) -> list[Fetch]:
         # an input may come in two ways, "batch" and "global"
+        # A value is taken once: taking it empties its slot.
         takes = {entry: self._each(entry) for entry in dict.fromkeys(self.stage.inputs)}
         self._entries = list(takes)
         return list(takes.values())
@@ -453,6 +459,7 @@ class GroupBackward(BackwardAction):
         sent: dict[Edge, list[Any]] = {}
         for place, edge in self.fed:
             how = joined[place] if joined is not None else None
+            # An input that came in two ways has two gradients, which are summed micro-batch by micro-batch.
             parts = [returned[place]] if how is None else self.executor.step.groups.cut(how, returned[place])
             sent[edge] = parts if edge not in sent else list(map(added, sent[edge], parts))
         parts = [part for each in sent.values() for part in each]

@@ -133,6 +133,7 @@ class Executor:
         """A step has failed: lets go of all that it was given and had made."""
         self.end()
         self.exchange.drop()
+        # In place: bound actions hold this very list.
         self.slots[:] = [NOT_MADE] * len(self.slots)
         for held in self.held.values():
             held.saved = held.joined = held.kept = held.later = None
@@ -153,6 +154,7 @@ class Executor:
         """Where a value, or where ``op`` is B its gradient, lies from when it is made until it is used or sent."""
         if op is Op.F and self._rank_of(edge.source, microbatch) == self.rank:
             edge = self._shared(edge, microbatch)[0]  # it is sent once
+        # Slots are numbered as they are bound, so that a step addresses a list by numbers and hashes nothing.
         slot = self._slot_of.setdefault((edge, op, microbatch), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(NOT_MADE)
@@ -178,6 +180,7 @@ class Executor:
         # of those that share a message the first one that is bound is the first that runs, and takes it for all
         if maker == self.rank or (edge, op, microbatch) in self._slot_of:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
+        # Only the name of the action in a diagnosis depends on this: gradients of inputs come from I where B is split.
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
         made = Action(edge.source if op is Op.F else edge.target, maker_op, microbatch)
         port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))

@@ -111,7 +111,9 @@ class GroupInputs:
             gets_gradient = isinstance(leaf, Tensor) and leaf.requires_grad
             leaves.append(leaf)
             places.append(place)
+            # An expanded zero has the shape, type and device and no memory of its own.
             likes.append(leaf.new_zeros(()).expand(leaf.shape) if gets_gradient else None)
+        # All replicas check before one of them starts a collective that the others would not join.
         if everyone and self._transport.data_size > 1:
             self._check_alike(text, leaves, places)
             pairs = zip(leaves, places, strict=True)
@@ -148,6 +150,7 @@ class GroupInputs:
             )
         places = self._places.get(leaf, range(column[0].dim()))
         has_rows = len({part.dim() for part in column}) == 1
+        # A dimension holds the rows where its size is the number of rows in every micro-batch.
         fits = [place for place in places if has_rows and [part.shape[place] for part in column] == list(rows)]
         is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
         if len(fits) == 1 or (fits and is_alone):
@@ -203,6 +206,7 @@ class GroupInputs:
             shape = list(like.shape)
             shape[place] = sum(everyone)
             gradient = like.new_zeros(shape)
+        # reduce_scatter needs chunks of one size, so each replica's rows are padded to the longest.
         padded = [_padded(part, place, longest) for part in torch.split(gradient, list(everyone), place)]
         total = torch.empty_like(padded[0])
         self._perform("reduce_scatter", total.view(-1), torch.stack(padded).view(-1))
@@ -248,6 +252,7 @@ def _in_a_row(text: str, column: Sequence[Any], place: int | None) -> Any:
 def _check_whole(name: str, column: Sequence[Any]) -> None:
     """RunError where micro-batches were given other values of what a group takes once."""
     first, *others = (Digest([{name: part}]).numbers() for part in column)
+    # The number of items of a micro-batch is its share of the whole: it differs where shares differ.
     if name != ITEMS and any(other != first for other in others):
         raise RunError(
             f"input {name!r} has no rows and is not the same for all micro-batches, but a stage that runs once for all "

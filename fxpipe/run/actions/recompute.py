@@ -41,6 +41,7 @@ class Kept:
     ) -> None:
         self._stage, self._effects, self._device, self._proves = stage, effects, device, proves
         self.inputs = [without_graph(value) for value in inputs]
+        # Versions tell without a copy whether a tensor was written between F and R.
         self._versions = _versions(self.inputs)
         self._parameters = [(one, version_of(one)) for one in stage.parameters.values()]
         self._start, self._others = effects.state(device), effects.versions()
@@ -50,11 +51,13 @@ class Kept:
         from where it began, as do all later ones, and its graph is dropped behind it."""
         if not self._effects.needs_graph:
             try:
+                # Hooks drop what autograd saves: as under no_grad F never holds a graph, and yet it runs R's kernels.
                 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _is_gone):
                     return run(*inputs)
             except RuntimeError as error:  # torch.func and torch.vmap say so where they meet them
                 if _HOOKS not in str(error):
                     raise
+            # What forward had written before the hooks failed is put back, and random numbers, too.
             self._start.restore(self._start.bumped())
             self._effects.needs_graph = True
         return run(*inputs)
@@ -88,6 +91,7 @@ class Kept:
             )
         # nn.Embedding(max_norm=) writes its parameter, in the second run, too
         copies = [(one, one.detach().clone()) for one in self._written]
+        # R writes buffers and draws random numbers once more: what they are now is put back behind it.
         now = self._effects.state(self._device)
         self._start.restore(self._bumped)
         try:

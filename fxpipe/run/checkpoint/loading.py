@@ -97,6 +97,7 @@ def load(
             return {"step": 0}
         path, manifest = newest
         loading = _Loading(path, manifest, forward_backward, steps)
+        # Nothing is changed before every rank has found that all of it fits.
         agreed(gathering, lambda: loading.prepare(optimizer, {"scheduler": scheduler, "loader": loader}))
         asked = {name for names in gathering.gather(sorted(loading.asked)) for name in names}
         if gathering.rank == 0:
@@ -182,6 +183,7 @@ class _Loading:
         if saved == now or self._replica < saved.replicas:
             source = self._rank if saved == now else saved.ranks_of(self._replica)[0]
             self._random = value_of(plain.trees[plain.of_rank[source]["random"]], {})
+        # Read together with the optimizers', in one pass over the files.
         self._tensors = tensors_for(list(self._trees.values()), reader.tensors)
         self._fill = reader.plan({**self._states, PLAIN: self._tensors} if self._tensors else self._states)
         self.asked = {name for name in reader.asked if name.startswith("optim.")}
@@ -211,6 +213,7 @@ class _Loading:
         """``goes_on``: whether any rank has optimizers, for one without parameters may have none."""
         self._fill()
         self._fill_model()
+        # The tensors of plain data have their values only now that they were read.
         given = {part: value_of(tree, self._tensors) for part, tree in self._trees.items()}
         buffers = given.get(BUFFERS)
         if isinstance(buffers, dict) and buffers.keys() == own_buffers(self._module, self._model):  # cut as it was
@@ -228,6 +231,7 @@ class _Loading:
         steps.number, steps.seed = run["number"], run["seed"]
         if run["costs"] is not None and tuple(run["stages"]) == self._forward_backward.stages.names:
             steps.recorder.loaded = Costs(**run["costs"])
+        # Last: nothing above may draw from what is restored here.
         if self._random is not None:
             RandomState([device], self._random).restore()
         else:
@@ -271,6 +275,7 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader) -> dict[str, Any
         CheckpointError: it was saved without this optimizer, or with one of another kind.
     """
     known = set(reader.names)  # and what they are in
+    # DCP flattens a state dict: only leaves have names, and containers are asked for, too.
     known |= {part for saved in reader.names if saved.startswith(f"{name}.") for part in _parents(saved)}
     state = optimizer.state_to_fill({saved.removeprefix(f"{name}.state.") for saved in known})
     if f"{name}.param_groups" not in known:

@@ -92,6 +92,7 @@ class PlainParts:
         digests = [one.get(part, "") for one in self.of_rank]
         if saved == now:
             return self.trees[digests[rank]]
+        # On another layout a rank has no predecessor: a part is clear only where all that it could be are equal.
         same: list[Sequence[int]] = [range(len(digests))]  # ranks whose part is this rank's, if they have one
         if saved.replicas == now.replicas:
             same.append(saved.ranks_of(now.replica(rank)))
@@ -136,6 +137,7 @@ def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tre
 
 def tensors_for(tree: Tree, known: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
     """Empty tensors for those that a value has, to be read; CheckpointError where they are not there."""
+    # Rebuilding the value with a table that has every name finds out which names it asks for.
     found: defaultdict[str, Tensor] = defaultdict(lambda: torch.empty(0))
     value_of(tree, found)
     for name in found:
@@ -245,6 +247,7 @@ class PlainOptimizer:
                     "options; make the optimizer with the groups that it was saved with"
                 )
             entry = state["state"].get(name, {})
+            # What was never stepped stays without state, as torch has it: some optimizers begin by its absence.
             stepped = parameter in self._optimizer.state
             if stepped or (entry and not is_initial(entry, self._initial(parameter, options))):
                 self._optimizer.state[parameter] = entry
@@ -259,6 +262,7 @@ class PlainOptimizer:
     def _like_it(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Another one of its class, without its state, its hooks and what schedulers have put around its ``step``."""
         other = copy.copy(self._optimizer)
+        # A scheduler wraps ``step`` in the instance: a copy with it would step this optimizer.
         own = {key: value for key, value in vars(self._optimizer).items() if key != "step"}
         fresh = {"state": defaultdict(dict), "param_groups": groups}
         other.__dict__.update({**own, **vars(other), **fresh})

@@ -113,6 +113,7 @@ def save(
 
         begun = agreed(gathering, begin)
         place = begun[0]
+        # A collective call: made by all ranks or by none.
         costs = steps.recorder.known_costs() if all(one["has_costs"] for one in begun) else None
         plans: list[RankPlan] = []
         try:
@@ -195,6 +196,7 @@ class _Saver:
         if self.lock is None or self.lock.folder != folder:  # a process that was forked keeps its parent's
             self.lock = lock_of(folder, _run_id())
         newest = run_folder.newest(folder)
+        # Numbers only grow, so that a larger one than this run's last was written by another run.
         if newest > self.known.get(folder, 0):  # they would be mixed with this run's, and deleted in time
             latest = run_folder.checkpoints(folder)[0].name
             raise CheckpointError(
@@ -243,6 +245,7 @@ def _plan(
         plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(module, model)}
     digests, trees, tensors = plain_parts(plain)
     states: dict[str, Any] = {name: one.state_to_fill(()) for name, one in savable(optimizer, module).items()}
+    # One state dict for model and optimizers: torch's planner divides the writing over ranks.
     states["model"] = model
     if "scheduler" in plain:
         states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
@@ -282,6 +285,7 @@ class _Job:
 
     def write(self, gathering: Gathering) -> Path:
         """The checkpoint's folder; where one rank fails, all do, and nothing is left of it."""
+        # A rank whose write failed still meets the others, who would wait for it.
         written = Verdict(lambda: self.plan.write(self.partial))
 
         def complete() -> str:
@@ -302,6 +306,7 @@ class _Job:
         write_text(self.partial / STATE, self.state)
         files[STATE] = written_of(self.partial / STATE)
         replace(self.manifest, saved_at=time.strftime("%Y-%m-%d %H:%M:%S%z"), files=files).write(self.partial)
+        # The rename is the moment from which the checkpoint is there: all before it may be lost.
         final = run_folder.complete(self.partial)
         try:
             run_folder.keep_newest(final.parent, self.keep)

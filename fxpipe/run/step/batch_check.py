@@ -64,6 +64,7 @@ class BatchCheck:
         if kind in self._of_kind or len(self._of_kind) < KINDS:
             is_due = is_due or self._of_kind[kind] < FIRST
             self._of_kind[kind] += 1
+        # Replicas meet in these calls only, by the number of the step: their numbers of calls may differ.
         beyond = training and is_checked(step) and (self._tensor or self._transport.data_size > 1)
         if self.on and (beyond or (is_due and len(self._transport.ranks("pipe")) > 1)):
             self._left = (f"step {step}" if training else f"evaluate before step {step}", Digest(batches), beyond)
@@ -80,6 +81,7 @@ class BatchCheck:
         everyone = self._transport.gather("pipe", _InputNumbers(digest.numbers(), frozenset(digest.with_rows)))
         self._check_equal("pipe", what, [sent.numbers for sent in everyone])
         self._warn_of_nothing_shared(what, everyone)
+        # Within the pipe group inputs are equal by now, so that any rank's number of an input is the group's.
         if beyond:  # the pipe group, on all ranks in the same step
             numbers = {name: number for sent in everyone for name, number in sent.numbers.items()}
             if self._tensor:
@@ -110,6 +112,7 @@ class BatchCheck:
         groups: list[tuple[list[int], frozenset[str]]] = []
         for rank, sent in zip(self._transport.ranks("pipe"), everyone, strict=True):
             ranks, names = [rank], sent.with_rows
+            # Connected components: ranks are joined where they share an input.
             for group in [group for group in groups if group[1] & sent.with_rows]:
                 groups.remove(group)
                 ranks, names = [*group[0], *ranks], group[1] | names
@@ -217,6 +220,7 @@ def _sums_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor's bits as integers, in row-major order, some at a time. Where it is cut depends on its shape alone."""
     tensor = tensor if tensor.dim() else tensor.reshape(1)
+    # Whole rows first: a tensor with strides is then copied piece by piece, never as a whole.
     rows = max(1, _AT_A_TIME * len(tensor) // max(tensor.numel(), 1))
     for part in torch.split(tensor, rows):
         part = part.resolve_conj().resolve_neg()
@@ -247,6 +251,7 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
     if not tensor.is_cuda:
         copy = tensor.detach().clone()  # the user may write into theirs
         return lambda: copy
+    # Only a copy into pinned memory runs beside the host; the event says when it is there.
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     copy.copy_(tensor.detach(), non_blocking=True)
     copied = torch.cuda.current_stream(tensor.device).record_event()

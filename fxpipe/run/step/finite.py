@@ -44,6 +44,7 @@ class Extremes:
         for leaf in {id(leaf): leaf for leaf in leaves}.values():  # several stages may be given one value
             numbers = _plain(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
             if numbers is not None:
+                # One kernel reads the tensor once; a sum may overflow where all numbers are finite.
                 self._found.append((stage, microbatch, False, torch.aminmax(numbers)))
 
     def add_loss(self, stage: int, microbatch: int, loss: Tensor) -> None:
@@ -123,6 +124,7 @@ class Watch:
         last, self._last = self._last, None
         if last is None or math.isfinite(loss := last.loss().item()):
             return ""
+        # All ranks come here in the same call, since they have the same loss: none waits alone.
         mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)
         everyone = self._transport.gather("all", mine)
         self._over = not self._raises
@@ -142,6 +144,7 @@ def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: 
     # of what this loss is computed from, the output of the first stage that is not finite
     feeding = [one for one in broken if microbatch <= one.microbatch <= last]
     feeding = [one for one in feeding if graph.sees_replicas or one.replica == replica]
+    # Stages are numbered in topological order: the least one is where it began.
     stage = min(feeding, key=lambda one: (one.stage, *one))
     place = f"micro-batch {microbatch}" if last == microbatch else f"the group of micro-batches {microbatch}-{last}"
     place += f" of replica {replica}" * replicas

@@ -76,6 +76,7 @@ class RowsOf:
         """
         if not self.may_be_entries(parts):
             return False
+        # Lists of different lengths or structures cannot be containers of the same tensors: each entry is a row's.
         if len(set(self.sizes)) > 1 or len({str(pytree.tree_structure(part)) for part in parts}) > 1:
             return True
         columns = list(zip(*map(pytree.tree_leaves, parts), strict=True))
@@ -88,6 +89,7 @@ class RowsOf:
             return True
         if self.in_lists and self.sizes[0] == 1 and all(map(is_mapping, parts[0])):
             return True  # what detectors return, if with one box for each image
+        # Entries have tensors of the same shapes; a container, such as logits beside hidden states, has others.
         entries_differ = all(len(set(map(_shapes_in, part))) > 1 for part in parts)
         return False if entries_differ and not without_rows else None
 
@@ -166,8 +168,10 @@ class _Joining:
         if not first.dim():
             if not _is_mean(first):
                 return torch.stack(list(column)).sum()
+            # A part without weight may be nan, as the mean of no rows is: 0 · nan would be nan.
             weighted = [part * share for part, share in zip(column, self.shares, strict=True) if share]
             return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
+        # Its rows are in no place that could be meant.
         along = self._rows_along(column, where)
         if along is None:
             return Entries(list(column))
@@ -192,6 +196,8 @@ class _Joining:
         if len(fits) == 1:
             self.known.dims[key] = fits[0]
         if fits:
+            # One call may leave a doubt where sizes happen to be equal, and an earlier one may have shown the
+            # dimension.
             along = self.known.dims.get(key)
             if len(column) > 1 and along not in fits:
                 raise RunError(
@@ -207,6 +213,7 @@ class _Joining:
                 f"of {sizes} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which "
                 "dimension is meant"
             )
+        # Rows × tokens in one dimension: each row must have as many in all micro-batches, without a remainder.
         per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
         if len(per_row) == 1 and per_row.pop()[1] == 0:
             # what a recurrent network returns is times × rows
@@ -282,6 +289,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
         )
     if not numbers:
         return output
+    # One all-reduce for all of them: complex128 holds each type, integers up to 2^53 exactly.
     tensors = [torch.as_tensor(one).to(transport.device, torch.complex128) for one in numbers]
     message = torch.view_as_real(torch.stack(tensors))
     transport.all_reduce("data", message)

@@ -153,6 +153,7 @@ class Steps:
         agreed, batches = self._agree(calls, split_evenly, training=True)
         plan, known, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
+        # Three guards: all ranks raise an FxpipeError of the second, with nothing under way, and can go on.
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
@@ -161,14 +162,17 @@ class Steps:
             # its losses are of one form, or may be of another in each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
             loss_kind, is_new = known.losses.get(form), agreed.kind not in self._trained
+            # Until a step has shown that the loss is a mean, gradients may still be multiplied by 1 / count.
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, self._is_sum is not False)
             bound = self._bound(known, agreed, shares)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
             self._effects.begin()
             passed("preparing")
+            # Before the first action, so that the receive is posted when the loss is sent.
             self._message.listen(loss_kind, plan.output_ranks[0])
             made = self._play(agreed, bound, step)
             passed("messages")
+            # All backwards are over: this starts the reductions that none of them has started.
             self._gradients.flush()
             passed("reduction")
             outcome = self._outcome(plan, made, loss_kind)
@@ -180,6 +184,7 @@ class Steps:
             bytes_of = None
             if is_new and not known.is_sized:
                 known.is_sized = True
+                # Each rank knows what its own stages gave; the pipe group puts them together once for each plan.
                 mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
                 bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
             broken = self.watch.end(self.number, outcome.loss, plan)
@@ -218,6 +223,7 @@ class Steps:
         self.failing.check_open()
         self.transport.begin_step()
         with self.failing.together(*self._alike):  # the pipe group raises together; others must not wait for it
+            # First of all: an error about the batch before is clearer than what follows from it.
             self._check.compare()
         proposal, given = self.agreement.propose(calls, split_evenly, training)
         # A refusal is raised by the whole pipe group; but other replicas are mid-step then, and must not wait.
@@ -228,6 +234,7 @@ class Steps:
         if known is None:
             bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
             known = self._plans[id(agreed.plan)] = _Known(agreed.plan, lru_cache(MOST_BOUND)(bound))
+        # The digest is started here and compared in the next call, when it has long been made.
         self._check.note(known.calls, agreed.kind, self.number, training, given)
         known.calls += 1
         return agreed, agreed.call.parts(given, split, self._options.batch_dim)
@@ -270,6 +277,7 @@ class Steps:
     def _bound(self, known: _Known, agreed: AgreedBatch, shares: Sequence[float]) -> Bound:
         """The calls for a plan, for whichever of its micro-batches get a backward. A collective call of the data axis
         where stages see other replicas'."""
+        # A stage that sees the rows of all replicas runs its backward where any of them has weight.
         runs = [share != 0 for share in shares]
         may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
         if may_differ and not all(self.transport.gather_int("data", int(all(runs)))):

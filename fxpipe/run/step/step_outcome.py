@@ -100,6 +100,7 @@ def conclude(
     if known is None:
         mine = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
         gathered = [item for item in transport.gather("pipe", mine) if item is not None]
+        # A rank whose micro-batches have no weight may have made zeros of another form: others decide.
         kind = LossKind(*max(gathered, key=lambda item: (item[0], not item[1]))[2])  # of those with weight
         for _, is_empty, other in gathered:
             if not is_empty:
@@ -108,6 +109,7 @@ def conclude(
         kind = known
         if step is not None and not step.is_empty:
             step.kind.check(kind, "step")
+    # One process with a mean has all of it at hand: nothing travels.
     is_sum, dtype, names = kind
     if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
         return StepOutcome(step.value(), None, step.metrics(), kind)
@@ -126,6 +128,7 @@ def conclude(
             )
         sums = step.numbers(names, numbers.device)  # loss or total, count, metrics ...
         transport.all_reduce("data", sums)
+        # A step in which nothing counts has the loss 0, and not 0 / 0.
         count = torch.where(sums[1] == 0, 1.0, sums[1])
         torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]], out=numbers)
     loss, factor, *metrics = message.exchange(numbers, output_rank)
@@ -201,6 +204,7 @@ def weights_of(
     """The weight of each micro-batch, its rows or what ``loss_weight`` says, the same on every rank of a pipe group."""
     if loss_weight is None or not agreed.has_loss:
         return list(map(float, agreed.sizes))
+    # One rank asks the user's function: others may lack its inputs, and take its answer.
     weighs = transport.pipe_rank in (None, agreed.plan.output_ranks[0])
     mine = _weighed(loss_weight, batches) if weighs else None
     decided = next(item for item in transport.gather("pipe", mine) if item is not None)
@@ -234,6 +238,7 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
 
     RunError where replicas make different calls.
     """
+    # The sign tells a step from an evaluation, in the collective call that both make anyway.
     total = sum(weights)
     if transport.data_size > 1 and over_replicas:
         # by its bits, which are 0 or more; in evaluation their complement, below 0
