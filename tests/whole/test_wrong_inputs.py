@@ -9,7 +9,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from fxpipe import Action, Schedule, StageGraph, Topology
 from fxpipe.schedules import build, with_costs
 
 TABLE = r"""
-# the model
-
+# the model, and the topology
 compile(None, TWO)
     RunError: model is None; it is an nn.Module, or a fxpipe.StageGraph
 compile(Chain, TWO)
@@ -35,29 +33,10 @@ compile(nn.DataParallel(Chain()), TWO)
     RunError: model is a DataParallel; give the model inside, its .module: the data axis of the topology
 compile(torch.compile(Chain(), backend="eager"), TWO)
     RunError: model is a OptimizedModule; give the model inside, its ._orig_mod, and write compile(..., stage_compiler=
-
-# the topology
-
 compile(Chain(), 2)
     TopologyError: 2 is no Topology, and no DeviceMesh: write fxpipe.Topology([("pipe", 2), ("data", 4)])
-preview(Chain(), 2)
-    TopologyError: topo is 2; write fxpipe.Topology(
 Topology(2)
     TopologyError: an axis is a (name, size) pair, got 2: write Topology([("pipe", 2), ("data", 4)])
-Topology([])
-    TopologyError: at least one axis
-Topology([("pipe", 0)])
-    TopologyError: axis "pipe" has size 0
-Topology([("pip", 2)])
-    TopologyError: unknown axis "pip"; did you mean "pipe"?
-Topology([("pipe", 2), ("pp", 2)])
-    TopologyError: axes "pipe" and "pp" are both the pipe axis
-Topology([("pipe", 2)], ranks_per_node=3)
-    TopologyError: ranks_per_node=3 does not divide the 2 ranks
-TWO.coordinate(2)
-    TopologyError: rank 2 is outside pipe 2
-TWO.rank(pipe=2)
-    TopologyError: pipe=2 is outside pipe 2
 TWO.group("pipe")
     TopologyError: call fxpipe.init() first
 TWO.data_mesh("cluster")
@@ -66,19 +45,10 @@ TWO.sampler(iter([1]))
     TopologyError: has no length
 
 # options of compile; tests/test_options.py has more
-
-compile(Chain(), TWO, microbatches="4")
-    RunError: microbatches is '4'; it is a whole number
-compile(Chain(), TWO, batch_dim="x")
-    RunError: batch_dim is 'x'; it is a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or
 compile(Chain(), TWO, batch_dim=7, example_args=(X, Y))
     RunError: input 'x' of shape [8, 4] has no dimension 7
 compile(Chain(), TWO, schedule=1)
     ScheduleError: a int is no family: 1; write a name out of SCHEDULES, or a function
-compile(Chain(), TWO, schedule=lambda problem: [["0F0"], ["1F0"]])
-    ScheduleError: '0F0' is no Action; write Action(2, Op.F, 0)
-compile(Chain(), TWO, placement=[0, 1])
-    RunError: placement is [0, 1]; it is a dict stage name -> pipe rank
 compile(Chain(), TWO, placement={"layers.0": 0, "layers.1": 5})
     PartitionError: placement uses ranks [0, 5]; with 2 pipe ranks each needs a stage
 compile(Chain(), TWO, example_args=X)
@@ -91,26 +61,12 @@ compile(Chain(), TWO, bucket_cap_mb=inf)
     RunError: bucket_cap_mb is inf; it is a size above 0
 compile(Chain(), TWO, precision="bf16")
     RunError: precision is 'bf16'; it is fxpipe.Precision(...)
-Precision(compute=torch.int8)
-    RunError: Precision(compute=torch.int8) is no floating-point type
 compile(Chain(), TWO, checkpoint=Chain().state_dict())
     CheckpointError: it is the path of a file or folder; load_state_dict() takes a state dict
-compile(Chain(), TWO, checkpoint="nowhere")
-    CheckpointError: there is no checkpoint at nowhere
-compile(Chain(), TWO, checkpoint=FILES / "cut.safetensors")
-    CheckpointError: is no safetensors file, or a part of one
-compile(Chain(), TWO, checkpoint=FILES / "cut.pt")
-    CheckpointError: cannot be read as a state dict
 compile(Chain(), TWO, checkpoint=FILES / "other.pt")
     CheckpointError: lacks 4 of the model's 4 tensors, first 'layers.0.weight'
 compile(Chain(), TWO, checkpoint=FILES / "whole_numbers.pt")
     CheckpointError: layers.0.weight is torch.float32
-compile(Chain(), TWO, passes=[])
-    RunError: passes is []; it is a list of functions Program -> Program
-compile(Chain(), TWO, passes=[lambda program: None])
-    PartitionError: pass <lambda> returned NoneType; a pass returns a Program
-compile(Chain(), TWO, boundaries=[3])
-    PartitionError: boundaries= holds 3, which is no name
 compile(Chain(), TWO, boundaries={"layers.1": "behind"})
     PartitionError: boundaries= gives 'behind' for 'layers.1'
 compile(Chain(), TWO, loss_weight=lambda x, y: nan, microbatches=2)(X, Y)
@@ -119,9 +75,6 @@ compile(Chain(), TWO, stage_compiler=lambda stage: None)(X, Y)
     RunError: stage_compiler returned None for stage 'layers.0'
 
 # the marks in a model, and what it returns
-
-stage_boundary(3)
-    TraceError: stage_boundary is given 3; give it the tensors that cross the cut
 compile(Cut(lambda h: stage_boundary(h, name=3)), TWO)
     TraceError: stage_boundary is given name=3; it is the name of the stage behind it
 loss_of(lambda y: Sum(y.sum(), "1"))
@@ -130,11 +83,8 @@ loss_of(lambda y: Sum(y.sum(), y.exp().sum()))
     RunError: the count of a fxpipe.Sum requires a gradient, and a number of items is given none
 loss_of(lambda y: {"los": y.sum()})
     RunError: the model returned a dict with ['los'] and no 'loss'
-loss_of(lambda y: y)
-    RunError: the loss must be one number
 
 # batches
-
 fb()()
     RunError: missing inputs: x, y
 fb()(X, y=Y, z=Y)
@@ -143,8 +93,6 @@ fb()(X, Y[:3])
     RunError: the inputs have different numbers of rows (x: 8, y: 3)
 fb()(X[:1], Y[:1])
     RunError: a batch of 1 rows cannot be cut into 2 micro-batches
-fb()(X.to_sparse(), Y)
-    RunError: layout torch.sparse_coo, which cannot be cut into rows
 fb()(X.clone().requires_grad_(), Y)
     RunError: input 'x' requires a gradient, and a step has none for what is outside of the model; compute it in
 torch.inference_mode()(fb())(X, Y)
@@ -161,7 +109,6 @@ recursive(lambda inner: inner(X, Y))
     RunError: forward_backward is called while a call of forward_backward runs
 
 # optimizers
-
 fb().optimizer("SGD")
     RunError: cls is 'SGD'; it is a class of optimizers, such as torch.optim.AdamW; write torch.optim.SGD
 fb().optimizer(SGD, lr=-1)
@@ -184,8 +131,6 @@ sgd().step("x")
     RunError: step() is given 'x'; it is None, or a function () -> loss
 sgd().add_param_group({"params": "*"})
     RunError: layers.0.weight is in a parameter group of this optimizer already
-sgd().load_state_dict(None)
-    CheckpointError: state_dict is None; it is what optimizer.state_dict() gave
 sgd().load_state_dict(SGD(Chain().parameters(), lr=1).state_dict())
     CheckpointError: the state dict's parameter groups lack 'layers.0.weight'
 sgd().load_state_dict(sgd().state_dict() | {"param_groups": [sgd().state_dict()["param_groups"][0] | {"lr": nan}]})
@@ -194,7 +139,6 @@ copy.deepcopy(sgd())
     RunError: an optimizer of forward_backward steps its very parameters, and is neither copied nor pickled
 
 # the rest of forward_backward
-
 fb().clip_grad_norm_(-1)
     RunError: max_norm is -1; it is the largest norm that stays, a number from 0
 fb().clip_grad_norm_(fb().parameters(), 1.0)
@@ -221,15 +165,12 @@ fb().stages["nope"]
     PartitionError: there is no stage 'nope'; known: "layers.0", "layers.1"
 fb().seed(9, 0, 0)
     PartitionError: there is no stage 9
-fb().reschedule()
-    RunError: no step was recorded
 fb().train()
     AttributeError: forward_backward has no 'train'; a call trains, and evaluate() evaluates
 fb().evalute(X, Y)
     AttributeError: forward_backward has no 'evalute'; did you mean "evaluate"?
 
-# stages by hand
-
+# stages by hand, and schedules
 graph(None)
     PartitionError: stages is None; it is a dict name -> module or function
 graph({"a": abs, "b": abs}, ("a", "b"))
@@ -238,27 +179,16 @@ graph({"a": abs, "b": abs}, [("a", "b"), ("b", "a")])
     PartitionError: the edges form a cycle through ['a', 'b']
 graph({"a": abs}, inputs={"a": "image"})
     PartitionError: inputs is {'a': 'image'}; it is a dict name -> list of the inputs
-
-# schedules
-
-build("1f1bb", [(0, 1)], 4)
-    ScheduleError: unknown schedule '1f1bb'; did you mean "1f1b"?
 build("1f1b", None, 4)
     ScheduleError: edges is None; it is a list of pairs of stage numbers, [(0, 1), (1, 2)]
-build("1f1b", [(0, 1)], 4, placement="01")
-    ScheduleError: placement is '01'; it is a list with the rank, or ranks, of each stage, [0, (1, 2)]
 build("1f1b", [(0, 1)], 4, tied=[0, 1])
     ScheduleError: tied is [0, 1]; it is a list of groups of stage numbers
 build("1f1b", [(0, 1)], 4, costs=3)
     ScheduleError: costs is 3; it is fxpipe.Costs.of(stages, forward=1, backward=2)
-Costs.of(2, forward=None)
-    ScheduleError: forward is None; a cost is a finite number
 Costs((1,), (2, 3), (1,))
     ScheduleError: backward has 2 costs for 1 stages
 Action.parse(None)
     ScheduleError: None is no action; write <stage><F, R, B, I or W><micro-batch>, as in 2F0
-table(rows=[[Action(0, "F", 0)], [Action(1, "F", 0)]])
-    ScheduleError: Action(stage=0, op='F', microbatch=0, count=1) is no Action
 table(placement=[0, 7])
     ScheduleError: placement=(0, 7) names a rank outside of 0..1, the rows
 table(costs=Costs.of(5))
@@ -266,47 +196,27 @@ table(costs=Costs.of(5))
 compare(table(), table())
     ScheduleError: it is a Timeline, as schedule.simulate() gives
 
-# files
-
-Schedule.from_csv(csv("0F0;0B0"))
-    ScheduleError: line 1, cell 1: '0F0;0B0' is no action
-Schedule.from_csv(csv("0F0,0F1\nrank"))
-    ScheduleError: line 2, cell 1: 'rank' is no action
-Schedule.from_csv(csv("1F0,1B0"))
-    ScheduleError: has no action of stage 0
+# files, processes, and the rest
 Weights.open(None)
     CheckpointError: the checkpoint is None; it is the path of a file or folder
 Weights.open(FILES / "good.pt", rename="model.")
     CheckpointError: rename is 'model.'; it is a function (name) -> name
 Weights.open(FILES / "good.pt").read(None)
     CheckpointError: has no tensor None
-
 save(None, fb(), sgd(), step=1)
     CheckpointError: folder is None; it is the path of a folder that all ranks see
 save(FILES / "run", Chain(), sgd(), step=1)
     CheckpointError: it is what fxpipe.compile returned
 save(FILES / "run", fb(), SGD(Chain().parameters(), lr=0.1), step=1)
     CheckpointError: optimizer= steps parameters that are none of this forward_backward's
-save(FILES / "run", fb(), sgd(), step="1")
-    CheckpointError: step='1' is no number of steps
-save(FILES / "run", fb(), sgd(), step=1, keep=0)
-    CheckpointError: keep=0 keeps no checkpoint
-save(FILES / "run", fb(), sgd(), step=1, loader=[1, 2])
-    CheckpointError: loader= is a list, which has no state_dict()
 save(FILES / "run", fb(), sgd(), step=1, extra={"f": print})
     CheckpointError: extra['f'] is a builtin_function_or_method, and a checkpoint holds plain data alone
 load(FILES / "run", fb())
     CheckpointError: has no checkpoint of fxpipe.save
 load(FILES / "run", None)
     CheckpointError: forward_backward is None; it is what fxpipe.compile returned
-
-# processes, and the rest
-
 init(timeout=-1)
     RunError: timeout is -1; write a number of seconds
-Topology.fit(4, pipe=3)
-    TopologyError: 4 ranks are no multiple of pipe 3
-
 launch(None, 2)
     RunError: fn is None; it is a function, defined at the top of a module
 fxpipe.init_weights_of(None)
@@ -350,7 +260,7 @@ CELLS = tuple(tuple(map(Action.parse, row.split())) for row in ("0F0 0F1 0B0 0B1
 FIELDS: dict[str, Any] = {"edges": [(0, 1)], "placement": (0, 1), "backward": (True, True), "microbatches": 2}
 
 
-@cache
+@functools.cache
 def fb() -> fxpipe.ForwardBackward:
     """One for all rows: what is refused changes nothing."""
     torch.manual_seed(0)
@@ -387,30 +297,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The names that a row may use."""
     files: Path = tmp_path_factory.mktemp("wrong")
     state = Chain().state_dict()
-    (files / "cut.pt").write_bytes(b"PK")
-    (files / "cut.safetensors").write_bytes(b"\x10")
     torch.save(state, files / "good.pt")
     torch.save({"x": X}, files / "other.pt")
     torch.save({name: tensor.long() for name, tensor in state.items()}, files / "whole_numbers.pt")
 
-    def csv(text: str) -> Path:
-        (files / "table.csv").write_text(text)
-        return files / "table.csv"
-
     public = {name: getattr(fxpipe, name) for name in fxpipe.__all__} | {"build": build, "with_costs": with_costs}
-    others = {"nan": math.nan, "inf": math.inf, "SGD": torch.optim.SGD, "Cut": Chain}
-    others |= {"np": np, "functools": functools, "copy": copy}
-    return {**globals(), **public, **others, "FILES": files, "STATE": state, "csv": csv}
+    others = {"nan": math.nan, "inf": math.inf, "SGD": torch.optim.SGD, "Cut": Chain, "np": np, "copy": copy}
+    return {**globals(), **public, **others, "FILES": files, "STATE": state}
 
 
 @pytest.mark.parametrize(("code", "error", "phrase"), list(rows()))
 def test_a_wrong_input_is_refused_with_what_is_wrong(world: dict[str, Any], code: str, error: str, phrase: str) -> None:
     with pytest.raises((fxpipe.FxpipeError, AttributeError)) as caught:
         eval(code, world)
-    assert (type(caught.value).__name__, phrase) == (
-        error,
-        phrase if phrase in str(caught.value) else str(caught.value),
-    )
+    assert type(caught.value).__name__ == error
+    assert phrase in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
@@ -465,61 +366,6 @@ def test_an_optimizer_that_another_has_replaced_no_longer_steps() -> None:
     del second
     third = forward_backward.optimizer(torch.optim.SGD, lr=0.1)  # as a loop does that is started again
     third.step()
-
-
-def test_other_tensors_are_not_put_where_the_stages_hold_theirs() -> None:
-    """The stages would go on with the old ones."""
-    module = fxpipe.compile(Chain(), TWO, microbatches=2).module
-    layer: Any = module.get_submodule("layers.0")
-    with pytest.raises(fxpipe.RunError, match=r"weight is set to another tensor than the stages hold, .*copy_"):
-        layer.weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(fxpipe.RunError, match="weight is set to another tensor than the stages hold"):
-        layer.register_parameter("weight", nn.Parameter(torch.ones(4, 4)))
-    layer.weight = layer.weight
-    layer.note = "as on any module"
-    with pytest.raises(fxpipe.RunError, match="weight is what the stages hold, and they would go on with it"):
-        nn.utils.parametrizations.weight_norm(layer)
-    with pytest.raises(fxpipe.RunError, match="0 is set to another module than the stages hold, and they would go on"):
-        setattr(module.layers, "0", nn.Linear(4, 4))
-    with pytest.raises(fxpipe.RunError, match=r"in_features is set in forward_backward\.module, but stages use"):
-        layer.in_features = 5
-
-
-def test_what_would_reach_nothing_by_a_ranks_module_is_refused_and_modes_reach_the_model() -> None:
-    """Its parts have the model's tensors, and are neither called nor of the model's classes."""
-    model = Chain()
-    module = fxpipe.compile(model, TWO, microbatches=2).module
-    layer = module.get_submodule("layers.0")
-    for register in (layer.register_forward_hook, layer.register_full_backward_hook, layer.register_forward_pre_hook):
-        with pytest.raises(
-            fxpipe.RunError, match=r"hook\(\) of forward_backward.module reaches nothing: its parts are ne"
-        ):
-            register(lambda *given: None)
-    with pytest.raises(fxpipe.RunError, match=r"apply\(\) of forward_backward.module .* call it on the model itself"):
-        module.apply(lambda part: None)
-    with pytest.raises(fxpipe.RunError, match=r"move or cast the model before"):
-        layer.double()
-    layer.eval()
-    assert [part.training for part in (model, model.get_submodule("layers.0"))] == [True, False]
-
-
-def test_modes_that_a_model_keeps_by_itself_stay() -> None:
-    """As those of a frozen normalisation do, that is in eval mode always."""
-
-    class Kept(Chain):
-        def train(self, mode: bool = True) -> Kept:
-            super().train(mode)
-            self.layers[0].eval()
-            return self
-
-    model = Kept()
-    module = fxpipe.compile(model, TWO, microbatches=2).module.train()
-    for one in (model, module):
-        assert [one.training, *(one.get_submodule(f"layers.{place}").training for place in (0, 1))] == [
-            True,
-            False,
-            True,
-        ]
 
 
 def test_a_hook_for_all_modules_that_comes_after_compile_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
