@@ -29,8 +29,7 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 if TYPE_CHECKING:
     from fxpipe import passes
     from fxpipe.compiler import compile, preview
-    from fxpipe.distributed.launch import launch
-    from fxpipe.distributed.processes import init
+    from fxpipe.distributed.processes import init, launch
     from fxpipe.distributed.traffic import Traffic
     from fxpipe.graph.loss import Sum
     from fxpipe.graph.stage_graph import StageGraph
@@ -100,7 +99,7 @@ _LATER = {
     "compile": "compiler",
     "init": "distributed.processes",
     "init_weights_of": "parameters.materialise",
-    "launch": "distributed.launch",
+    "launch": "distributed.processes",
     "load": "run.checkpoint.loading",
     "passes": "passes",
     "preview": "compiler",

@@ -20,7 +20,7 @@ from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
-from fxpipe.schedules.families.zb_v import folded
+from fxpipe.schedules.families.zero_bubble import folded
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
 from fxpipe.validation import shown

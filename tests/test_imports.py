@@ -45,7 +45,7 @@ PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
     "fxpipe/trace/state/snapshot.py": "random states, in memory",
-    "fxpipe/distributed/launch.py": "over pipes between a process and its own children",
+    "fxpipe/distributed/processes.py": "over pipes between a process and its own children",
     "fxpipe/parameters/checkpoint/reader.py": "torch's .metadata, of which no class is looked up",
 }
 """And nobody else: what SECURITY.md says of files and of other ranks."""

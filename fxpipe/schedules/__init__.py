@@ -1,6 +1,6 @@
 """``SCHEDULES``: the families. A family is a pure function from a stage graph to rows of actions.
 
-To add one: write ``family(problem) -> rows`` in a file of its own, and give it a row in the table.
+To add one: write ``family(problem) -> rows`` in a file of ``families/``, and give it a row in the table.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from fxpipe.graph.ranks import as_placement
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import cached, group_interleaved, groups_behind, store_all
 from fxpipe.schedules.families.gpipe import gpipe
-from fxpipe.schedules.families.greedy import greedy
-from fxpipe.schedules.families.interleaved import interleaved_1f1b
 from fxpipe.schedules.families.limits import Chosen, Family, Limited, ScheduleName
-from fxpipe.schedules.families.one_f_one_b import one_f_one_b
+from fxpipe.schedules.families.one_f_one_b import greedy, interleaved_1f1b, one_f_one_b
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.recompute import solved
-from fxpipe.schedules.families.zb_h1 import zb_h1
-from fxpipe.schedules.families.zb_v import zb_v
+from fxpipe.schedules.families.zero_bubble import zb_h1, zb_v
 from fxpipe.schedules.given import check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule

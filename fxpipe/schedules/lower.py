@@ -12,9 +12,8 @@ for each group, numbered by its first micro-batch.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from types import MappingProxyType
@@ -115,33 +114,20 @@ def lower(
     its way, and for small messages, which may be posted before their place, so much as ``exchange.BURST`` says for
     each sender. What does not deadlock by these places does not by earlier ones.
     """
-    sizes = groups_of(rows)
-    rank_of = RankOf.of(placement, sizes)
-    sent = _sends(rows, edges, rank_of, backward, sizes)
-    if sharing := alike(edges, rank_of, values):
-        sent = _once(sent, sharing, rows, edges, sizes)
-    if absent:
-        sent = [[[one for one in group if (one.edge, one.microbatch) not in absent] for group in row] for row in sent]
-    sent_at = {message: place for groups in sent for place, group in enumerate(groups) for message in group}
-    used_at = _uses(sent_at, rows, edges, sizes)
-    arriving: list[dict[int, list[Message]]] = [{} for _ in rows]  # of each rank, by sender
-    leaving: list[dict[int, list[Message]]] = [{} for _ in rows]  # by receiver
-    for message in sorted(sent_at, key=lambda message: (message.sender, message.receiver)):
-        arriving[message.receiver].setdefault(message.sender, []).append(message)
-        leaving[message.sender].setdefault(message.receiver, []).append(message)
+    lowering = _Lowering(rows, edges, placement, backward, values, absent)
     groups = holders(placement, backward, tied)
     lowered = []
     for rank, row in enumerate(rows):
-        posts = _posts(arriving[rank], used_at, edges, sizes, len(row))
-        releases = _releases(leaving[rank], arriving[rank], sent_at, used_at)
-        waits = _waits(sent[rank], row, edges, ahead, releases)
+        posts, releases = lowering.posts(rank), lowering.releases(rank)
+        waits = lowering.waits(rank, ahead, releases)
         instructions: list[Instruction] = []
         for place, action in enumerate(row):
+            # First of all: a peer's send, and all behind it in the queue, stands until its receive is posted.
             instructions += [Receive(message) for message in posts.get(place, ())]
             instructions += [Release(message) for message in waits.get(place, ())]
             instructions.append(Compute(action))
             instructions += [Release(message) for message in releases.get(place, ())]
-            instructions += [Send(message) for message in sent[rank][place]]
+            instructions += [Send(message) for message in lowering.sent[rank][place]]
         instructions += [Receive(message) for message in posts.get(len(row), ())]
         instructions += [Reduce(ranks) for ranks in groups if rank in ranks and len(ranks) > 1]
         lowered.append(tuple(instructions))
@@ -156,67 +142,150 @@ def holders(placement: Placement, backward: Sequence[bool], tied: Sequence[Seque
     return sorted({tuple(sorted(ranks)) for ranks in groups})
 
 
-def _sends(
-    rows: Rows, edges: Sequence[EdgeLike], rank_of: RankOf, backward: Sequence[bool], groups: Groups
-) -> list[list[Sequence[Message]]]:
-    """Rank and place → the messages that the action there makes, in order."""
-    makes: dict[tuple[int, Op], list[tuple[int, Op]]] = {}  # (stage, op) → the values and gradients that it makes
-    for index, edge in enumerate(edges):
-        makes.setdefault((edge.source, Op.F), []).append((index, Op.F))
-        if backward[edge.source]:
-            for op in (Op.B, Op.I):
-                makes.setdefault((edge.target, op), []).append((index, Op.B))
-    sizes = [groups.get(edge.source, 1) for edge in edges]
-
-    def made(action: Action) -> Iterator[Message]:
-        for index, op in makes.get((action.stage, action.op), ()):
-            edge = edges[index]
-            for microbatch in (action.microbatch,) if action.count == 1 else action.microbatches[:: sizes[index]]:
-                ends = rank_of(edge.source, microbatch), rank_of(edge.target, microbatch)
-                if ends[0] != ends[1]:
-                    yield Message(index, op, microbatch, *(ends if op is Op.F else reversed(ends)))
-
-    return [[tuple(made(action)) for action in row] for row in rows]
-
-
 Sharing = Callable[[int, int], Sequence[int]]
 """(edge, micro-batch) → the edges whose value comes in its message, itself included, in order."""
 
 
-def alike(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashable] | None) -> Sharing | None:
-    """Which edges carry one value to one other rank. None where no value is on several edges."""
+def sharing(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashable] | None) -> Sharing:
+    """Which edges carry one value to one other rank. ``values``: as for ``lower``."""
     found: dict[Hashable, list[int]] = {}
-    for index, (edge, value) in enumerate(zip(edges, values, strict=True) if values is not None else ()):
+    for index, (edge, value) in enumerate(zip(edges, values or range(len(edges)), strict=True)):
         found.setdefault((edge.source, value), []).append(index)
-    same = {index: group for group in found.values() if len(group) > 1 for index in group}
+    same = {index: group for group in found.values() for index in group}
 
-    def sharing(index: int, microbatch: int) -> Sequence[int]:
+    def shared(index: int, microbatch: int) -> Sequence[int]:
         there = rank_of(edges[index].target, microbatch)
-        if index not in same or rank_of(edges[index].source, microbatch) == there:
+        if len(same[index]) == 1 or rank_of(edges[index].source, microbatch) == there:
             return (index,)
         return [other for other in same[index] if rank_of(edges[other].target, microbatch) == there]
 
-    return sharing if same else None
+    return shared
 
 
-def _once(
-    sent: Sequence[Sequence[Sequence[Message]]],
-    sharing: Sharing,
-    rows: Rows,
-    edges: Sequence[EdgeLike],
-    groups: Groups,
-) -> list[list[Sequence[Message]]]:
-    """The messages without those of a value that comes with another one."""
-    place = {use_of(action): place for row in rows for place, action in reversed(list(enumerate(row)))}
+class _Lowering:
+    """The messages of a table: which action sends each, and which needs it first."""
 
-    def is_first(message: Message) -> bool:
-        shared = sharing(message.edge, message.microbatch) if message.op is Op.F else ()
-        if len(shared) < 2:
+    def __init__(
+        self,
+        rows: Rows,
+        edges: Sequence[EdgeLike],
+        placement: Placement,
+        backward: Sequence[bool],
+        values: Sequence[Hashable] | None,
+        absent: Collection[tuple[int, int]],
+    ) -> None:
+        self._rows, self._edges, self._groups = rows, edges, groups_of(rows)
+        self._rank_of = RankOf.of(placement, self._groups)
+        self._shared, self._absent = sharing(edges, self._rank_of, values), absent
+        # (stage, op) → the values and gradients that it makes. A gradient comes from a B, or from the I of a split one.
+        self._makes: dict[tuple[int, Op], list[tuple[int, Op]]] = {}
+        for index, edge in enumerate(edges):
+            self._makes.setdefault((edge.source, Op.F), []).append((index, Op.F))
+            if backward[edge.source]:
+                for op in (Op.B, Op.I):
+                    self._makes.setdefault((edge.target, op), []).append((index, Op.B))
+        # (rank, use) → the place in the rank's row of the first action that is this use
+        self._places: dict[tuple[int, Use | None], int] = {}
+        for rank, row in enumerate(rows):
+            for place, action in enumerate(row):
+                self._places.setdefault((rank, use_of(action)), place)
+        # rank and place → the messages that the action there makes, in order
+        self.sent = [[tuple(self._made_by(action)) for action in row] for row in rows]
+        self._sent_at = {one: place for row in self.sent for place, messages in enumerate(row) for one in messages}
+        self._used_at = {message: self._first_use(message) for message in self._sent_at}
+        # (sender, receiver) → its messages in the order in which the sender makes them, which is that of the queue
+        self._between: dict[tuple[int, int], list[Message]] = {}
+        for message in sorted(self._sent_at, key=lambda message: (message.sender, message.receiver)):
+            self._between.setdefault((message.sender, message.receiver), []).append(message)
+
+    def _made_by(self, action: Action) -> Iterator[Message]:
+        """The messages that an action makes: of a value that several edges carry to one rank, one alone."""
+        for index, op in self._makes.get((action.stage, action.op), ()):
+            edge = self._edges[index]
+            # A gathered source makes one value of its whole group; any other one for each micro-batch.
+            step = self._groups.get(edge.source, 1)
+            for microbatch in (action.microbatch,) if action.count == 1 else action.microbatches[::step]:
+                ends = self._rank_of(edge.source, microbatch), self._rank_of(edge.target, microbatch)
+                if ends[0] == ends[1] or (index, microbatch) in self._absent:
+                    continue
+                message = Message(index, op, microbatch, *(ends if op is Op.F else reversed(ends)))
+                if op is not Op.F or self._is_first(message):
+                    yield message
+
+    def _is_first(self, message: Message) -> bool:
+        """Whether a value travels on this edge: on the one, of those that carry it there, that is used first."""
+        shared = self._shared(message.edge, message.microbatch)
+        if len(shared) == 1:
             return True
-        used = {place.get(user_of(message._replace(edge=e), edges, groups), math.inf): e for e in shared}
-        return used[min(used)] == message.edge
+        return message.edge == min(reversed(shared), key=lambda edge: self._first_use(message._replace(edge=edge)))
 
-    return [[tuple(filter(is_first, messages)) if messages else messages for messages in row] for row in sent]
+    def _first_use(self, message: Message) -> int:
+        """The place in its receiver's row of the first action that needs a message; the row's end where none does."""
+        use = user_of(message, self._edges, self._groups)
+        return self._places.get((message.receiver, use), len(self._rows[message.receiver]))
+
+    def posts(self, rank: int) -> dict[int, list[Message]]:
+        """Place in the row → receives to post before it: an action ahead, and in each sender's own order."""
+        posts: dict[int, list[Message]] = {}
+        for (_, receiver), messages in self._between.items():
+            if receiver != rank:
+                continue
+            # From the last to the first: none may be posted behind one that the sender sends later.
+            latest, placed = len(self._rows[rank]), []
+            for message in reversed(messages):
+                latest = min(latest, max(self._used_at[message] - self._posted_ahead(message), 0))
+                placed.append((latest, message))
+            for place, message in reversed(placed):
+                posts.setdefault(place, []).append(message)
+        return posts
+
+    def _posted_ahead(self, message: Message) -> int:
+        """How many actions ahead of its use a receive is posted: one. The micro-batches of a group are made one after
+        another, so the last is posted one action ahead, the one before it two, and so on."""
+        edge = self._edges[message.edge]
+        if not self._groups or message.op is not Op.F:
+            return 1
+        used = self._groups.get(edge.target, 1)
+        return 1 + used - self._groups.get(edge.source, 1) - message.microbatch % used
+
+    def releases(self, rank: int) -> dict[int, list[Message]]:
+        """Place in the row → sends that are over once its action has run.
+
+        Whoever got a message that the peer sent after it used ours knows that ours has arrived.
+        """
+        releases: dict[int, list[Message]] = {}
+        for (sender, peer), messages in self._between.items():
+            if sender != rank:
+                continue
+            answers = self._between.get((peer, rank), [])
+            made = [self._sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
+            soonest = list(accumulate((self._used_at[answer] for answer in reversed(answers)), min))[::-1]
+            for message in messages:
+                first = bisect_left(made, self._used_at[message])  # the answers from here on were made after its use
+                if first < len(answers):
+                    releases.setdefault(soonest[first], []).append(message)
+        return releases
+
+    def waits(
+        self, rank: int, ahead: Mapping[int, int], releases: dict[int, list[Message]]
+    ) -> dict[int, list[Message]]:
+        """Place in the row → sends that its action waits for, so as not to run too far ahead. A message is released
+        once: of ``releases`` those stay that stand before it."""
+        row = self._rows[rank]
+        forwards = {(action.stage, action.microbatch): place for place, action in enumerate(row) if action.op is Op.F}
+        released = {message: place for place, messages in releases.items() for message in messages}
+        waits: dict[int, list[Message]] = {}
+        for message in chain(*self.sent[rank]):
+            source = self._edges[message.edge].source
+            if message.op is not Op.F or source not in ahead:
+                continue
+            place = forwards.get((source, message.microbatch + ahead[source]))
+            if place is None or released.get(message, len(row)) < place:
+                continue
+            waits.setdefault(place, []).append(message)
+            if message in released:
+                releases[released[message]].remove(message)
+        return waits
 
 
 def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:
@@ -232,91 +301,6 @@ def use_of(action: Action) -> Use | None:
     if action.op is Op.R or action.op is Op.W:
         return None
     return action.stage, action.microbatch, action.op is Op.F
-
-
-def _uses(messages: Iterable[Message], rows: Rows, edges: Sequence[EdgeLike], groups: Groups) -> dict[Message, int]:
-    """Message → the place in its receiver's row of the first action that needs it; the row's end where none does."""
-    places: list[dict[Use | None, int]] = [{} for _ in rows]
-    for rank, row in enumerate(rows):
-        for place, action in enumerate(row):
-            places[rank].setdefault(use_of(action), place)
-    return {
-        message: places[message.receiver].get(user_of(message, edges, groups), len(rows[message.receiver]))
-        for message in messages
-    }
-
-
-def _posts(
-    arriving: Mapping[int, Sequence[Message]],
-    used_at: Mapping[Message, int],
-    edges: Sequence[EdgeLike],
-    groups: Groups,
-    end: int,
-) -> dict[int, list[Message]]:
-    """Place in the row → receives to post before it: an action ahead, and in each sender's own order.
-
-    Those of a group are made one after another: the last is posted an action ahead, the one before it two.
-    """
-    posts: dict[int, list[Message]] = {}
-    for messages in arriving.values():
-        latest, placed = end, []
-        for message in reversed(messages):
-            ahead, edge = 1, edges[message.edge]
-            if groups and message.op is Op.F:  # and as many as come behind it in the group that it is used in
-                used = groups.get(edge.target, 1)
-                ahead += used - groups.get(edge.source, 1) - message.microbatch % used
-            latest = min(latest, max(used_at[message] - ahead, 0))
-            placed.append((latest, message))
-        for place, message in reversed(placed):
-            posts.setdefault(place, []).append(message)
-    return posts
-
-
-def _releases(
-    leaving: Mapping[int, Sequence[Message]],
-    arriving: Mapping[int, Sequence[Message]],
-    sent_at: Mapping[Message, int],
-    used_at: Mapping[Message, int],
-) -> dict[int, list[Message]]:
-    """Place in the row → sends that are over once its action has run.
-
-    Whoever got a message that the peer sent after it used ours knows that ours has arrived.
-    """
-    releases: dict[int, list[Message]] = {}
-    for peer, messages in leaving.items():
-        answers = arriving.get(peer, [])
-        made = [sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
-        soonest = list(accumulate((used_at[answer] for answer in reversed(answers)), min))[::-1]
-        for message in messages:
-            first = bisect_left(made, used_at[message])  # the answers from here on were made after ours was used
-            if first < len(answers):
-                releases.setdefault(soonest[first], []).append(message)
-    return releases
-
-
-def _waits(
-    leaving: Sequence[Sequence[Message]],
-    row: Sequence[Action],
-    edges: Sequence[EdgeLike],
-    ahead: Mapping[int, int],
-    releases: dict[int, list[Message]],
-) -> dict[int, list[Message]]:
-    """Place in the row → sends that its action waits for, so as not to run too far ahead. A message is released once:
-    of ``releases`` those stay that stand before it."""
-    forwards = {(action.stage, action.microbatch): place for place, action in enumerate(row) if action.op is Op.F}
-    released = {message: place for place, messages in releases.items() for message in messages}
-    waits: dict[int, list[Message]] = {}
-    for message in chain(*leaving):
-        source = edges[message.edge].source
-        if message.op is not Op.F or source not in ahead:
-            continue
-        place = forwards.get((source, message.microbatch + ahead[source]))
-        if place is None or released.get(message, len(row)) < place:
-            continue
-        waits.setdefault(place, []).append(message)
-        if message in released:
-            releases[released[message]].remove(message)
-    return waits
 
 
 def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int], ...]:

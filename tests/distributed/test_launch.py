@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpipe.distributed.launch import launch
-from fxpipe.distributed.processes import init
+from fxpipe.distributed.processes import init, launch
 from fxpipe.errors import RunError, TopologyError
 from tests.pool import forking
 from tests.scripts import Scripts
@@ -162,7 +161,7 @@ def test_no_process_is_no_launch() -> None:
 # Each rank sends its launcher's number over a connection, whose end then tells the test that the rank has ended.
 HANG = """
 import os, signal, socket, sys
-from fxpipe.distributed.launch import launch
+from fxpipe.distributed.processes import launch
 
 def hang(port):
     line = socket.create_connection(("127.0.0.1", port))

@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpipe.distributed.launch import local_store
 from fxpipe.distributed.processes import (
     ProcessPlace,
     _gpu,
     _store,
     first_host,
     init,
+    local_store,
     slurm_place,
     slurm_port,
     torchrun_place,

@@ -15,7 +15,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.zb_h1 import in_halves
+from fxpipe.schedules.families.zero_bubble import in_halves
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 from tests.graphs import FAMILIES, WORKED, Bare, bare, before, branches, chain, random_bare

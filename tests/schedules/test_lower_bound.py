@@ -13,8 +13,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.interleaved import in_laps
 from fxpipe.schedules.families.limits import round_trip_caps
+from fxpipe.schedules.families.one_f_one_b import in_laps
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, random_bare
 from tests.thinned import ALL, in_turn, seeds

@@ -10,7 +10,7 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.families.zb_v import folded
+from fxpipe.schedules.families.zero_bubble import folded
 from tests.graphs import WORKED, chain
 
 

@@ -27,7 +27,7 @@ from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.step.finite import Extremes
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Half
-from fxpipe.schedules.lower import Message, alike
+from fxpipe.schedules.lower import Message, sharing
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import shown
@@ -114,7 +114,7 @@ class Executor:
         self.graph, self.table = self.kind.plan.graph, self.kind.plan.schedule.dependencies
         self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
         self._rank_of = self.kind.plan.schedule.rank_of
-        self._sharing = alike(self.graph.edges, self._rank_of, values_of(self.kind.plan.graphs))
+        self._sharing = sharing(self.graph.edges, self._rank_of, values_of(self.kind.plan.graphs))
         self.slots: list[Any] = []
         """What was made here and not used yet."""
         self._slot_of: dict[tuple[Edge, Op, int], int] = {}
@@ -162,8 +162,6 @@ class Executor:
 
     def _shared(self, edge: Edge, microbatch: int) -> Sequence[Edge]:
         """The edges whose value comes in an edge's message, itself included."""
-        if self._sharing is None:
-            return (edge,)
         return [self.graph.edges[other] for other in self._sharing(self._index[edge], microbatch)]
 
     def port(self, message: Message) -> Port:
