@@ -7,6 +7,7 @@ order, so that the watchdog can see which rank is in another one.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 import threading
@@ -36,15 +37,15 @@ class Alike(NamedTuple):
 
 
 NOTHING = Alike()
+# Of a mark: what must be the same; above these bits stands the call.
 ALIKE_BITS = 31
-"""Of a mark; above them stands the call."""
+_ALIKE, _MOST = (1 << ALIKE_BITS) - 1, (1 << 63) - 1
 
 
 class Phase(NamedTuple):
     """What this rank is inside of. ``extends``: whether others give it more time than their timeout."""
 
     name: str
-    since: float
     extends: bool
 
 
@@ -88,6 +89,7 @@ class Activity:
     def forget(self, epoch: int) -> None:
         """All ranks begin to count anew."""
         self.epoch, self.place, self.number = epoch, 0, 0
+        # A tuple that is replaced, so that the watchdog's thread reads one state or the other, without a lock.
         self.calls: tuple[Call, ...] = ()
         self.inside: tuple[Phase, ...] = ()
 
@@ -101,10 +103,8 @@ class Activity:
         waiting, inside, (since, last) = self.waiting, self.inside, self.last
         if waiting is not None:
             return f"waits for {waiting.what()[0]}", waiting.since
-        if inside and str(last) == inside[-1].name:
-            return f"is in {last}", inside[-1].since
         if inside:
-            return f"is at {last}", since
+            return f"is {'in' if last == inside[-1].name else 'at'} {last}", since
         line = _users_line()
         behind, at = f", behind {last}" if last else "", f", at {line}" if line else ""
         return f"is outside of fxpipe's calls{behind}{at}", since
@@ -120,7 +120,7 @@ def phase(name: str, extends: bool = True) -> Iterator[None]:
     """This rank is inside of ``name``. ``extends``: and others that wait for it give it more time."""
     before = here.inside
     here.at(name)
-    here.inside = (*before, Phase(name, here.last[0], extends))
+    here.inside = (*before, Phase(name, extends))
     try:
         yield
     finally:
@@ -137,6 +137,7 @@ def announced(name: str, of_all: bool = True, extends: bool = False, alike: Alik
     goes along, so that none takes for its own call's what another one meant. ``extends``: as of ``phase``.
     """
     entered.name, entered.alike = name, alike
+    # The call above, what must be the same below: ranks compare both with one number.
     entered.mark = zlib.crc32(name.encode()) << ALIKE_BITS | alike.digest
     here.place, here.number = here.place + 1, here.number + of_all
     here.calls = (*here.calls[1 - CALLS_KEPT :], Call(here.place, of_all and here.number, name))
@@ -149,6 +150,7 @@ _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<"
 
 def _users_line() -> str:
     """The line of the user's code that the main thread is at, "train.py:57 in main"; empty where there is none."""
+    # From the innermost call outwards: the first frame of neither fxpipe, torch nor Python's own library.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         code = frame.f_code
@@ -160,8 +162,28 @@ def _users_line() -> str:
 
 def are_apart(marks: Sequence[int]) -> bool:
     """Whether ranks with these marks are in different calls, or differ in what must be the same there."""
-    calls, digests = {mark >> ALIKE_BITS for mark in marks}, {mark & (1 << ALIKE_BITS) - 1 for mark in marks}
+    calls, digests = {mark >> ALIKE_BITS for mark in marks}, {mark & _ALIKE for mark in marks}
     return len(calls) > 1 or len(digests - {0}) > 1
+
+
+def words(mark: int, values: Sequence[bytes]) -> tuple[int, int, int, int]:
+    """What a rank that expects a gather to give ``values`` brings, so that all learn whether they expect the same.
+
+    An all-gather of gloo takes a hop for each rank of the group, one behind another; a maximum over a few numbers takes
+    far less. It shows whether all brought the same h: where max(h) = min(h), and the minimum is −max(−h).
+    """
+    call, alike = mark >> ALIKE_BITS, mark & _ALIKE
+    each_once = {value: place for place, value in enumerate(dict.fromkeys(values))}  # they may be long
+    text = repr((call, list(each_once), [each_once[value] for value in values]))
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    # Numbers on the wire are 0 or more: most − h in place of −h. 0 is brought where nothing must be the same.
+    return number, _MOST - number, alike, _ALIKE - alike if alike else 0
+
+
+def agree(greatest: Sequence[int]) -> bool:
+    """Whether all ranks that brought words with these maxima expect the same, and have the same where they must."""
+    most, least, alike, least_alike = greatest
+    return most == _MOST - least and (not alike or alike == _ALIKE - least_alike)
 
 
 def first_difference(mine: Sequence[Call], theirs: Sequence[Call], same_pipe: bool) -> tuple[str, str] | None:
@@ -170,5 +192,6 @@ def first_difference(mine: Sequence[Call], theirs: Sequence[Call], same_pipe: bo
     >>> first_difference([Call(1, 1, "save"), Call(2, 2, "step")], [Call(1, 1, "step")], same_pipe=True)
     ('save', 'step')
     """
+    # Places count from where both began: in one pipe group all its calls, between two of them those of all ranks.
     ours, others = ({one.place if same_pipe else one.number: one.name for one in calls} for calls in (mine, theirs))
     return next(((name, others[at]) for at, name in ours.items() if at and others.get(at, name) != name), None)

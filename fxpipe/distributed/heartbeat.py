@@ -6,6 +6,7 @@ A thread does it: a store may not answer, where the process that holds it is sto
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -24,7 +25,8 @@ from fxpipe.graph.plain_data import decode, encode
 
 PERIOD = 0.5
 """Seconds between two exchanges."""
-_PER_RANK = 0.0005  # seconds between two exchanges for each rank of a large world, all of which ask one store
+# A large world exchanges less often, so many seconds for each of its ranks: all of them ask one store.
+_PER_RANK = 0.0005
 _ANSWER = timedelta(seconds=10)
 
 SILENT = 5.0
@@ -34,8 +36,8 @@ PROGRAM = 0
 
 
 class ProcessId(NamedTuple):
-    """A process, so that no later one is taken for it. ``machine``: what has the same numbers for its processes;
-    empty where the system does not say. ``started``: in ticks since the machine started."""
+    """A process, so that no later one is taken for it. ``machine``: as ``this_machine`` says. ``started``: in ticks
+    since the machine started."""
 
     machine: str
     pid: int
@@ -79,6 +81,30 @@ class Heard(NamedTuple):
         """Whether nothing new has come for some seconds."""
         return time.monotonic() - self.at > SILENT
 
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits itself, so that another one is to blame."""
+        return bool(self.report.waits_for) and not self.is_silent
+
+    @property
+    def system(self) -> str:
+        """What the system says of its process, as ``state_of``."""
+        return state_of(self.report.process)
+
+    def __str__(self) -> str:
+        """What became of this rank, or what it does: words that follow its name."""
+        report, system, silence = self.report, self.system, time.monotonic() - self.at
+        if self.at < 0:
+            return "was not heard of"
+        if report.left:
+            return "has left: its program has ended"
+        if system in ("ended", "gone"):
+            return "is gone: its process has ended"
+        last = f"{report.where}, {report.age:.0f} s"
+        if system == "stopped":
+            return f"is stopped, as by SIGSTOP; its last report: {last}"
+        return f"is silent, {silence:.0f} s; its last report: {last}" if silence > SILENT else last
+
 
 UNHEARD = Heard(Report(ProcessId("", 0, 0), "", 0.0, "", (), False, False, -1, ()), float("-inf"))
 
@@ -97,6 +123,7 @@ class Heartbeat:
         self._store: Any = PrefixStore("fxpipe", own)
         self._rank, self._report = rank, report
         self._period, world = max(PERIOD, _PER_RANK * size), dist.group.WORLD
+        # Weakly: a destroyed world must be able to go.
         self._world = weakref.ref(world) if world is not None else lambda: None
         self._broken, self._stopping, self._beat = False, False, 0
         self._wake, self._exchanged = threading.Event(), threading.Condition()
@@ -130,7 +157,7 @@ class Heartbeat:
             self._exchanged.wait_for(lambda: self.began >= now or self._broken, seconds)
 
     def stop(self, stays_for: Collection[int], seconds: float = 3.0) -> None:
-        """Publishes once more, and ends; with the store of these ranks in this process, once they have left, too."""
+        """Publishes once more, and ends. ``stays_for``: ranks whose store this process holds; it ends after them."""
         until = time.monotonic() + seconds
         self._stopping = True
         self._wake.set()
@@ -165,7 +192,9 @@ class Heartbeat:
             self._store.compare_set(f"{number}/ending", "", encode(ending))
         self._beat += 1
         self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))
-        self._hear(self.wanted)  # before their endings: a rank reports one, and is gone then
+        # Reports first, endings second: a rank reports its ending and is gone then, so whoever sees it gone here hears
+        # in the same exchange, or has heard, why.
+        self._hear(self.wanted)
         for number in self.transports - self.endings.keys():
             if self._store.check([f"{number}/ending"]):
                 self.endings[number] = decode(self._store.get(f"{number}/ending"), "a rank")
@@ -185,21 +214,27 @@ def _place(rank: int) -> str:
 # --- what the system says of a process on this machine
 
 
-def this_process() -> ProcessId:
-    """This very process."""
+@functools.cache
+def this_machine() -> str:
+    """What numbers its processes together: host, boot and namespace; empty where the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ProcessId("", os.getpid(), 0)
-    return ProcessId(machine, os.getpid(), _stat(os.getpid())[1])
+        return ""
 
 
-def state_of(process: ProcessId, seen_from: ProcessId) -> str:
+def this_process() -> ProcessId:
+    """This very process."""
+    return ProcessId(this_machine(), os.getpid(), _stat(os.getpid())[1])
+
+
+def state_of(process: ProcessId) -> str:
     """ "running", "stopped" (by SIGSTOP or its like), "gone", or "ended" (gone, and its parent has not looked yet); ""
     where nobody can say: it is on another machine."""
-    if not seen_from.machine or process.machine != seen_from.machine:
+    if not process.machine or process.machine != this_machine():
         return ""
+    # A pid is given out again: only with the same start time is it the same process.
     letter, started = _stat(process.pid)
     if started != process.started:
         return "gone"

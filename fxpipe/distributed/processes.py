@@ -318,12 +318,12 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
         ) from error
     # The store lives here, as torchrun's does: nobody can take its port, and no rank's end takes it away.
     store, port = local_store()
-    workers = [_Worker(rank, task) for rank in range(nproc)]
+    workers: list[_Worker] = []
     try:
-        for worker in workers:
+        for rank in range(nproc):
             # OpenMP reads its variables before the new process could set them.
-            with mock.patch.dict(os.environ, _variables(worker.rank, nproc, port)):
-                worker.start()
+            with mock.patch.dict(os.environ, _variables(rank, nproc, port)):
+                workers.append(_Worker(rank, task))
         results: list[T] = _results(workers)
         _join_all(workers, _EXIT_SECONDS)
     finally:
@@ -347,13 +347,11 @@ class _Worker:
     def __init__(self, rank: int, task: bytes) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank = rank
-        self.receiver, self.sender = context.Pipe(duplex=False)
-        self.process: SpawnProcess = context.Process(target=_work, args=(self.sender, task), name=f"rank {rank}")
-
-    def start(self) -> None:
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process: SpawnProcess = context.Process(target=_work, args=(sender, task), name=f"rank {rank}")
         self.process.start()
         # The process holds the only sending end now, so that its death is the end of the pipe.
-        self.sender.close()
+        sender.close()
 
     def outcome(self) -> _Outcome:
         """What the process sent, once the pipe is ready: pickled here by hand, see ``_work``."""
@@ -367,9 +365,6 @@ class _Worker:
                 end = f"killed by signal {-code} ({signal.strsignal(-code)})"
             return _Outcome(reason=f"ended without a result, {end}")
         return outcome
-
-    def started(self) -> bool:
-        return self.process.pid is not None
 
 
 def _work(sender: Connection, task: bytes) -> None:
@@ -436,20 +431,18 @@ def _results(workers: list[_Worker]) -> list[Any]:
 def _join_all(workers: list[_Worker], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for worker in workers:
-        if worker.started():
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _end(workers: list[_Worker]) -> None:
     """Ends what still runs, by force if need be."""
     for stop in (SpawnProcess.terminate, SpawnProcess.kill):
-        running = [worker for worker in workers if worker.started() and worker.process.is_alive()]
+        running = [worker for worker in workers if worker.process.is_alive()]
         for worker in running:
             stop(worker.process)
         _join_all(running, _END_SECONDS)
     for worker in workers:
         worker.receiver.close()
-        worker.sender.close()
 
 
 def local_store() -> tuple[Store, int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import json
 import os
+import platform
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.distributed.activity import Waiting, are_apart, entered, here
+from fxpipe.distributed.activity import Waiting, agree, are_apart, entered, here, words
 from fxpipe.distributed.collective import (
     SLICE_SECONDS,
     Collective,
@@ -32,7 +35,6 @@ from fxpipe.distributed.collective import (
     wait_in_slices,
 )
 from fxpipe.distributed.heartbeat import Ending
-from fxpipe.distributed.preflight import Predicted, agree, compare_facts, difference, facts_of, words
 from fxpipe.distributed.topology import Topology, served_device_type
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watchdog import EXTENSION, Watchdog, ends_later, say, watchdog
@@ -41,6 +43,22 @@ from fxpipe.graph.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, group_of_members, reduce_scatter_single
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
+
+
+def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
+    """What this rank runs: what → its value in words."""
+    try:
+        version = metadata.version("fxpipe")
+    except metadata.PackageNotFoundError:  # run from its source
+        version = "unknown"
+    axes = ", ".join(f"{name} {size}" for name, size in topology.axes)
+    return {
+        "the version of Python": platform.python_version(),
+        "the version of torch": torch.__version__,
+        "the version of fxpipe": version,
+        "the topology": f"({axes}), ranks_per_node={topology.ranks_per_node}",
+        **options,
+    }
 
 
 class _PairLink(NamedTuple):
@@ -86,7 +104,9 @@ class DistributedTransport:
         self._links: dict[Pair, _PairLink] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
-        self._predicted = Predicted()
+        # (scope, what this rank sends) → what all ranks of the scope sent beside it the last time. Ranks may remember
+        # different things: then they do not agree, and gather.
+        self._predicted: dict[tuple[Scope, bytes], tuple[bytes, ...]] = {}
         self._beside = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
         _open.add(self)
         try:
@@ -99,19 +119,29 @@ class DistributedTransport:
             raise
 
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
-        """Waits until all ranks are here, and run the same."""
+        """Waits until all ranks are here; RunError on all where they do not run the same."""
         self.watchdog.take_up(self.number, topology)
+        # Through the store, before there are connections: ranks of two topologies would open different ones. The first
+        # rank compares, and writes how they differ for the others.
+        keys = [f"facts/{rank}" for rank in self._everyone]
+        self._store.set(keys[self.rank], json.dumps(facts_of(topology, options)))
+        if self.rank == 0:
+            self._await_keys(keys)
+            everyone = dict(enumerate(map(json.loads, self._store.multi_get(keys))))
+            self._store.set("difference", self.watchdog.difference(everyone))
+        self._await_keys(["difference"])
+        differing = self._store.get("difference").decode()
+        if differing:
+            raise RunError(f"the ranks do not run the same: {differing}; give all ranks the same")
 
-        def wait(keys: Sequence[str]) -> None:
-            with self._waiting(lambda: ("all ranks to come to fxpipe.compile", "all")) as look_up:
-                pause = 0.01
-                while not self._store.check(list(keys)):  # its wait writes to stderr whenever a slice is over
-                    threading.Event().wait(pause)
-                    look_up()
-                    pause = min(2 * pause, SLICE_SECONDS)
-
-        facts = facts_of(topology, options)
-        compare_facts(self._store, self.rank, len(self._everyone), facts, wait, self.watchdog.named)
+    def _await_keys(self, keys: list[str]) -> None:
+        """Waits until they are in the store. The store's own wait would write to stderr whenever a slice is over."""
+        with self._waiting(lambda: ("all ranks to come to fxpipe.compile", "all")) as look_up:
+            pause = 0.01
+            while not self._store.check(keys):
+                threading.Event().wait(pause)
+                look_up()
+                pause = min(2 * pause, SLICE_SECONDS)
 
     def _apart(self, connect: Callable[[], object]) -> None:
         """Runs what torch offers no way to leave in a thread, while this one waits in slices."""
@@ -238,7 +268,7 @@ class DistributedTransport:
     def _gathered(self, scope: str, sent: bytes) -> tuple[bytes, ...]:
         """What each rank sends. Whatever that is, ranks in different calls have done the same until they know it."""
         ranks = self._ranks[scope]
-        expected = self._predicted.of(scope, sent, len(ranks))
+        expected = self._predicted.get((scope, sent)) or (sent,) * len(ranks)
         greatest = torch.tensor(words(entered.mark, expected), device="cpu")
         group = self._hosts[scope]
         self._together("an all-gather", scope, group, dist.all_reduce, greatest, dist.ReduceOp.MAX)
@@ -256,7 +286,9 @@ class DistributedTransport:
             texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
         values = tuple(text[:length] for text, length in zip(texts, lengths, strict=True))
         if longest <= _IN_HEAD:
-            self._predicted.keep(scope, sent, values)
+            if len(self._predicted) * len(ranks) >= PREDICTED:
+                self._predicted.clear()
+            self._predicted[scope, sent] = values
         return values
 
     def _gathered_bytes(self, scope: str, sent: bytes, size: int) -> list[bytes]:
@@ -275,7 +307,7 @@ class DistributedTransport:
         everyone = zip(self._ranks[scope], self._gathered_bytes(scope, sent, _LONGEST), strict=True)
         found = {rank: decode(each, f"rank {rank}") for rank, each in everyone}
         facts = {rank: facts for rank, (_, facts) in found.items()}
-        text = f"in {entered.name}: {difference(facts, self.watchdog.named)}; give all ranks the same"
+        text = f"in {entered.name}: {self.watchdog.difference(facts)}; give all ranks the same"
         names = {rank: name for rank, (name, _) in found.items()}
         if len(set(names.values())) > 1:
             text = self.watchdog.apart(names)
@@ -437,6 +469,8 @@ and its beginning. A length may be anything."""
 _IN_HEAD = _HEAD - _NUMBERS.size
 _LONGEST = 2**16
 """Bytes in which a rank reports to others in which call it is."""
+PREDICTED = 1 << 15
+"""Values that are remembered, of all ranks together: mostly a few bytes each."""
 
 
 _open: WeakSet[DistributedTransport] = WeakSet()

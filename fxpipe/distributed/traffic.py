@@ -13,6 +13,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from fxpipe.distributed.collective import Collective, Scope, Work
+from fxpipe.distributed.grid import abbreviated
 from fxpipe.distributed.stopwatch import Clock
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
@@ -20,8 +21,6 @@ from fxpipe.notebook import Tabular
 
 DATA_AXIS = ("shard", "replica", "gather")
 """The scopes on which gradients and parameters travel over the data axis."""
-
-_SHOWN_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,7 @@ def _label(row: Moved) -> str:
     if row.operation in ("send", "receive"):
         return f"{row.group[0]} → {row.group[1]}"
     scope = row.scope if isinstance(row.scope, str) else "owners"
-    shown = [str(rank) for rank in row.group]
-    if len(shown) > _SHOWN_RANKS:
-        shown = [*shown[: _SHOWN_RANKS // 2], "…", shown[-1]]
-    return f"{scope} [{', '.join(shown)}]"
+    return f"{scope} {abbreviated(list(row.group))}"
 
 
 def _size(number: float) -> str:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -75,6 +75,7 @@ _SOON = 0.01  # seconds between two looks, once a connection broke: launchers en
 _LEFT = 5.0  # seconds after which one whose program has ended is not waited for any more
 _CLOSE = 64  # ranks of a world in which each looks at all others, and not only at those of its groups
 _SHOWN = 3  # ranks that a message names at once
+_COMPARED, _LONGEST = 4, 200  # facts and ranks, and characters of a value, in a message about what differs
 _TIMED_OUT = "Timed out waiting"  # as gloo says it
 _BROKEN = ("Connection closed by peer", "Connection reset", "Broken pipe", _TIMED_OUT, "closure")
 
@@ -142,17 +143,18 @@ class Watchdog:
     def why(self, number: int, ranks: Sequence[int], reason: str, seconds: float = 5.0) -> Ending:
         """Why a connection with one of ``ranks`` broke, once that is known; waits for it some seconds. ``reason``: what
         torch says."""
+        # The end of a rank shows at once, its reason with the next exchange: hence several looks. A stopped rank never
+        # says anything.
         until, others = time.monotonic() + seconds, ranks or self._peers
         while (found := self.verdict(number)) is None:
-            self._lost(ranks, 0.0)  # is noted now, so that what such a rank has reported is heard in what follows
+            self._lost(ranks, 0.0)  # notes since when: only an exchange that begins later has heard its last report
             self._heartbeat.refresh()
             if (found := self.verdict(number) or self._lost(ranks, 0.0)) is not None:
                 break
-            quiet = [rank for rank in others if self._system(rank) == "stopped"]
+            quiet = [rank for rank in others if self._heard(rank).system == "stopped"]
             if time.monotonic() > until or (quiet and _TIMED_OUT in reason):
                 quiet = quiet or [rank for rank in others if self._heard(rank).is_silent]
-                described = map(self._described, (quiet or ranks)[:_SHOWN])
-                text = "; ".join(["a connection broke", *described, *filter(None, [reason])])
+                text = "; ".join(["a connection broke", *self._described(quiet or ranks), *filter(None, [reason])])
                 return Ending(text, tuple(quiet))
             self._stopping.wait(_SOON)
         return found
@@ -163,6 +165,21 @@ class Watchdog:
             return f"another rank failed: {ending.text}"
         me = self.named(self.rank)
         return ending.text if f"{me} waits for" in ending.text else f"{ending.text}; {me} waited for {waited_for}"
+
+    def difference(self, everyone: Mapping[int, Mapping[str, str]]) -> str:
+        """In which facts ranks differ: "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; else empty."""
+        found = []
+        for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
+            ranks: dict[str, list[int]] = {}
+            for rank, facts in everyone.items():
+                ranks.setdefault(facts.get(name, "not known"), []).append(rank)
+            parts = []
+            for value, some in ranks.items():
+                others = f" and {len(some) - _COMPARED} others" if len(some) > _COMPARED else ""
+                parts.append(f"{value:.{_LONGEST}} on {', '.join(map(self.named, some[:_COMPARED]))}{others}")
+            if len(ranks) > 1:
+                found.append(f"{name} is {', and '.join(parts)}")
+        return "; ".join(found[:_COMPARED])
 
     def apart(self, calls: Mapping[int, str]) -> str:
         """Ranks that are in different calls, in words."""
@@ -186,6 +203,7 @@ class Watchdog:
             cause = self.why(here.epoch, [], str(error), seconds=6.0)
             if cause.culprits:
                 say(self.message(cause, "a call of torch.distributed"))
+        # The rank that caused it reports, and ends at once; the others end later, or a launcher would blame them.
         culprits = cause.culprits if cause is not None else ()
         if not culprits or self.rank in culprits:
             text = f"{self.named(self.rank)}: {describe_error(error)}"
@@ -193,7 +211,7 @@ class Watchdog:
             return
         until = time.monotonic() + 5.0
         heard = [rank for rank in culprits if rank in self._heartbeat.heard]
-        while time.monotonic() < until and any(self._system(rank) != "gone" for rank in heard):
+        while time.monotonic() < until and any(self._heard(rank).system != "gone" for rank in heard):
             threading.Event().wait(0.05)
 
     def stop(self, stays_for: Sequence[int] = ()) -> None:
@@ -241,6 +259,7 @@ class Watchdog:
     def _judged(self, waiting: Waiting) -> Ending | None:
         now = time.monotonic()
         age = now - waiting.since
+        # What is known of one wait: by how much it was extended, whether it was spoken of, when it was looked at.
         if self._wait is not waiting:
             self._wait, self._extended, self._spoken, self._looked = waiting, 0.0, False, now
         if age < LOOK_AFTER:
@@ -249,13 +268,15 @@ class Watchdog:
         found = self._lost(ranks, _LEFT) or self._elsewhere()
         if found is not None:
             return found
-        late = [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks  # who have not come
-        heard = [self._heard(rank) for rank in late if self._system(rank) != "stopped"]
-        if any(one.report.extends and not one.is_silent for one in heard):  # they work on what may take long
+        # Ranks that wait for the same have come; the others are late, and the wait is theirs to explain.
+        late = [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks
+        heard = [self._heard(rank) for rank in late if self._heard(rank).system != "stopped"]
+        # A capture, a compilation or a save may take longer than any timeout: the clock stands while one runs.
+        if any(one.report.extends and not one.is_silent for one in heard):
             self._extended = min(self._extended + now - self._looked, EXTENSION * waiting.timeout)
         self._looked = now
         is_over = age > waiting.timeout + self._extended
-        speaks = age > SAY_AFTER and not self._spoken and not all(map(self._waits, late))
+        speaks = age > SAY_AFTER and not self._spoken and not all(self._heard(rank).waits for rank in late)
         if not (is_over or speaks):
             return None
         story = "; ".join([f"{self.named(self.rank)} waits for {words}, {age:.0f} s", *self._last_of_chain(late)])
@@ -271,24 +292,20 @@ class Watchdog:
     def _heard(self, rank: int) -> Heard:
         return self._heartbeat.heard.get(rank, heartbeat.UNHEARD)
 
-    def _system(self, rank: int) -> str:
-        """What the system says of a rank's process, as ``state_of``."""
-        return heartbeat.state_of(self._heard(rank).report.process, self._process)
-
     def _lost(self, waited_for: Collection[int], patience: float) -> Ending | None:
         """Ranks whose processes have ended, once what they reported before was heard; and of those that are waited for
         such as left so many seconds ago: their programs have ended."""
         now, gone, left = time.monotonic(), list[int](), list[int]()
         for rank, heard in list(self._heartbeat.heard.items()):
-            if heard.report.left or self._system(rank) in ("ended", "gone"):
+            # Gone for certain, once its last words have had time to come: an exchange began since, or it stays silent.
+            if heard.report.left or heard.system in ("ended", "gone"):
                 since = self._ended.setdefault(rank, now)
                 if not heard.report.left and (self._heartbeat.began > since or now - since > SILENT):
                     gone.append(rank)
                 if heard.report.left and rank in waited_for and now - since >= patience:
                     left.append(rank)
         found = gone or left
-        text = "; ".join(map(self._described, found[:_SHOWN]))
-        return Ending(text, tuple(found)) if found else None
+        return Ending("; ".join(self._described(found)), tuple(found)) if found else None
 
     def _elsewhere(self) -> Ending | None:
         """A rank that has made another call than this one has."""
@@ -300,32 +317,19 @@ class Watchdog:
 
     def _last_of_chain(self, late: Sequence[int]) -> list[str]:
         """Those for whom all wait: the late ranks, or those for whom these wait in their turn, and so on."""
+        # Follows the first of those that are waited for until somebody does not wait, or the chain is a circle.
         seen = {self.rank}
-        while late and all(map(self._waits, late)):
+        while late and all(self._heard(rank).waits for rank in late):
             seen |= set(late)
             further = [rank for rank in self._heard(late[0]).report.ranks if rank not in seen]
             if not further:
-                return [self._described(late[0])]
+                return self._described(late[:1])
             late = further
-        return [self._described(rank) for rank in late if not self._waits(rank)][:_SHOWN]
+        return self._described(rank for rank in late if not self._heard(rank).waits)
 
-    def _waits(self, rank: int) -> bool:
-        """Whether a rank waits itself, so that another one is to blame."""
-        return bool(self._heard(rank).report.waits_for) and not self._heard(rank).is_silent
-
-    def _described(self, rank: int) -> str:
-        """What became of a rank, or what it does."""
-        name, system, (report, at) = self.named(rank), self._system(rank), self._heard(rank)
-        if at < 0:
-            return f"{name} was not heard of"
-        if report.left:
-            return f"{name} has left: its program has ended"
-        if system in ("ended", "gone"):
-            return f"{name} is gone: its process has ended"
-        last, silence = f"{report.where}, {report.age:.0f} s", time.monotonic() - at
-        if system == "stopped":
-            return f"{name} is stopped, as by SIGSTOP; its last report: {last}"
-        return f"{name} is silent, {silence:.0f} s; its last report: {last}" if silence > SILENT else f"{name} {last}"
+    def _described(self, ranks: Iterable[int]) -> list[str]:
+        """What became of some ranks, or what they do; of many, the first."""
+        return [f"{self.named(rank)} {self._heard(rank)}" for rank in list(ranks)[:_SHOWN]]
 
 
 class SignalWakeup:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpipe.distributed.torch_transport as home
-from fxpipe.distributed.activity import Alike, announced
-from fxpipe.distributed.preflight import _KEPT, Predicted, agree, words
+from fxpipe.distributed.activity import Alike, agree, announced, words
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.run.step.batch_check import KINDS
@@ -46,19 +45,7 @@ def test_they_agree_exactly_where_the_marks_and_the_values_are_alike() -> None:
         assert met(*itertools.starmap(words, ranks)) == wanted
 
 
-def test_the_same_is_expected_of_all_until_they_have_brought_something_else_and_few_are_kept() -> None:
-    expected = Predicted()
-    assert expected.of("pipe", b"a", 2) == (b"a", b"a")
-    expected.keep("pipe", b"a", (b"a", b"b"))
-    assert expected.of("pipe", b"a", 2) == (b"a", b"b")
-    assert expected.of("data", b"a", 3) == (b"a", b"a", b"a")
-    for item in range(_KEPT):
-        expected.keep("pipe", b"%d" % item, (b"0", b"1"))
-    assert expected.of("pipe", b"a", 2) == (b"a", b"a")
-    assert expected.of("pipe", b"%d" % (_KEPT - 1), 2) == (b"0", b"1")
-
-
-def gathered_again() -> tuple[list[tuple[int, ...]], list[int]]:
+def gathered_again(kept: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """What each of several calls gives, and how many all-gathers it takes."""
     transport = connect(Topology([("pipe", 3)]))
     rank, found, counts = dist.get_rank(), list[tuple[int, ...]](), list[int]()
@@ -71,6 +58,7 @@ def gathered_again() -> tuple[list[tuple[int, ...]], list[int]]:
     items = [rank, rank, 7, rank if rank else 7, rank, 7, -rank, -rank, 8]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(home, "all_gather_single", counted)
+        patch.setattr(home, "PREDICTED", kept)
         for number, item in enumerate(items):
             with announced(f"call {number}", alike=Alike(0 if rank == 1 else 1 + number)):
                 found.append(transport.gather_int("pipe", item))
@@ -80,12 +68,19 @@ def gathered_again() -> tuple[list[tuple[int, ...]], list[int]]:
     return found, counts
 
 
-def test_what_came_before_is_not_gathered_again(pool: Pool) -> None:
-    rows = [(0, 1, 2), (0, 1, 2), (7, 7, 7), (7, 1, 2), (0, 1, 2), (7, 7, 7), (0, -1, -2), (0, -1, -2), (8, 8, 8)]
-    for found, counts in pool.run(gathered_again, ranks=3):
-        assert found == rows
+@pytest.mark.parametrize(
+    ("kept", "gathers"),
+    [
         # of (0, 1, 2) behind (7, 1, 2) ranks 1 and 2 expect the latter; of 7 rank 0 does; of 8 all expect it of all
-        assert counts == [1, 0, 0, 1, 1, 1, 1, 0, 0]
+        (home.PREDICTED, [1, 0, 0, 1, 1, 1, 1, 0, 0]),
+        (3, [1, 0, 0, 1, 1, 0, 1, 0, 0]),  # only the last one is remembered: of 7 all expect it of all, too
+    ],
+)
+def test_what_came_before_is_not_gathered_again(kept: int, gathers: list[int], pool: Pool) -> None:
+    rows = [(0, 1, 2), (0, 1, 2), (7, 7, 7), (7, 1, 2), (0, 1, 2), (7, 7, 7), (0, -1, -2), (0, -1, -2), (8, 8, 8)]
+    for found, counts in pool.run(gathered_again, kept, ranks=3):
+        assert found == rows
+        assert counts == gathers
 
 
 LENGTHS = [0, 493, 494, 495, 70_000]

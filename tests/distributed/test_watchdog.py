@@ -485,17 +485,17 @@ def test_the_system_tells_what_became_of_a_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
         found = ProcessId(me.machine, process.pid, int(Path(f"/proc/{process.pid}/stat").read_text().split()[21]))
-        assert state_of(found, me) == "running"
+        assert state_of(found) == "running"
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert state_of(found, me) == "stopped"
+        assert state_of(found) == "stopped"
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert state_of(found, me) == "ended"
+        assert state_of(found) == "ended"
         process.wait()
-        assert state_of(found, me) == "gone"
-        assert state_of(found._replace(machine="another"), me) == ""
-        assert state_of(me._replace(started=me.started - 1), me) == "gone"  # another one had this number
+        assert state_of(found) == "gone"
+        assert state_of(found._replace(machine="another")) == ""
+        assert state_of(me._replace(started=me.started - 1)) == "gone"  # another one had this number
     finally:
         process.kill()
         process.wait()
