@@ -29,8 +29,8 @@ class Call(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """What must be the same on all ranks in a call. ``digest``: of it, below 2^31; 0: of nothing. ``facts``: what →
-    value in words, asked for where digests differ."""
+    """What must be the same on all ranks in a call. ``digest``: its hash, below 2^31; 0: nothing must. ``facts``: names
+    and values for a message; called where digests differ."""
 
     digest: int = 0
     facts: Callable[[], Mapping[str, str]] = dict
@@ -50,7 +50,7 @@ class Phase(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A wait of this process, in the transport of that ``number``. ``what``: in words, and the ranks that it waits for.
+    """A wait of this process, in the transport of that ``number``. ``what``: says what it waits for, and which ranks.
 
     ``end``: ends it with an error; called by another thread. A wait that looks up by itself does nothing there.
     """
@@ -66,7 +66,7 @@ class LastCall(threading.local):
     """The collective call that a thread has come to last."""
 
     name, alike, mark = "", NOTHING, 0
-    """``mark``: both as one number below 2^63, the same on all ranks that are in the same call, alike."""
+    """``mark``: both as one number below 2^63. Ranks in the same call with the same digest have the same mark."""
 
 
 CALLS_KEPT = 16
@@ -99,7 +99,7 @@ class Activity:
         self.trail.append(moment)
 
     def described(self) -> tuple[str, float]:
-        """What it does, in words behind the rank's number, and since when."""
+        """Says what this rank does, in words that follow its number, and since when."""
         waiting, inside, (since, last) = self.waiting, self.inside, self.last
         if waiting is not None:
             return f"waits for {waiting.what()[0]}", waiting.since

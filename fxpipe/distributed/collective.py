@@ -97,8 +97,8 @@ class Collective(NamedTuple):
 
 
 LooksUp = Callable[[Callable[[], tuple[str, Scope]]], AbstractContextManager[Callable[[], None]]]
-"""Around a wait: tells the watchdog what is waited for, at any moment: the words, and the group of ranks. What it
-yields is called now and then; it may end the wait."""
+"""A context around a wait. The function that it is given says what is waited for, and in which group of ranks. The
+function that it yields is called now and then, and raises where the wait is to end."""
 
 
 class ThreadedChain:
@@ -121,7 +121,8 @@ class ThreadedChain:
         """Performs step ``place`` once the one before is done."""
         if place:
             self._done[place - 1].wait()
-        step, self._steps[place] = self._steps[place], None  # with the buffers, which may be needed no more
+        # Taken out of the chain, so that its buffers go once it has run.
+        step, self._steps[place] = self._steps[place], None
         try:
             if self._error is None and step is not None:
                 try:
@@ -132,7 +133,8 @@ class ThreadedChain:
                     step.then()
                 if self._ended is not None and place == len(self._steps) - 1:
                     self._ended()
-        except Exception as error:  # raised again where it is waited for
+        # An error is raised where the chain is waited for. Later steps run nothing, but pass: their threads must go on.
+        except Exception as error:
             self._error = without_frames(error)
         self._done[place].set()
 
@@ -167,6 +169,7 @@ def wait_in_slices(work: dist.Work, group: dist.ProcessGroup, look_up: Callable[
             try:
                 work.wait(datetime.timedelta(seconds=SLICE_SECONDS))
                 return
+            # The end of a slice and a broken connection both raise. Only the work itself knows which it was.
             except RuntimeError:
                 if work.is_completed():  # now, or with an error
                     work.wait()
@@ -180,8 +183,8 @@ def wait_in_slices(work: dist.Work, group: dist.ProcessGroup, look_up: Callable[
         raise
 
 
+# How long a transport that closes waits for what is still under way.
 _JOIN_SECONDS = 10.0
-"""How long a transport that closes waits for what is still under way."""
 
 
 class Threads:
@@ -248,6 +251,8 @@ class Streams:
         self._streams: dict[Scope, torch.cuda.Stream] = {}
 
     def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+        # Each step begins behind the one before it, on whatever stream that is; the first one behind what the caller
+        # has put on its own stream, which makes the buffers.
         before = torch.cuda.current_stream().record_event()
         for step in steps:
             stream = self._streams.setdefault(step.scope, torch.cuda.Stream())  # type: ignore[no-untyped-call]

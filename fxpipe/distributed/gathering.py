@@ -23,7 +23,8 @@ PATIENCE = 1800.0
 _AT_EXIT = 20.0
 """The same once the program is over: a rank that still writes then has until then."""
 _SLICE = 0.05
-_NEVER = threading.Event()
+_NEVER = threading.Event()  # waited for in place of time.sleep: the wait ends with a signal
+# How long the first rank, which may hold the store, stays until the others have read the outcome.
 _FAREWELL = 5.0
 
 
@@ -128,6 +129,7 @@ def values_of(messages: list[list[Any]], own: Verdict) -> list[Any]:
 
 def agreed(gathering: TransportGathering, make: Callable[[], Any]) -> list[Any]:
     """What ``make`` gives on every rank, by rank; where it fails on one, all raise. A collective call of all ranks."""
+    # All ranks gather whether they failed or not, so that none waits for one that has raised.
     verdict = Verdict(make)
     return values_of(gathering.gather(verdict.message), verdict)
 

@@ -47,6 +47,7 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
     """How many ranks a node has; TopologyError where that leaves nodes, or data groups in them, uneven."""
     per_node, sizes = whole(ranks_per_node, "ranks_per_node"), [size for _, size in axes]
     ranks = math.prod(sizes)
+    # ZeRO shards inside a node, in the same way in all: each data group needs equally many ranks in each that it meets.
     data = next((place for place, (name, _) in enumerate(axes) if ROLES[name] == "data"), None)
     groups = [] if data is None else axis_groups(sizes, data)
 
@@ -99,6 +100,7 @@ def positive(value: int, what: str) -> int:
 
 def axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:
     """The groups of axis ``index`` of a row-major grid: arithmetic progressions, inner axes first."""
+    # With a block for each index outside, the group of (o, i) is o·block + i + inner·(0 … size − 1).
     outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
     block = size * inner  # ranks that share all coordinates outside this axis
     return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
@@ -110,7 +112,7 @@ def by_node(group: list[int], per_node: int) -> list[list[int]]:
 
 
 def abbreviated(group: list[int]) -> str:
-    """A group as it is shown."""
+    """A group for a message or a table: all ranks, or of many the first and the last."""
     if len(group) <= _SHOWN_RANKS:
         return str(group)
     start = ", ".join(str(rank) for rank in group[: _SHOWN_RANKS // 2])
@@ -118,7 +120,7 @@ def abbreviated(group: list[int]) -> str:
 
 
 def listed(groups: list[list[int]]) -> str:
-    """Groups as they are shown, the first few of many."""
+    """Groups for a table: all, or of many the first few and their number."""
     shown = ""
     for count, group in enumerate(groups):
         text = abbreviated(group)

@@ -117,6 +117,8 @@ def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
             f"torchrun, or set {', '.join(required)}"
         )
     world_size = _number(environ, "WORLD_SIZE", 1)
+    # With one node, one agent counts the restarts; its store, and keys of those that died, live on from one to the
+    # next.
     one_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("LOCAL_WORLD_SIZE") == str(
         world_size
     )
@@ -417,10 +419,12 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
 def _results(workers: list[_Worker]) -> list[Any]:
     """All results by rank, or the first failure as a RunError."""
     results: dict[int, Any] = {}
+    # Whoever is ready first: a rank that fails must be seen at once, while the others wait for it.
     while pending := [worker for worker in workers if worker.rank not in results]:
         ready = wait([worker.receiver for worker in pending])
         outcomes = {worker.rank: worker.outcome() for worker in pending if worker.receiver in ready}
         failures = [(outcome.at, rank, outcome.reason) for rank, outcome in outcomes.items() if outcome.reason]
+        # One failure brings others down within moments, so the earliest by the clock is the cause.
         if failures:
             _, rank, reason = min(failures)
             raise RunError(f"rank {rank} of {len(workers)} {reason}")
@@ -436,6 +440,7 @@ def _join_all(workers: list[_Worker], seconds: float) -> None:
 
 def _end(workers: list[_Worker]) -> None:
     """Ends what still runs, by force if need be."""
+    # First asked to end, so that Python can clean up; killed after some seconds.
     for stop in (SpawnProcess.terminate, SpawnProcess.kill):
         running = [worker for worker in workers if worker.process.is_alive()]
         for worker in running:
@@ -446,7 +451,8 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def local_store() -> tuple[Store, int]:
-    """A store for processes of this machine alone, and its port; by itself a TCPStore listens on all interfaces."""
+    """A store for processes of this machine alone, and its port."""
+    # By itself a TCPStore listens on all interfaces; it takes over this socket, which listens on one.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store closes it

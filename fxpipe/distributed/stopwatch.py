@@ -35,6 +35,7 @@ class CudaClock:
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        # Events know times relative to each other alone. One whose host time is known ties them to the host's clock.
         torch.cuda.synchronize(self._device)
         now = self.mark()
         now.synchronize()
@@ -129,7 +130,7 @@ class Stopwatch:
         now = self._now
         entry = [what, now()]
         self._started.append(entry)
-        return lambda: entry.append(now())  # one call, of which no thread sees half
+        return lambda: entry.append(now())  # one call: no other thread sees half of it
 
     def laps(self, ahead: float = 0.0) -> list[Lap]:
         """The laps in order. ``ahead``: by how much this clock is ahead of the one that they are reported on."""

@@ -168,6 +168,7 @@ class Topology(Tabular):
             raise TopologyError(
                 f"rank {rank} is outside {shape(self._axes)}: its ranks are 0 to {self._world_size - 1}"
             )
+        # The innermost axis varies fastest, so its index is the first remainder.
         indices: list[int] = []
         for size in reversed(self._sizes):
             rest, index = divmod(rest, size)
@@ -199,6 +200,7 @@ class Topology(Tabular):
             raise TopologyError(
                 f"{_call(coordinate)} lacks {names}: write every axis, as in {_call(coordinate | missing)}"
             )
+        # Row-major, as Horner's rule has it.
         rank = 0
         for role, index in self._index.items():
             rank = rank * self._sizes[index] + given[role]
@@ -212,6 +214,7 @@ class Topology(Tabular):
         A known axis that this topology lacks has groups of one rank each.
         """
         if axis == MODEL:
+            # The i-th ranks of all data groups work on one replica's data.
             return [sorted(ranks) for ranks in zip(*self.groups("data"), strict=True)]
         index = self._index.get(role_of(axis))
         if index is None:

@@ -46,7 +46,7 @@ NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
-    """What this rank runs: what → its value in words."""
+    """What this rank runs: names and values that must be the same on all ranks."""
     try:
         version = metadata.version("fxpipe")
     except metadata.PackageNotFoundError:  # run from its source
@@ -210,9 +210,10 @@ class DistributedTransport:
         self._check_open()
         mine = [pair for pair in sorted(pairs) if self.pipe_rank in pair]  # in one order on all: nobody waits in a ring
         self._apart(lambda: self._new_links(mine))
-        works = []  # links are connected before a step needs them
+        works = []
         for pair in mine:
             token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            # A byte each way now: torch connects lazily, and a step must not wait for that.
             works.append(((self.send if self.pipe_rank == pair[0] else self.receive)(pair, token), token))
         for work, _ in works:
             work.wait()
@@ -274,6 +275,8 @@ class DistributedTransport:
         self._together("an all-gather", scope, group, dist.all_reduce, greatest, dist.ReduceOp.MAX)
         if agree(greatest.tolist()):
             return expected
+        # They disagree somewhere, and all know it: a head of fixed length shows who is in which call, and how long the
+        # longest message is, so that the rest has one length on all ranks, as an all-gather needs.
         numbers = _NUMBERS.pack(entered.mark, len(sent))
         heads = self._gathered_bytes(scope, numbers + sent[:_IN_HEAD], _HEAD)
         marks, lengths = zip(*map(_NUMBERS.unpack_from, heads), strict=True)
@@ -331,6 +334,7 @@ class DistributedTransport:
             self._together("a broadcast", scope, group, dist.broadcast, tensor, root)
 
     def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
+        # By messages, each taken when its receiver comes: a broadcast would hold the source until all have come.
         group, ranks = self._member(self._groups, scope), self._ranks[scope]
         if tensor.device.type != "cpu" or len(ranks) > _FEW:  # NCCL would stand and wait on the device
             return OnceAwaited(partial(self.broadcast, scope, tensor, source))
@@ -421,6 +425,7 @@ class DistributedTransport:
 
     def _end(self, ending: Ending, message: str) -> None:
         """Says why the waits of this transport end, and reports it to all ranks. Once."""
+        # Of several waits that break at once the first one is explained: the others break for the same reason.
         if not self._explained:
             self._explained = True
             say(message)

@@ -138,7 +138,7 @@ Key = tuple[str, Scope]
 
 
 class _Timed:
-    """A work of which each wait is timed. It belongs to whatever step it is waited for in."""
+    """A work whose waits are timed. A wait counts in the step that does it."""
 
     __slots__ = ("_between", "_home", "_keys", "_work")
 
@@ -245,6 +245,8 @@ class Metered:
         exposed: dict[Key, float] = {}
         for keys, marks in self.waits:
             first, *middle, last = [next(moments) for _ in marks]
+            # A step that ended before the wait began was hidden whole; what is exposed of the next begins with the
+            # wait.
             within = [first, *(min(max(moment, first), last) for moment in middle), last]
             for key, (start, end) in zip(keys, pairwise(within), strict=False):
                 exposed[key] = exposed.get(key, 0.0) + max(end - start, 0.0)
@@ -273,7 +275,9 @@ class Metered:
     def _edges(self, group: tuple[int, ...], rank: int, data: tuple[int, ...]) -> int:
         """How many edges of a ring lead out of this node, of all such rings in the data group together."""
         nodes, here = [member // self._per_node for member in group], rank // self._per_node
+        # A ring of k ranks sends its share over each of k edges; those from this node to another one leave it.
         edges = sum(one == here != other for one, other in zip(nodes, nodes[1:] + nodes[:1], strict=True))
         if not set(group) <= set(data):
             return edges
+        # Rings over the data axis run side by side, one for each position in a node: this rank has one of them.
         return edges * sum(member // self._per_node == here for member in data) // nodes.count(here)

@@ -102,7 +102,7 @@ class Transport(Protocol):
         """Gives back the connections. Nothing may be under way."""
 
     def explain(self, lost: PeerLost) -> str:
-        """Why a wait ended, in words: which rank failed, and how."""
+        """Says why a wait ended: which rank failed, and how."""
         return str(lost)
 
 
@@ -168,6 +168,7 @@ def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object])
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    # One collective for many tensors: a small one costs about as much as a large one.
     for group in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         call(flat)
@@ -183,6 +184,8 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
     RunError where the values do not repeat.
     """
     for dim, stride in enumerate(tensor.stride()):
+        # A dimension of stride 0 is one memory seen several times: it is written once, if all values agree (or are
+        # NaN).
         if stride == 0 and tensor.shape[dim] > 1:
             once = values.narrow(dim, 0, 1)
             if not bool(((values == once) | (values != values)).all()):

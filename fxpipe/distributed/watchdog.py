@@ -182,7 +182,7 @@ class Watchdog:
         return "; ".join(found[:_COMPARED])
 
     def apart(self, calls: Mapping[int, str]) -> str:
-        """Ranks that are in different calls, in words."""
+        """Says which ranks are in which calls."""
         ranks: dict[str, list[str]] = {}
         for rank, name in sorted(calls.items()):
             ranks.setdefault(name, []).append(self.named(rank))
@@ -243,6 +243,7 @@ class Watchdog:
     # --- the thread
 
     def _run(self) -> None:
+        # Every period: Ctrl-C first, then whether a wait of the main thread is to end, and why.
         while not self._stopping.is_set():
             ctrl_c = self._wakeup.hears_ctrl_c()
             if not self.is_on():
@@ -251,7 +252,7 @@ class Watchdog:
                 return
             waiting = here.waiting
             if waiting is not None and ctrl_c:
-                waiting.end()  # of which Python's own handler makes a KeyboardInterrupt
+                waiting.end()  # then Python's own handler runs, and raises KeyboardInterrupt
             elif waiting is not None and (found := self.verdict(waiting.number) or self._judged(waiting)):
                 self.judge(waiting.number, found)
                 waiting.end()

@@ -9,8 +9,8 @@ from typing import Any
 from fxpipe.formats.svg_picture import lanes
 from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of, waited
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.in_flight import held
 from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.simulate import held
 from fxpipe.schedules.step_breakdown import BETWEEN, COMPUTE, WAITING
 
 Event = dict[str, Any]

@@ -25,8 +25,8 @@ from fxpipe.plan.planner import Planner
 from fxpipe.plan.preview import Preview, RankPreview
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.dependency import groups_of
-from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
+from fxpipe.schedules.simulate import peak_bytes
 
 
 @dataclass(frozen=True)

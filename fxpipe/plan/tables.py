@@ -21,9 +21,9 @@ from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules import Family, Limited, ScheduleName, build
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.recompute import worthwhile
-from fxpipe.schedules.in_flight import peak_bytes
+from fxpipe.schedules.families.solve import worthwhile
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.simulate import peak_bytes
 
 if TYPE_CHECKING:
     from fxpipe.plan.balance.simulated_layouts import Staged

@@ -12,12 +12,11 @@ from types import MappingProxyType
 from fxpipe.errors import ScheduleError, nearest
 from fxpipe.graph.ranks import as_placement
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.gathered import cached, group_interleaved, groups_behind, store_all
-from fxpipe.schedules.families.gpipe import gpipe
+from fxpipe.schedules.families.gathered import cached, gpipe, group_interleaved, groups_behind, store_all
 from fxpipe.schedules.families.limits import Chosen, Family, Limited, ScheduleName
 from fxpipe.schedules.families.one_f_one_b import greedy, interleaved_1f1b, one_f_one_b
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.recompute import solved
+from fxpipe.schedules.families.solve import solved
 from fxpipe.schedules.families.zero_bubble import zb_h1, zb_v
 from fxpipe.schedules.given import check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
@@ -89,6 +88,7 @@ def build(
     >>> build("1f1b", edges=[(0, 1), (1, 2), (2, 3), (3, 4)], microbatches=8).simulate().makespan  # as a chain, D = 5
     36.0
     """
+    # 1. What was given, one argument after the other.
     limited = with_costs(family, costs, in_flight, memory)
     edges = nested(edges)
     check_given(edges=edges, microbatches=microbatches, tied=tied, placement=placement, stages=stages)
@@ -96,12 +96,14 @@ def build(
     pairs = tuple((int(source), int(target)) for source, target in edges)
     if gather is None and gather_cost is not None:
         raise ScheduleError("gather_cost= is of the stages of gather=, and there is none; write gather={stage: None}")
+    # 2. How many stages: as many as are placed, or as the edges mention.
     mentioned = 1 + max((stage for pair in pairs for stage in pair), default=0)
     count = mentioned if placement is None else len(placement)
     count = count if stages is None else stages
     if count < mentioned:
         raise ScheduleError(f"{count} stages, and the edges need {mentioned}; write stages={mentioned}")
     check_length("placement=", placement if placement is not None else range(count), count)
+    # 3. The problem: the graph is checked before the limits, whose lengths depend on it.
     given = Problem(
         edges=pairs,
         microbatches=int(microbatches),
@@ -117,6 +119,7 @@ def build(
             costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
             limited = dataclasses.replace(limited, costs=costs)
     problem = limited.within(given)
+    # 4. The family's rows, which are verified whoever wrote the family.
     try:
         rows = solved(limited.family, problem)
     except ScheduleError:

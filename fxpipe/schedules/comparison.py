@@ -14,6 +14,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Span, Timeline
+from fxpipe.schedules.step_breakdown import milliseconds
 from fxpipe.validation import shown
 
 _SHOWN_WAITS = 5
@@ -119,6 +120,8 @@ class Comparison:
 
     def _along_the_path(self) -> Iterator[tuple[str, float, float]]:
         """(what, planned, real) of each action on the critical path, and of each gap in front of one."""
+        # Each action of the path begins when its cause has ended, and, from another rank, arrived: so actions and the
+        # gaps between them sum to the makespan.
         path = self.real.critical_path
         if path:
             yield "before the first action", 0.0, self.real.spans[path[0]].start
@@ -142,12 +145,13 @@ class Comparison:
             rest = timeline.makespan - max(ends, default=0.0)
             return timeline.busy[rank], sum(map(timeline.waited, row)), rest
 
+        # What is neither compute, waiting nor the end is left: it is not measured by itself.
         planned, real = parts(self.planned), parts(self.real)
         between = self.real.makespan - real[0] - real[1] - real[2]
         return Share(rank, planned[0], real[0], planned[1], real[1], planned[2], real[2], between)
 
     def __str__(self) -> str:
-        planned, real, ms = self.planned, self.real, _milliseconds
+        planned, real, ms = self.planned, self.real, milliseconds
         longer = real.makespan / planned.makespan - 1 if planned.makespan else 0.0
         path = [(p.what, f"{p.times}", ms(p.planned), ms(p.real), ms(p.real - p.planned, "+")) for p in self.path]
         slack = ("slack of this path in the plan", "", ms(self.slack), "", ms(-self.slack, "+"))
@@ -175,7 +179,3 @@ def _table(headers: str, rows: Sequence[Sequence[str]]) -> str:
     is_number = [not "".join(column).strip("+-.0123456789") for column in zip(*rows, strict=True)]
     sides = ["right" if number else "left" for number in is_number]
     return tabulate(rows, headers=headers.split("|"), disable_numparse=True, colalign=sides)
-
-
-def _milliseconds(seconds: float, sign: str = "") -> str:
-    return f"{round(seconds * 1e3, 2) + 0.0:{sign}.2f}"  # and not -0.00

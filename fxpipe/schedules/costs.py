@@ -102,6 +102,7 @@ class Costs:
         whole = (self.activation_bytes or ())[stage]
         kept = 0 if self.input_bytes is None else self.input_bytes[stage]
         left = whole if self.deferred_bytes is None else self.deferred_bytes[stage]
+        # Over a micro-batch these sum to 0: F + B, F + R + B, or with I and W in place of B.
         if op is Op.F:
             return count * (kept if recomputed else whole)
         if op is Op.R:

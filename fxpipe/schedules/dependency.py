@@ -96,6 +96,7 @@ class Dependencies:
         stage, op, microbatch, count = action
         if op is Op.F:
             sources = self.sources.get(stage, ())
+            # The usual case by itself: tables of 10,000 actions ask this for each of them, several times.
             if count == 1:
                 return [Action(source, Op.F, microbatch) for source in sources]
             return [made for source in sources for made in self._forwards(source, action.microbatches)]
@@ -135,6 +136,8 @@ def in_order(
     waiting: dict[Action, list[int]] = {}  # action → the ranks that can go on once it has run
     place = [0] * len(rows)
     able = deque(range(len(rows)))
+    # Each rank runs until something is missing, and is woken by that: each action is looked at once for each of its
+    # needs.
     while able:
         rank = able.popleft()
         while place[rank] < len(rows[rank]):
@@ -196,6 +199,7 @@ def held_back(
     """
     caps = _least_caps(free, backward, turns)
     unheld = makespan(free) if caps else math.inf
+    # Caps that cost time are doubled: at all micro-batches they hold nobody back, so that it ends after log2(m) tries.
     while unheld < math.inf and any(cap < microbatches for cap in caps.values()):
         held = dataclasses.replace(free, ahead=caps)
         if makespan(held) <= unheld * (1 + 1e-9):
@@ -215,6 +219,7 @@ def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[in
     for stage in free.readers:
         if not backward[stage]:
             wanted = ((1 + depth[stage] - depth[one]) * free.groups.get(one, 1) for one in readers[stage])
+            # A whole number of rounds over the stage's ranks: who waits then has sent what it waits for.
             one_round = turns[stage] * free.groups.get(stage, 1)
             caps[stage] = math.ceil(max(wanted) / one_round) * one_round
     return caps

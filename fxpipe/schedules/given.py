@@ -72,6 +72,7 @@ def check_length(name: str, given: Sequence[object], count: int, what: str = "st
 def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -> None:
     """ScheduleError unless each cell is an action of a stage and of micro-batches that there are."""
     for cell in chain.from_iterable(rows):
+        # The usual types by one comparison, since a table has thousands of cells; others, such as numpy's, one by one.
         usual = type(cell) is Action and tuple(map(type, cell)) == (int, Op, int, int)
         if not usual and not (isinstance(cell, Action) and isinstance(cell.op, Op) and all(map(is_whole, cell[::2]))):
             raise ScheduleError(f"{shown(cell)} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")

@@ -107,7 +107,7 @@ def lower(
     stages that share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward such a stage
     waits until what it made so many micro-batches ago is received. ``values``: what each edge carries, where several
     may carry one value: to a rank it is sent once, on the edge to the stage that is the first to use it there.
-    ``absent``: (edge, micro-batch) of which there is no value, and no gradient.
+    ``absent``: (edge, micro-batch) pairs without a value or a gradient.
 
     A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive behind it
     in the sender's order, since messages between two ranks arrive in that order. So much memory is taken for what is on

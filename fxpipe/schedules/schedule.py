@@ -31,8 +31,8 @@ Row = tuple[Action, ...]
 class Schedule:
     """Rows of actions, one per pipe rank, and the stage graph that they are for.
 
-    ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight. What the rows
-    do is for ``verify`` to say.
+    ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight. ``verify``
+    finds out whether the rows can run.
 
     Raises:
         ScheduleError: the fields do not fit each other.
@@ -96,7 +96,7 @@ class Schedule:
 
         Raises:
             ScheduleError: the file is malformed, or its messages do not fit; with line and cell, which count from 1.
-                What is wrong with its table is for ``verify`` to say.
+                ``verify`` finds what is wrong with its table.
             OSError: it cannot be read.
         """
         from fxpipe.formats import csv_file
@@ -177,7 +177,8 @@ class Schedule:
         """ScheduleError if an action is missing or repeated, a dependency is broken, or the ranks would hang."""
         from fxpipe.schedules.verify import verify
 
-        if "_verified" not in vars(self):  # a table cannot change: once is enough
+        # A table cannot change, so once is enough; the flag is no field, and takes no part in comparison.
+        if "_verified" not in vars(self):
             verify(self)
             object.__setattr__(self, "_verified", True)
 
@@ -260,7 +261,7 @@ class Cause(NamedTuple):
 
 class Reduction(NamedTuple):
     """When gradients were reduced over the data axis beside the actions of a pipe rank: from the start of the first
-    collective, of which there may be several one after another, to the end of the last."""
+    collective to the end of the last; there may be several, one after another."""
 
     rank: int
     what: str
@@ -330,14 +331,14 @@ class Timeline:
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per stage, the most micro-batches whose forward has run, for a recomputed stage its R, and whose backward has
         not ended. A group counts as all of its micro-batches."""
-        from fxpipe.schedules.in_flight import peak_in_flight
+        from fxpipe.schedules.simulate import peak_in_flight
 
         return peak_in_flight(self.schedule)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not give them."""
-        from fxpipe.schedules.in_flight import peak_bytes
+        from fxpipe.schedules.simulate import peak_bytes
 
         return None if self.costs.activation_bytes is None else peak_bytes(self.schedule, self.costs)
 
@@ -353,6 +354,7 @@ class Timeline:
 
         Where its rank was busy until then, that is the action in front of it.
         """
+        # The action in front on the same rank counts first: where that ended last, nothing else was waited for.
         rank = self.schedule.rank(action)
         ahead = self._ahead.get(action)
         cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
@@ -370,7 +372,8 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
-        """The actions of which each waited for the one before; the last one ends the step."""
+        """The actions from the first to the one that ends the step; each waited for the one before it."""
+        # From the end back, from each action to what it waited for last.
         path: list[Action] = []
         action = max(self.spans, key=lambda action: self.spans[action].end, default=None)
         while action is not None:

@@ -1,4 +1,8 @@
-"""Simulate: costs → when each action would run, and the time that no table could undercut."""
+"""Simulate: costs → when each action would run, the time that no table could undercut, and what stages hold.
+
+A stage holds a micro-batch from its forward to the end of its backward. A recomputed one holds it from its R on; from F
+to R it keeps the inputs alone. A group counts as all of its micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +75,9 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
     after: dict[int, list[int]] = {stage: [] for stage in range(count)}
     for source, target in schedule.edges:
         after[source].append(target)
-    for source in topological_order({stage: stage for stage in range(count)}, after):  # longest paths
+    # Longest paths, in topological order. A gathered target needs K forwards of its source first, and gives the
+    # gradients of K back; a source on r ranks runs ⌈K / r⌉ of them behind one another.
+    for source in topological_order({stage: stage for stage in range(count)}, after):
         for target in after[source]:
             hop = costs.comm * set(ranks[source]).isdisjoint(ranks[target])
             times = -(-max(size[target] // size[source], 1) // len(ranks[source]))
@@ -88,6 +94,49 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
                 turns = len(range(ranks[s].index(rank), schedule.microbatches // size[s], len(ranks[s])))
                 work += (forward + costs.backward[s] * schedule.backward[s]) * turns
                 sent += (forward + gradient[s] * schedule.backward[s]) * turns
+            # The rank may run W's while the last gradient is under way, so the tail is added to F and G alone.
             last = min(tail[s] for s in some)
             bounds.append(min(head[s] for s in some) + max(work, sent + last))
     return max(bounds, default=0.0)
+
+
+# --- what stages hold ---
+
+
+def held(schedule: Schedule, action: Action) -> int:
+    """How many micro-batches more a stage holds with this action, a negative number where it lets go of them."""
+    if action.op is Op.F:
+        recomputed = (action.stage, action.microbatch) in schedule.dependencies.recomputed
+        return action.count if schedule.backward[action.stage] and not recomputed else 0
+    return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the most micro-batches that it holds, on any of its ranks."""
+    peaks = [0] * len(schedule.placement)
+    for row in schedule.rows:
+        in_flight = [0] * len(peaks)
+        for action in row:
+            in_flight[action.stage] += held(schedule, action)
+            if in_flight[action.stage] > peaks[action.stage]:
+                peaks[action.stage] = in_flight[action.stage]
+    return tuple(peaks)
+
+
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Per rank, the most bytes that its micro-batches hold; the costs must give ``activation_bytes``.
+
+    What has arrived for a forward that has not run yet is not in it.
+    """
+    # The peak may lie inside an action, which holds more while it runs than before or after it.
+    recomputed = schedule.dependencies.recomputed
+    peaks = []
+    for row in schedule.rows:
+        now = peak = 0.0
+        for action in row:
+            if schedule.backward[action.stage]:
+                peak = max(peak, now + costs.beside(action))
+                now += costs.held(action, (action.stage, action.microbatch) in recomputed)
+                peak = max(peak, now)
+        peaks.append(peak)
+    return tuple(peaks)

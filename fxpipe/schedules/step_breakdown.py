@@ -63,6 +63,7 @@ class Spent:
 
 def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
     """Each process's sums."""
+    # One pass for each process; messages by name, the parts around actions in their order.
     found = []
     for ranks in sorted({spell.ranks for spell in spells}):
         mine = [spell for spell in spells if spell.ranks == ranks]
@@ -84,16 +85,16 @@ def tabulated(spells: Sequence[Spell]) -> str:
     rows = [
         [
             one.label,
-            _ms(one.wall),
-            *(_ms(one.seconds[category]) for category in CATEGORIES),
-            ", ".join(f"{what} {_ms(seconds)}" for what, seconds in list(one.waits.items())[:_LONGEST]),
+            milliseconds(one.wall),
+            *(milliseconds(one.seconds[category]) for category in CATEGORIES),
+            ", ".join(f"{what} {milliseconds(seconds)}" for what, seconds in list(one.waits.items())[:_LONGEST]),
         ]
         for one in each
     ]
     headers = ["rank", "step ms", *CATEGORIES, "longest waits"]
     drawn = tabulate(rows, headers, disable_numparse=True, colalign=["left", *["right"] * 6, "left"])
     names = dict.fromkeys(name for one in each for name in one.outside)
-    means = (f"{name} {_ms(sum(one.outside.get(name, 0.0) for one in each) / len(each))}" for name in names)
+    means = (f"{name} {milliseconds(sum(one.outside.get(name, 0.0) for one in each) / len(each))}" for name in names)
     return f"{drawn}\noutside of actions, mean over {'ranks' if len(each) > 1 else 'the process'}: {', '.join(means)}"
 
 
@@ -108,5 +109,6 @@ def in_csv(spells: Sequence[Spell]) -> str:
     return file.getvalue()
 
 
-def _ms(seconds: float) -> str:
-    return f"{round(seconds * 1e3, 2) + 0.0:.2f}"  # and not -0.00
+def milliseconds(seconds: float, sign: str = "") -> str:
+    """To a hundredth. ``sign``: "+" where a positive number has one."""
+    return f"{round(seconds * 1e3, 2) + 0.0:{sign}.2f}"  # and not -0.00

@@ -32,28 +32,24 @@ def table(what: Schedule | Timeline, full: bool = False) -> str:
     shown, and a line says what was left out. What is still too wide is broken into blocks. ``full``: all in one piece.
     """
     schedule = what if isinstance(what, Schedule) else what.schedule
-    steps = _steps(schedule)
-    whole = [*_heads(schedule), *_columns(steps)]
-    drawn = _draw(whole, AIRY) if full or _fits(whole, AIRY) else _folded(schedule, steps)
     stages, ranks = len(schedule.placement), len(schedule.rows)
     head = f"{schedule.name}: {stages} stages on {ranks} ranks, {schedule.microbatches} micro-batches"
-    return "\n".join([*drawn, head, *_figures(what)])
+    return "\n".join([*_drawn(schedule, full=full), head, *_figures(what)])
 
 
 def grid(schedule: Schedule, marked: Collection[Action] = ()) -> str:
     """The table's cells, the marked ones in brackets; of a table wider than the terminal what is near to them."""
-    steps = _steps(schedule)
+    return "\n".join(_drawn(schedule, marked))
+
+
+def _drawn(schedule: Schedule, marked: Collection[Action] = (), full: bool = False) -> list[str]:
+    """The lines of cells: all where they fit, else what is near to the marked ones, or folded."""
+    steps = list(zip(*in_steps(schedule.rows, schedule.dependencies), strict=True))
     whole = [*_heads(schedule), *_columns(steps, marked)]
+    if full or _fits(whole, AIRY):
+        return _draw(whole, AIRY)
     places = [place for place, step in enumerate(steps) if not set(step).isdisjoint(marked)]
-    if _fits(whole, AIRY):
-        drawn = _draw(whole, AIRY)
-    else:
-        drawn = _near(schedule, steps, places, marked) if places else _folded(schedule, steps)
-    return "\n".join(drawn)
-
-
-def _steps(schedule: Schedule) -> list[Step]:
-    return list(zip(*in_steps(schedule.rows, schedule.dependencies), strict=True))
+    return _near(schedule, steps, places, marked) if places else _folded(schedule, steps)
 
 
 # --- the steady state ---
@@ -90,6 +86,7 @@ def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
     1F1B repeats for each micro-batch, interleaved 1F1B for each group of them, GPipe first forwards, then backwards.
     """
     places = {action: place for place, step in enumerate(steps) for action in step if action is not None}
+    # A pattern may repeat for each micro-batch, for a lap of interleaved stages, for a group, or for a round of ranks.
     turns = (len(ranks_of(place)) for place in schedule.placement)
     shifts = {*range(1, len(schedule.placement) + 1), *schedule.groups, *turns}
     fitting = sorted(shift for shift in shifts if shift <= schedule.microbatches // 2)
@@ -99,6 +96,7 @@ def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
 
 def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> Iterator[Fold]:
     """Where step after step comes again as many steps later, for micro-batches ``shift`` further on."""
+    # A run of steps with one period p repeats: so many whole periods as fit into it are left out, the first one shown.
     periods = (_period(step, place, shift, steps, places) for place, step in enumerate(steps))
     done = start = 0
     for period, run in groupby(periods):
@@ -112,6 +110,7 @@ def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> I
 
 def _period(step: Step, place: int, shift: int, steps: Sequence[Step], places: dict[Action, int]) -> int:
     """After how many steps a step comes again for micro-batches ``shift`` further on; 0 where it does not."""
+    # The first action of the step says when: all others must come again in the same later step.
     again = place
     for action in step:
         if action is not None:
@@ -133,6 +132,7 @@ def _later(action: Action, shift: int) -> Action:
 
 def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
     """Whole where that fits with less air, else folded, in as many blocks as it takes."""
+    # Narrow terminals cost, in this order: long names, blanks between columns, repeated steps, one piece.
     columns, heads = _columns(steps), _heads(schedule, _width() // 3)
     if _fits([*heads, *columns], CLOSE):
         return _draw([*heads, *columns], CLOSE)
@@ -151,6 +151,7 @@ def _near(schedule: Schedule, steps: Sequence[Step], places: Sequence[int], mark
     """As many steps around these places as fit beside each other, all if possible, and one each at least."""
     columns, heads = _columns(steps, marked), _heads(schedule, _width() // 3)
     shown: list[Column] = []
+    # The widest neighbourhood that fits on one line of blocks; if none does, one step on each side.
     for reach in (len(steps), 16, 8, 4, 2, 1):
         near = {step for place in places for step in range(place - reach, place + reach + 1)}
         shown = []

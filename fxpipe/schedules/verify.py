@@ -79,6 +79,7 @@ def _check_complete(schedule: Schedule) -> None:
     for row in schedule.rows:
         for stage, op, microbatch, _ in row:
             found[stage, microbatch].add(op)
+    # A stage is run again for all micro-batches or for none: it holds them from F on, or from R on.
     again = {stage for (stage, _), ops in found.items() if Op.R in ops}
     for stage, size in enumerate(schedule.groups):
         right = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if schedule.backward[stage] else [{Op.F}]
@@ -107,6 +108,7 @@ def _check_edges(schedule: Schedule) -> None:
     """What is behind a gathered stage runs in its groups; where a stage has a backward and feeds others, one of them at
     least sends it a gradient."""
     groups, backward = schedule.groups, schedule.backward
+    # A value of a whole group can be used by the same group alone; single values can be gathered into any.
     for source, target in schedule.edges:
         if groups[source] not in (1, groups[target]):
             first = Action(target, Op.F, 0, groups[target])
@@ -144,13 +146,19 @@ class Machine:
         # (sender, receiver) → what is sent and what is posted, and has not met yet
         self._queues: defaultdict[tuple[int, int], tuple[deque[Message], deque[Message]]]
         self._queues = defaultdict(lambda: (deque(), deque()))
+        self._takers = {use_of(action): action for action in self._home}
         self._awaited: defaultdict[Use | None, list[Message]] = defaultdict(list)
         for step in chain.from_iterable(instructions):
             if isinstance(step, Receive):
-                self._awaited[user_of(step.message, edges, self._dependencies.groups)].append(step.message)
+                self._awaited[self._use(step.message)].append(step.message)
+
+    def _use(self, message: Message) -> Use:
+        return user_of(message, self._edges, self._dependencies.groups)
 
     def run(self) -> Iterator[Step]:
         """Runs each rank until it must wait, then those that it has let go on; yields what ran."""
+        # The order of the ranks cannot matter: a step that could run once can run until it has, so whichever goes on
+        # first, the same steps are stuck in the end.
         able = deque(range(len(self._rows)))
         blocked: dict[Event, list[int]] = {}
         while able:
@@ -176,7 +184,8 @@ class Machine:
         if isinstance(step, Compute):
             needed = chain(self._dependencies.before(step.action), self._awaited.get(use_of(step.action), ()))
         elif isinstance(step, Release):
-            needed = (step.message, self._taker(step.message))
+            # Arrival is not enough for a backend that describes a message first: it must have been taken.
+            needed = (step.message, self._takers[self._use(step.message)])
         elif isinstance(step, Reduce) and len(self._come[step]) < len(step.ranks):
             needed = (step,)
         return (event for event in needed if event not in self._done)
@@ -190,19 +199,14 @@ class Machine:
         if isinstance(step, Compute):
             return (step.action,)
         message, met = step.message, []
+        # Rendezvous: the heads of a queue meet, and only they. A send whose receive is not posted holds up all behind
+        # it.
         sent, posted = self._queues[message.sender, message.receiver]
         (sent if isinstance(step, Send) else posted).append(message)
         while sent and posted and sent[0] == posted[0]:
             met.append(sent.popleft())
             posted.popleft()
         return met
-
-    def _taker(self, message: Message) -> Action:
-        """The action that takes a message."""
-        stage, microbatch, is_forward = user_of(message, self._edges, self._dependencies.groups)
-        if is_forward:
-            return Action(stage, Op.F, microbatch, self._dependencies.groups.get(stage, 1))
-        return self._dependencies.gradient(stage, microbatch)
 
     @property
     def waiting(self) -> dict[int, Sequence[Instruction]]:
@@ -219,7 +223,7 @@ class Machine:
         return f"the table deadlocks: {'; '.join(facts)}"
 
     def _lacks(self, step: Instruction) -> list[str]:
-        """What a step still waits for, in words; messages only where all actions before it have run."""
+        """Says what a step still waits for; messages only where all actions before it have run."""
         if isinstance(step, Reduce):
             absent = [rank for rank in step.ranks if rank not in self._come[step]]
             return [f"rank {rank} to come to the {step}" for rank in absent]

@@ -14,10 +14,9 @@ from fxpipe.options import Recompute
 from fxpipe.plan.balance.block_graph import Block, BlockGraph
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.recompute import solved, worthwhile
-from fxpipe.schedules.in_flight import peak_bytes
+from fxpipe.schedules.families.solve import solved, worthwhile
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.simulate import lower_bound
+from fxpipe.schedules.simulate import lower_bound, peak_bytes
 
 
 @dataclass(frozen=True)

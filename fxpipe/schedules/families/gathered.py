@@ -1,4 +1,5 @@
-"""Tables for a stage that runs once for a group of K micro-batches, such as the loss of a whole batch.
+"""GPipe (Huang et al. 2019): all forwards, then all backwards; and what it becomes with a gathered stage, which runs
+once for a group of K micro-batches, such as the loss of a whole batch.
 
     store_all           0F0 0F1 0F2 0F3          0B0 0B1 0B2 0B3
                             1F0 1F1 1F2 1F3  1B0 1B1 1B2 1B3
@@ -11,12 +12,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.families.gpipe import gpipe
+from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.families.limits import (
     Caps,
     Chosen,
@@ -32,12 +33,42 @@ from fxpipe.schedules.families.list_scheduling import (
     list_schedule,
 )
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.recompute import with_recompute
+from fxpipe.schedules.families.solve import with_recompute
 from fxpipe.schedules.schedule import Row
 from fxpipe.validation import is_whole, shown
 
 MANY = 3_000
 """Of a table of more actions the best number of micro-batches in flight is found out with fewer groups."""
+
+
+def gpipe(problem: Problem) -> tuple[Row, ...]:
+    """Rows with every forward before every backward; peak in flight is the number of micro-batches.
+
+    On a balanced chain of p stages the bubble is (p − 1) / (m + p − 1). Stages that run in groups stand in the middle,
+    group by group: forward, backward.
+    """
+    return tuple(_gpipe_row(problem, stages) for stages in problem.stages_of)
+
+
+def _gpipe_row(problem: Problem, stages: Sequence[int]) -> Row:
+    # Gathered stages stand between the forwards and the backwards of the others: they need all of a group's forwards.
+    alone = [stage for stage in stages if problem.group(stage) == 1]
+    forward = [action for stage in alone for action in problem.actions(stage, Op.F)]
+    backward = [
+        action for stage in reversed(alone) if problem.backward[stage] for action in problem.actions(stage, Op.B)
+    ]
+    gathered = [stage for stage in stages if problem.group(stage) > 1]
+    return (*forward, *_group_by_group(problem, gathered), *backward)
+
+
+def _group_by_group(problem: Problem, stages: Sequence[int]) -> Iterator[Action]:
+    """In an order that is the same on all ranks: by the micro-batch with which a group is complete."""
+    sizes = {problem.group(stage) for stage in stages}
+    ends = sorted((end, size) for size in sizes for end in range(size, problem.microbatches + 1, size))
+    for end, size in ends:
+        mine = [stage for stage in stages if problem.group(stage) == size]
+        yield from (Action(stage, Op.F, end - size, size) for stage in mine)
+        yield from (Action(stage, Op.B, end - size, size) for stage in reversed(mine) if problem.backward[stage])
 
 
 def store_all(problem: Problem) -> tuple[Row, ...]:
@@ -54,7 +85,7 @@ def group_interleaved(problem: Problem) -> tuple[Row, ...]:
 
 
 def cached(problem: Problem) -> tuple[Row, ...]:
-    """Forwards of which only the inputs are kept; behind the join each runs again, directly before its backward.
+    """Forwards keep their inputs alone; behind the join each runs again, directly before its backward.
 
     The stages that feed a gathered one are recomputed, and hold one micro-batch each; the order is that of the shorter
     of ``store_all`` and ``group_interleaved`` for backwards of F + B. In front of groups of one nothing is run again.
@@ -84,6 +115,8 @@ def fastest(problem: Problem) -> Chosen:
 
 def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]:
     """The shortest list schedule, of more and more micro-batches in flight. ``split``: with backwards in two halves."""
+    # Steady work repeats, so what is shortest for a few groups is for many: one list schedule of the full size is
+    # enough.
     few = with_fewer_microbatches(problem, MANY, 4)
     best = shortest_within_limits(few, _makers(few, split))
     maker = best.maker if best else next(_makers(problem, split))
@@ -113,13 +146,14 @@ def _listed(problem: Problem, extra: int, priority: Priority, split: bool) -> tu
 
 def _caps(problem: Problem, extra: int) -> Caps:
     """K + d(s) − 1 micro-batches and ``extra`` ones in front of a group; a gathered stage holds d(s) groups."""
-    sizes = zip(_behind(problem), problem.depth, strict=True)
-    alone = [size + depth - 1 + extra for size, depth in sizes]
-    wanted = (
-        cap if problem.group(stage) == 1 else problem.group(stage) * problem.depth[stage]
-        for stage, cap in enumerate(alone)
-    )
-    return tuple(min(cap, problem.microbatches) for cap in wanted)
+    caps = []
+    for stage, (behind, depth) in enumerate(zip(_behind(problem), problem.depth, strict=True)):
+        size = problem.group(stage)
+        # A stage in front must make a whole group before the first gradient can come back; a gathered one counts
+        # groups.
+        wanted = behind + depth - 1 + extra if size == 1 else size * depth
+        caps.append(min(wanted, problem.microbatches))
+    return tuple(caps)
 
 
 def _behind(problem: Problem) -> list[int]:
@@ -132,6 +166,7 @@ def _behind(problem: Problem) -> list[int]:
 
 def _cached(problem: Problem, feeding: list[int], maker: Maker) -> tuple[Row, ...]:
     trained = [stage for stage in feeding if problem.backward[stage] and stage not in problem.recomputed]
+    # The order is found for backwards of F + B, and each is split into R and B afterwards.
     costs = problem.costs.with_recompute(trained)
     free = dataclasses.replace(problem, costs=costs, in_flight=None, memory=None)
     return with_recompute(maker(free), trained)
@@ -163,6 +198,7 @@ def groups_behind(gather: Mapping[int, int | None], problem: Problem) -> tuple[i
                 f"stage {stage} is gathered in groups of {shown(wanted)}, which do not divide {m} micro-batches; "
                 "write a divisor, or None for all of them"
             )
+    # Groups go downstream: what needs a gathered value can run no earlier than its whole group.
     groups = [1] * len(stages)
     for stage in problem.order:
         sizes = {groups[source] for source, target in problem.edges if target == stage} - {1}

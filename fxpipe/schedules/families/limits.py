@@ -12,8 +12,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
 from fxpipe.schedules.schedule import Row, Schedule
+from fxpipe.schedules.simulate import peak_bytes, peak_in_flight
 
 T = TypeVar("T", int, float)
 
@@ -51,7 +51,7 @@ class Limited:
         return Limited(self.family, self.name, costs, in_flight, other.memory if self.memory is None else self.memory)
 
     def excess(self, schedule: Schedule) -> str | None:
-        """Which limit a table breaks, in words; None where it keeps within all."""
+        """Says which limit a table breaks; None where it keeps within all."""
         stages = len(schedule.placement)
         in_flight, memory = _each(self.in_flight, stages), _each(self.memory, len(schedule.rows))
         return excess(schedule, self.costs or Costs.of(stages), in_flight, memory)
@@ -77,8 +77,8 @@ def _each(limit: T | Sequence[T] | None, count: int) -> tuple[T, ...] | None:
 def excess(
     schedule: Schedule, costs: Costs, in_flight: Sequence[int] | None, memory: Sequence[float] | None
 ) -> str | None:
-    """Which limit a table breaks, in words; None where it keeps within all. ``in_flight``: per stage, ``memory``: per
-    rank, which costs without ``activation_bytes`` do not give."""
+    """Says which limit a table breaks; None where it keeps within all. ``in_flight`` is per stage, ``memory`` per rank;
+    costs without ``activation_bytes`` have no bytes to compare with it."""
     if in_flight is not None:
         for stage, (peak, cap) in enumerate(zip(peak_in_flight(schedule), in_flight, strict=True)):
             if peak > cap:
@@ -109,6 +109,8 @@ def caps(problem: Problem) -> Caps:
     wanted = [min(cap, problem.microbatches) for cap in wanted]
     if problem.memory is not None:
         _fit(wanted, problem)
+    # Downstream, so that a limit of the first stage reaches all behind it. A frozen stage holds nothing, and limits
+    # none.
     for stage in problem.order:
         if problem.backward[stage]:
             for target in problem.targets[stage]:
@@ -208,12 +210,13 @@ def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: 
     best: Choice | None = None
     for maker in makers:
         rows = maker(problem)
-        schedule = Schedule(rows, problem.edges, problem.placement, problem.backward, problem.microbatches)
+        schedule = problem.table(rows)
         if limited and excess(schedule, costs, problem.in_flight, problem.memory) is not None:
             continue
         plan = schedule.simulate(costs)
         if best is None or plan.makespan < best.makespan:
             best = Choice(maker, rows, plan.makespan)
+        # No table is shorter than the bound, so the ones behind need not be made.
         if best.makespan <= plan.lower_bound:
             break
     return best

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, held_back
-from fxpipe.schedules.families.limits import Caps, exceeds
+from fxpipe.schedules.families.limits import Caps, Maker, exceeds
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
@@ -46,6 +49,11 @@ def forward_first(problem: Problem) -> Key:
 PRIORITIES: Sequence[Priority] = (backward_first, longest_way_first, oldest_first, forward_first)
 
 
+def by_each_priority(costs: Costs, caps: Caps, **limits: Any) -> list[Maker]:
+    """Makers of a list schedule for each priority. ``limits``: as for ``list_schedule``."""
+    return [partial(list_schedule, costs=costs, caps=caps, priority=one, **limits) for one in PRIORITIES]
+
+
 def _way_to_go(problem: Problem) -> Callable[[Action], int]:
     """Minus how many stages a micro-batch still has in front of it, in forward or in backward."""
     height = [1] * len(problem.placement)
@@ -79,8 +87,7 @@ def list_schedule(
     every = frozenset((stage, j) for stage in stages for j in range(problem.microbatches)) if split else ()
     free = dataclasses.replace(problem.dependencies, halves=every)
 
-    def listing(dependencies: Dependencies) -> _Listing:
-        return _Listing(problem, costs, caps, key, held, room, dependencies)
+    listing = partial(_Listing, problem, costs, caps, key, held, room)
 
     def makespan(dependencies: Dependencies) -> float:
         tried = listing(dependencies)
@@ -94,27 +101,27 @@ Ranked = tuple[bool, tuple[float, ...], int, bool, Action]
 """An action behind what orders those that are ready: W's last, then by key, by stage, and forwards first."""
 
 
+@dataclass
 class _Listing:
     """How far list scheduling has come: when each action ends, and how many micro-batches of each stage have begun."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        costs: Costs,
-        caps: Caps,
-        key: Key,
-        held: Caps | None,
-        room: Sequence[float] | None,
-        dependencies: Dependencies,
-    ) -> None:
-        self.problem, self.costs, self.caps, self.key = problem, costs, caps, key
-        self.held, self.room, self.dependencies = held, room, dependencies
-        self.split = held is not None or room is not None
+    problem: Problem
+    costs: Costs
+    caps: Caps
+    key: Key
+    held: Caps | None
+    room: Sequence[float] | None
+    dependencies: Dependencies
+
+    def __post_init__(self) -> None:
+        problem, dependencies = self.problem, self.dependencies
+        self.split = self.held is not None or self.room is not None
         self.gradient = Op.I if self.split else Op.B
         # (stage, op) → the other ranks that wait for it
         self.users: dict[tuple[int, Op], set[int]] = {}
         for stage, home in enumerate(problem.homes):
             sources = dependencies.sources.get(stage, ())
+            # A forward also lets a source go on that may not run further ahead of its readers.
             held_sources = (one for one in sources if one in dependencies.ahead)
             for op, users in ((Op.F, (*problem.targets[stage], *held_sources)), (self.gradient, sources)):
                 self.users[stage, op] = {problem.homes[user] for user in users} - {home}
@@ -134,6 +141,7 @@ class _Listing:
         moments = [(0.0, rank) for rank in range(ranks)]  # a rank becomes free, or a message reaches it
         for stage in self.problem.order:
             self._offer(stage)
+        # Event by event: time goes from one moment at which a rank could begin something to the next.
         while moments:
             now, rank = heapq.heappop(moments)
             action = self._best(rank, now) if free[rank] <= now else None
@@ -154,6 +162,8 @@ class _Listing:
 
     def _best(self, rank: int, now: float) -> Action | None:
         """The action with the least key of those that are ready and have room."""
+        # Two heaps: what is not ready yet by time, what is ready by key. One by key alone would begin what it must wait
+        # for, and leave the rank idle.
         coming, ready = self.coming[rank], self.ready[rank]
         while coming and coming[0][0] <= now:
             heapq.heappush(ready, heapq.heappop(coming)[1])
@@ -179,6 +189,7 @@ class _Listing:
         """Puts an action where it waits: for what has not begun, or until it is ready."""
         homes, ready = self.problem.homes, 0.0
         rank = homes[action.stage]
+        # It waits for the first of its needs that has not begun, and is looked at again then: each pair once.
         for other in self.dependencies.before(action):
             if other not in self.ends:
                 self.waiting.setdefault(other, []).append(action)
@@ -211,4 +222,5 @@ class _Listing:
         rank, change = self.problem.homes[action.stage], self.costs.held(action)
         if change <= 0 or not exceeds(self.bytes[rank] + change, self.room[rank]):
             return True
+        # No W left to run on this rank would make room, so this must run in spite of the limit, or nothing ever would.
         return all(self.begun[Op.W][stage] == self.begun[Op.I][stage] for stage in self.problem.stages_of[rank])

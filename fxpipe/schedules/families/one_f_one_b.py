@@ -36,7 +36,7 @@ from fxpipe.schedules.families.limits import (
     shortest_within_limits,
     with_fewer_microbatches,
 )
-from fxpipe.schedules.families.list_scheduling import PRIORITIES, backward_first, list_schedule
+from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
@@ -64,7 +64,7 @@ def with_caps(problem: Problem, caps: Caps) -> tuple[Row, ...]:
 def _alternating(problem: Problem, stage: int, cap: int) -> Row:
     m, warm_up = problem.microbatches, cap - 1
     if not problem.backward[stage]:
-        return tuple(Action(stage, Op.F, j) for j in range(m))
+        return tuple(problem.actions(stage, Op.F))
     row = [Action(stage, Op.F, j) for j in range(min(warm_up, m))]
     for j in range(m):
         if j + warm_up < m:
@@ -118,6 +118,8 @@ class _Rank:
         trained = [stage for stage in stages if problem.backward[stage]]
         self.forwards = list(_in_groups(problem, Op.F, stages, lap))[::-1]
         self.backwards = list(_in_groups(problem, Op.B, trained[::-1], lap))[::-1]
+        # A forward goes to the sink and its backward comes back over as many stages: two actions each. The other stages
+        # of the rank run a whole lap before the last one begins.
         self.warm_up = 2 * (problem.depth[stages[-1]] - 1) + (len(stages) - 1) * lap
         self.row: list[Action] = []
         self.in_flight = 0
@@ -171,32 +173,27 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     """
     if problem.is_grouped:
         return fastest(problem)
+    # Three limits in flight, from the leanest that keeps the busiest rank busy to the most that is allowed.
     limits = caps(problem)
     lean, usual = (tuple(map(min, wanted, limits)) for wanted in (round_trip_caps(problem), problem.depth))
     tried = tuple(dict.fromkeys([lean, usual, limits]))
-    makers = [maker for held in tried for maker in _makers(problem.costs, held)]
+    # 1F1B first: it is often good enough, and then no other table is made.
+    costs = problem.costs
+    makers: list[Maker] = []
+    for held in tried:
+        makers += [partial(with_caps, caps=held), *by_each_priority(costs, held)]
     few = with_fewer_microbatches(problem, MANY, 2 * max(problem.depth))
     if few is not problem:
-        makers = [partial(with_caps, caps=usual), shortest(few, makers, problem.costs).maker]
-    whole = shortest(problem, makers, problem.costs)
-    halves = None if problem.memory is None or problem.costs.deferred_bytes is None else _in_halves(problem, few, tried)
+        makers = [partial(with_caps, caps=usual), shortest(few, makers, costs).maker]
+    whole = shortest(problem, makers, costs)
+    halves = None if problem.memory is None or costs.deferred_bytes is None else _in_halves(problem, few, tried)
     return halves.rows if halves is not None and halves.makespan < whole.makespan else whole.rows
 
 
 def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice | None:
     """The shortest with backwards in halves; None where all hold too much, as a W may that needs more than its I."""
-    costs, room = problem.costs, problem.memory
-    makers = [
-        partial(list_schedule, costs=costs, caps=held, priority=one, room=room) for held in tried for one in PRIORITIES
-    ]
+    makers = [make for held in tried for make in by_each_priority(problem.costs, held, room=problem.memory)]
     if few is problem:
         return shortest_within_limits(problem, makers)
     best = shortest_within_limits(few, makers)
     return best and shortest_within_limits(problem, [best.maker])
-
-
-def _makers(costs: Costs, held: Caps) -> Iterator[Maker]:
-    """Tables that hold no more than this: 1F1B first, which is often good enough, then one for each priority."""
-    yield partial(with_caps, caps=held)
-    for priority in PRIORITIES:
-        yield partial(list_schedule, costs=costs, caps=held, priority=priority)

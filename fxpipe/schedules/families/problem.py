@@ -13,6 +13,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link
 from fxpipe.schedules.given import check_graph, check_length
+from fxpipe.schedules.schedule import Row, Schedule
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class Problem:
         size = self.group(stage)
         return [Action(stage, op, microbatch, size) for microbatch in range(0, self.microbatches, size)]
 
+    def table(self, rows: tuple[Row, ...]) -> Schedule:
+        """A table of it, to be measured."""
+        return Schedule(rows, self.edges, self.placement, self.backward, self.microbatches)
+
     @cached_property
     def links(self) -> tuple[Link, ...]:
         return tuple(Link(*edge) for edge in self.edges)
@@ -125,6 +130,7 @@ class Problem:
     @cached_property
     def depth(self) -> tuple[int, ...]:
         """d(s): the number of stages on the longest path from s to a sink, s included."""
+        # From the sinks back, so that the depths of all targets are known.
         depth = [1] * len(self.placement)
         for stage in reversed(self.order):
             depth[stage] = 1 + max((depth[target] for target in self.targets[stage]), default=0)
@@ -133,10 +139,7 @@ class Problem:
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
         """The stages that use what a stage makes, each once."""
-        targets: list[dict[int, None]] = [{} for _ in self.placement]
-        for source, target in self.edges:
-            targets[source][target] = None
-        return tuple(map(tuple, targets))
+        return tuple(self.dependencies.readers.get(stage, ()) for stage in range(len(self.placement)))
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

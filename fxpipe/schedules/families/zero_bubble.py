@@ -22,15 +22,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
-from fxpipe.schedules.families.limits import Maker, shortest
-from fxpipe.schedules.families.list_scheduling import PRIORITIES, backward_first, list_schedule
+from fxpipe.schedules.families.limits import shortest
+from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
@@ -48,8 +47,7 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     if problem.costs.are_alike:
         return in_halves(problem)
     limits = (_deepest(problem),) * len(problem.placement)  # what ZB-H1 holds at any stage
-    at_costs = partial(list_schedule, costs=problem.costs, caps=limits, held=limits)
-    makers: list[Maker] = [in_halves, *(partial(at_costs, priority=one) for one in PRIORITIES)]
+    makers = [in_halves, *by_each_priority(problem.costs, limits, held=limits)]
     return shortest(problem, makers, problem.costs).rows
 
 
@@ -63,15 +61,16 @@ def in_halves(problem: Problem) -> tuple[Row, ...]:
 
 
 def _deepest(problem: Problem) -> int:
-    trained = [depth for depth, has_backward in zip(problem.depth, problem.backward, strict=True) if has_backward]
-    return max(trained, default=1)
+    pairs = zip(problem.depth, problem.backward, strict=True)
+    return max((depth for depth, has_backward in pairs if has_backward), default=1)
 
 
 def _h1_row(problem: Problem, stage: int, deepest: int) -> Row:
     m, depth = problem.microbatches, problem.depth[stage]
     if not problem.backward[stage]:
-        return tuple(Action(stage, Op.F, j) for j in range(m))
+        return tuple(problem.actions(stage, Op.F))
     row = [Action(stage, Op.F, j) for j in range(min(depth, m))]
+    # I_j at once, for others wait for it; the W of so many micro-batches before, which evens out what stages hold.
     behind = deepest - depth
     for j in range(m):
         row.append(Action(stage, Op.I, j))
@@ -120,11 +119,15 @@ def _v_order(rank: int, ranks: int, m: int) -> Iterator[tuple[int, Op]]:
     down = (DOWN, Op.I), (DOWN, Op.W)
     up = (UP, Op.F), (UP, Op.I), (UP, Op.W)
     left = ranks - rank
-    yield from [(DOWN, Op.F)] * (2 * left - 1)  # until the first micro-batch has come round
+    # 1. Warm-up: forwards down until the first micro-batch has come round, then in turns with forwards up.
+    yield from [(DOWN, Op.F)] * (2 * left - 1)
     yield from [(UP, Op.F), (DOWN, Op.F)] * rank
     yield from up * left
-    ahead = 2 * left - 1 + rank  # forwards down so far; up there were p
+    # 2. Steady: six actions of a micro-batch each, F, I and W of both halves. Down there were 2(p − r) − 1 + r forwards
+    # so far, up p.
+    ahead = 2 * left - 1 + rank
     yield from ((DOWN, Op.F), *down, *up) * (m - ahead)
+    # 3. Cool-down: no forwards are left down; the I's that others wait for come first, the W's last.
     yield from (*down, *up) * (ahead - ranks)
     yield from [(DOWN, Op.I), (UP, Op.I)] * rank
     yield from down * left

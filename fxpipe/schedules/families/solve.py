@@ -1,11 +1,14 @@
-"""Beside: tables with stages on several ranks, whose work fills what the other stages of those ranks leave idle.
+"""Solve: a family's rows, with what no family knows of: stages on several ranks, and forwards that are run again.
 
-The stages of one rank keep the order that their family gives them, as if each stage on r ranks had a rank of its own
-that takes 1/r of the time. Then the actions of those stages are placed beside them by list scheduling. It aims at a
-makespan T: an action may begin no later than leaves time for all that waits for it until T, its latest start. A rank
-takes the ready action with the least latest start, but none that would end behind the latest start of the next action
-of its fixed order. Forwards aim at a T of their own: early ones make room for what waits for them, late backwards keep
-nobody waiting. The shortest of a grid of both is taken.
+*Stages on several ranks.* Their work fills what the other stages of those ranks leave idle. The stages of one rank keep
+the order that their family gives them, as if each stage on r ranks had a rank of its own that takes 1/r of the time.
+Then the actions of those stages are placed beside them by list scheduling. It aims at a makespan T: an action may begin
+no later than leaves time for all that waits for it until T, its latest start. A rank takes the ready action with the
+least latest start, but none that would end behind the latest start of the next action of its fixed order. Forwards aim
+at a T of their own: early ones make room for what waits for them, late backwards keep nobody waiting. The shortest of a
+grid of both is taken.
+
+*Recomputation.* The family is asked for backwards of F + B, and each is then split into R and B.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import dataclasses
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
 from fxpipe.errors import ScheduleError
@@ -24,8 +27,8 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.families.limits import Chosen, Family, exceeds, excess
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.in_flight import peak_in_flight
 from fxpipe.schedules.schedule import Row, Schedule
+from fxpipe.schedules.simulate import peak_in_flight
 
 _FINEST = 8
 """Steps of the grid, on each of its axes."""
@@ -34,6 +37,70 @@ _MANY = 60_000
 
 Unit = tuple[Action, ...]
 """Actions that run one behind the other: an R with its backward, or one alone."""
+
+
+def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
+    """A family's rows, with an R for each backward of the stages that ``problem.recompute`` marks."""
+    if not problem.recomputed:
+        return placed_beside(family, problem)
+    rows = placed_beside(family, reckoned(problem))
+    return Chosen.like(rows, with_recompute(rows, problem.recomputed))
+
+
+def reckoned(problem: Problem) -> Problem:
+    """What a family is asked in its place, whose table has no R: B takes F + B; from F to B the inputs are held; and
+    memory is less by the most that a micro-batch or group holds beside them while it is run again, one at a time."""
+    costs, memory = problem.costs.with_recompute(problem.recomputed), problem.memory
+    whole = costs.activation_bytes
+    if whole is not None:
+        kept = costs.input_bytes or (0.0,) * len(whole)
+        held = tuple(kept[s] if s in problem.recomputed else size for s, size in enumerate(whole))
+        costs = dataclasses.replace(costs, activation_bytes=held)
+        if memory is not None:
+            # While one micro-batch is run again, a stage holds all of it beside the inputs of the others. Only one is
+            # at a time, so a rank sets aside the largest of its stages'.
+            beside = [max(size - held[s], 0) * problem.group(s) for s, size in enumerate(whole)]
+            most = [max(beside[stage] for stage in stages) for stages in problem.stages_of]
+            for rank, (room, one) in enumerate(zip(memory, most, strict=True)):
+                if exceeds(one, room):
+                    raise ScheduleError(
+                        f"rank {rank} may hold {room:g} bytes, but what is run again at once takes {one:g} beside its "
+                        "inputs; use smaller micro-batches, or move a stage"
+                    )
+            memory = tuple(max(room - one, 0) for room, one in zip(memory, most, strict=True))
+    return dataclasses.replace(problem, costs=costs, memory=memory)
+
+
+def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) -> tuple[Row, ...]:
+    """The rows with an R directly in front of each B or I of these stages, but for those that have one.
+
+    It waits for nothing, so that it runs while the gradient is under way; and only one micro-batch of a rank's is held
+    whole at a time. Earlier it would hold more, and gain only where a rank idles in front of something else.
+    """
+    # The family ``cached`` puts R's in itself.
+    left = frozenset(stages) - {action.stage for row in rows for action in row if action.op is Op.R}
+
+    def again(row: Sequence[Action]) -> Iterator[Action]:
+        for action in row:
+            if action.stage in left and action.op in (Op.B, Op.I):
+                yield action._replace(op=Op.R)
+            yield action
+
+    return tuple(tuple(again(row)) for row in rows)
+
+
+def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
+    """The stages whose backward does not always follow its forward at once: between the two nothing else would be
+    held in their place."""
+    found = [False] * len(schedule.placement)
+    for row in schedule.rows:
+        for action, following in zip(row, [*row[1:], None], strict=True):
+            if action.op is Op.F and schedule.backward[action.stage]:
+                found[action.stage] |= following is None or following._replace(op=Op.F) != action
+    return tuple(found)
+
+
+# --- stages on several ranks ---
 
 
 def placed_beside(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
@@ -54,9 +121,11 @@ def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:
     homes = (extra[s] if s in extra else real.index(problem.homes[s]) for s in range(len(problem.placement)))
     costs, memory = problem.costs, problem.memory
     for stage in stages:
+        # On r ranks of its own in turn, a stage keeps up with an r-th of its time for each micro-batch.
         turns = len(ranks_of(problem.placement[stage]))
         costs = costs.at_stages([stage], costs.forward[stage] / turns, costs.backward[stage] / turns)
     if memory is not None:
+        # One micro-batch of each shared stage must fit on each of its ranks: the family has what is left.
         rooms = [room - _least(problem, rank) for rank, room in enumerate(memory)]
         memory = (*(rooms[rank] for rank in real), *[math.inf] * len(stages))
     return dataclasses.replace(problem, placement=tuple(homes), costs=costs, memory=memory), real
@@ -82,7 +151,7 @@ class _Floating:
 
     def __init__(self, problem: Problem, alone: Problem, real: Sequence[int], rows: Sequence[Row]) -> None:
         self.problem, self.costs = problem, problem.costs
-        table = Schedule(tuple(rows), problem.edges, alone.placement, problem.backward, problem.microbatches)
+        table = alone.table(tuple(rows))
         table.verify()
         self.caps = peak_in_flight(table)  # which the family's own order holds: with them none waits for ever
         self.rank_of = RankOf.of(problem.placement, problem.dependencies.groups)
@@ -129,6 +198,8 @@ class _Floating:
 
     def _latest(self, units: Sequence[Unit]) -> dict[Unit, float]:
         """The latest start of each for a makespan of 0: a negative number."""
+        # Backwards in time over two relations: needs, and the order of each line. start ≤ min(later start − hop) −
+        # time.
         behind = {unit: list(others) for unit, others in self.after.items()}
         for line in chain.from_iterable(self.lines):
             for unit, following in pairwise(line):
@@ -144,11 +215,14 @@ class _Floating:
 
     def best(self) -> tuple[Row, ...]:
         """The shortest that keeps within the limits; where none does, the shortest."""
+        # The longest path and the busiest rank bound every makespan: aims between the path and what was reached are
+        # tried.
         work = [sum(self.time[unit] for line in lines for unit in line) for lines in self.lines]
         path = -min(self.latest.values())
         rows, longest = _Attempt(self, path, path).run()
         best, over = (self._exceeds(rows), longest), rows
         steps = min(_FINEST, math.isqrt(2 * _MANY // len(self.latest)))
+        # Backwards never aim earlier than forwards: what waits for them must not be the later of the two.
         for late in range(1, steps + 1):
             for early in range(late + 1):
                 if best[1] <= max(path, *work) * (1 + 1e-9):
@@ -163,8 +237,7 @@ class _Floating:
         problem = self.problem
         if problem.in_flight is None and problem.memory is None:
             return False
-        schedule = Schedule(rows, problem.edges, problem.placement, problem.backward, problem.microbatches)
-        return excess(schedule, problem.costs, problem.in_flight, problem.memory) is not None
+        return excess(problem.table(rows), problem.costs, problem.in_flight, problem.memory) is not None
 
 
 class _Attempt:
@@ -187,7 +260,8 @@ class _Attempt:
         for _ in self.missing:
             unit = None
             while unit is None:
-                if not self.moments:  # all wait for what was held back
+                # All wait for what was held back. It must go on, whatever it delays, or nothing would.
+                if not self.moments:
                     self.moments, forced = [(now, rank) for rank in range(len(self.rows))], True
                 now, rank = heapq.heappop(self.moments)
                 unit = self._chosen(rank, now, forced) if self.free[rank] <= now else None
@@ -228,6 +302,7 @@ class _Attempt:
 
     def _delays(self, unit: Unit, following: Unit, now: float) -> bool:
         """Whether the next action of the fixed order would begin too late behind a unit."""
+        # It delays the fixed order if that action could have begun before the unit ends, and cannot afford to wait.
         latest, end = self.known.latest, now + self.known.time[unit]
         aim = self.forward if unit[-1].op is Op.F else self.backward
         arrives = 0.0 if self.missing[following] else self.ready[following]
@@ -242,5 +317,6 @@ class _Attempt:
             return False
         if known.problem.memory is None:
             return True
+        # The most that the fixed row will hold from here on is set aside for it.
         rest = known.held_by_rest[rank][-1 - len(self.lines[rank][0])]
         return not exceeds(self.held[rank] + known.costs.held(action) + rest, known.problem.memory[rank])
