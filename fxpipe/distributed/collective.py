@@ -196,6 +196,7 @@ class Threads:
 
     def __init__(self, perform: Callable[[Collective], object], waiting: LooksUp) -> None:
         self._perform, self._waiting = perform, waiting
+        # Scope → the queue of its thread: one order for each group, and groups beside each other.
         self._lanes: dict[Scope, _Lane] = {}
         self._threads: list[threading.Thread] = []
         self._chains: WeakSet[ThreadedChain] = WeakSet()

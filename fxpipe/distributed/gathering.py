@@ -65,6 +65,7 @@ class StoreGathering:
     def from_first(self, given: Any) -> Any:
         if self.rank:
             given = json.loads(self._get("outcome", 0))
+            # The first rank may end, and the store with it, once all have said so.
             self._store.set(f"seen {self.rank}", "")
             return given
         self._store.set("outcome", json.dumps(given))

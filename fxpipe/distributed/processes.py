@@ -89,6 +89,7 @@ def init(timeout: float = TIMEOUT) -> torch.device:
     place = torchrun_place(os.environ) or slurm_place(os.environ)
     if place is None:
         return _current_device("cuda" if torch.cuda.is_available() else "cpu")
+    # The GPU first: the process group is bound to it, and without it all ranks would work on GPU 0.
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))

@@ -143,6 +143,7 @@ class Stopwatch:
         """What was started and has ended, in the order of the starts; ``ahead`` as for ``laps``."""
         if self._clock is None:
             return []
+        # Those without an end are still under way.
         done = [entry for entry in self._started if len(entry) == 3]
         moments = [moment - ahead for moment in self._clock.seconds([mark for _, *marks in done for mark in marks])]
         whats = [what for what, *_ in done]

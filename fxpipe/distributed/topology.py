@@ -285,6 +285,7 @@ class Topology(Tabular):
         if zero_scope not in live.data_meshes:
             from torch.distributed.device_mesh import DeviceMesh
 
+            # Groups of all ranks are made on every rank, as torch wants; the mesh holds this rank's data group alone.
             shards, replicas = self.shard_groups(), self.replica_groups()
             if zero_scope == "data":
                 shards, replicas = self.groups("data"), [[rank] for rank in range(self._world_size)]
@@ -372,6 +373,7 @@ class Topology(Tabular):
                 'write init_device_mesh(..., mesh_dim_names=("pipe", "data"))'
             )
         topology = cls(zip(names, mesh.shape, strict=True), ranks_per_node)
+        # Groups are computed row-major, so a mesh in another order would have other groups than this topology.
         live = topology._distributed()
         ranks = mesh.mesh.flatten().tolist()
         if ranks != list(range(topology.world_size)):

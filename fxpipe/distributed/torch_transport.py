@@ -145,6 +145,7 @@ class DistributedTransport:
 
     def _apart(self, connect: Callable[[], object]) -> None:
         """Runs what torch offers no way to leave in a thread, while this one waits in slices."""
+        # Connecting may never end where a peer is gone; the thread is then left behind, and dies with the process.
         done, failures = threading.Event(), list[BaseException]()
         on_cuda, device = self._on_cuda, torch.cuda.current_device() if self._on_cuda else 0
 
@@ -202,6 +203,7 @@ class DistributedTransport:
         return self._everyone if scope not in self._ranks and scope == "all" else tuple(self._ranks[scope])
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
+        # Every rank makes every group of every pipeline, in one order: torch's new_group is a call of the whole world.
         of_owners = {owner: [[pipe[rank] for rank in owner] for pipe in self._pipes] for owner in owners}
         self._apart(lambda: self._new_scopes([*of_owners.items(), *groups.items()]))
         self.open_more(pairs)

@@ -141,6 +141,7 @@ def failing_together(
     ``spare``: errors that all ranks raise, with nothing started: one can go on after them. ``let_go`` drops what
     keeps connections open, while it is found out who is lost.
     """
+    # A lost peer is no error of this rank's: it asks why first, and then gives up with that reason.
     lost: PeerLost | None = None
     try:
         yield

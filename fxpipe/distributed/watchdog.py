@@ -338,10 +338,12 @@ class SignalWakeup:
     main thread has made it, and in which nobody else is woken up by signals."""
 
     def __init__(self, seconds: float) -> None:
+        # Python writes the signal's number into a file descriptor at once, even where its handler cannot run yet.
         self._ours, self._theirs = socket.socketpair()
         self._ours.settimeout(seconds)
         self._theirs.setblocking(False)
         if threading.current_thread() is threading.main_thread():
+            # Somebody else's descriptor, such as asyncio's, is put back: theirs stays.
             before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
             if before >= 0:
                 signal.set_wakeup_fd(before)

@@ -151,6 +151,7 @@ class Comparison:
         return Share(rank, planned[0], real[0], planned[1], real[1], planned[2], real[2], between)
 
     def __str__(self) -> str:
+        # The headline, the critical path, the ranks' shares, and the longest waits, where some are longer than planned.
         planned, real, ms = self.planned, self.real, milliseconds
         longer = real.makespan / planned.makespan - 1 if planned.makespan else 0.0
         path = [(p.what, f"{p.times}", ms(p.planned), ms(p.real), ms(p.real - p.planned, "+")) for p in self.path]

@@ -159,6 +159,7 @@ def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> li
     stepped: list[list[Action | None]] = [[] for _ in rows]
     ran = [0] * len(rows)
     after: dict[Action, int] = {}  # action → the step behind it
+    # A step later than the last of its needs; what the rank idles until then are empty cells.
     for rank, action, before in in_order(rows, dependencies):
         cells = stepped[rank]
         cells += [None] * (max((after[other] for other in before), default=0) - len(cells))

@@ -164,6 +164,7 @@ class Schedule:
         """With what stages without backward wait for, so as not to run too far ahead, at the table's own costs."""
         from fxpipe.schedules.simulate import makespan
 
+        # Caps are found by simulation, for they must not make the step longer.
         free = Dependencies.of(self.links, self.backward, self.rows)
         turns = [len(ranks_of(place)) for place in self.placement]
         return held_back(free, self.backward, self.microbatches, lambda held: makespan(self, held), turns)
@@ -310,6 +311,7 @@ class Timeline:
     @cached_property
     def overlapped(self) -> tuple[Reduction, ...]:
         """The reductions that started before the last backward of their rank had ended."""
+        # A reduction that starts behind the last backward of its rank has nothing to run beside.
         last = [0.0] * len(self.schedule.rows)
         for action, span in self.spans.items():
             if action.op is not Op.F:

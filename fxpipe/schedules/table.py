@@ -29,7 +29,7 @@ def table(what: Schedule | Timeline, full: bool = False) -> str:
     timeline, or those that the schedule was built for, or B = 2F.
 
     A table wider than the terminal is folded: of steps that repeat for micro-batch after micro-batch one period is
-    shown, and a line says what was left out. What is still too wide is broken into blocks. ``full``: all in one piece.
+    shown, and a line says what was left out. What is still too wide becomes several blocks. ``full``: all in one piece.
     """
     schedule = what if isinstance(what, Schedule) else what.schedule
     stages, ranks = len(schedule.placement), len(schedule.rows)
@@ -164,6 +164,7 @@ def _near(schedule: Schedule, steps: Sequence[Step], places: Sequence[int], mark
 
 def _blocks(heads: Sequence[Column], columns: Sequence[Column]) -> list[str]:
     """As many columns beside each other as fit, the next below them, each block with its heads."""
+    # Greedy, as lines of text are filled: a block ends before the first column that does not fit.
     blocks: list[list[Column]] = []
     for column in columns:
         if blocks and _fits([*blocks[-1], column], CLOSE):

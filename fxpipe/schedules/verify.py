@@ -139,6 +139,7 @@ class Machine:
         self._rows, self._edges = instructions, edges
         actions = [[step.action for step in row if isinstance(step, Compute)] for row in instructions]
         self._dependencies = Dependencies.of(edges, backward, actions)
+        # Where each action is. A part of a table may lack some that others wait for.
         self._home = {action: rank for rank, row in enumerate(actions) for action in row}
         self._next = [0] * len(instructions)
         self._done: set[Event] = set()

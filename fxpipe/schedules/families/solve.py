@@ -171,6 +171,7 @@ class _Floating:
         self.missing: dict[Unit, int] = {}  # how many units each needs
         self.after: dict[Unit, list[Unit]] = {unit: [] for unit in units}
         for unit in units:
+            # Within a unit an R stands in front of its backward, so that it waits for nothing of its own.
             needed = {unit_of[other] for action in unit for other in dependencies.needs(action)} - {unit}
             self.missing[unit] = len(needed)
             for other in needed:
@@ -222,7 +223,7 @@ class _Floating:
         rows, longest = _Attempt(self, path, path).run()
         best, over = (self._exceeds(rows), longest), rows
         steps = min(_FINEST, math.isqrt(2 * _MANY // len(self.latest)))
-        # Backwards never aim earlier than forwards: what waits for them must not be the later of the two.
+        # Forwards aim at the makespan of backwards, or at a shorter one.
         for late in range(1, steps + 1):
             for early in range(late + 1):
                 if best[1] <= max(path, *work) * (1 + 1e-9):
@@ -292,6 +293,7 @@ class _Attempt:
         """What a rank begins now; None: it waits. ``forced``: nothing is held back."""
         heads = [line[0] for line in self.lines[rank] if line]
         able = [unit for unit in heads if not self.missing[unit] and self.ready[unit] <= now]
+        # By latest start: what is most urgent first. The fixed order's next action is never held back.
         for unit in sorted(able, key=self.known.latest.__getitem__):
             following = next(iter(self.lines[rank][0]), None)
             if unit is following or forced:
