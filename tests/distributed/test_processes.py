@@ -99,39 +99,23 @@ def test_elsewhere_a_process_is_alone(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("launcher", "changes", "says"),
     [
-        ({"RANK": "five"}, 'RANK is "five": it must be a whole number from 0 to 7'),
-        ({"RANK": "8"}, 'RANK is "8": it must be a whole number from 0 to 7'),
-        ({"WORLD_SIZE": "0"}, 'WORLD_SIZE is "0": it must be a whole number from 1 up'),
-        ({"MASTER_PORT": "http"}, 'MASTER_PORT is "http": it must be a whole number from 1 to 65535'),
-        ({"MASTER_ADDR": "", "LOCAL_RANK": ""}, 'RANK is "5", but LOCAL_RANK, MASTER_ADDR has no value'),
+        (TORCHRUN, {"RANK": "five"}, 'RANK is "five": it must be a whole number from 0 to 7'),
+        (TORCHRUN, {"RANK": "8"}, 'RANK is "8": it must be a whole number from 0 to 7'),
+        (TORCHRUN, {"WORLD_SIZE": "0"}, 'WORLD_SIZE is "0": it must be a whole number from 1 up'),
+        (TORCHRUN, {"MASTER_PORT": "http"}, 'MASTER_PORT is "http": it must be a whole number from 1 to 65535'),
+        (TORCHRUN, {"MASTER_ADDR": "", "LOCAL_RANK": ""}, 'RANK is "5", but LOCAL_RANK, MASTER_ADDR has no value'),
+        (SLURM, {"SLURM_NTASKS": "8(x2)"}, 'SLURM_NTASKS is "8(x2)"'),
+        (SLURM, {"SLURM_PROCID": "8"}, 'SLURM_PROCID is "8": it must be a whole number from 0 to 7'),
+        (SLURM, {"SLURM_JOB_NODELIST": "gpu[07"}, 'SLURM_JOB_NODELIST is "gpu[07"'),
+        (SLURM, {"SLURM_STEP_NODELIST": "[]"}, 'SLURM_STEP_NODELIST is "[]"'),
     ],
 )
-def test_malformed_torchrun_variables_are_named(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], says: str
+def test_malformed_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str], changes: dict[str, str], says: str
 ) -> None:
-    for name, value in (TORCHRUN | changes).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(TopologyError) as caught:
-        init()
-    assert says in str(caught.value)
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"SLURM_NTASKS": "8(x2)"}, 'SLURM_NTASKS is "8(x2)"'),
-        ({"SLURM_PROCID": "8"}, 'SLURM_PROCID is "8": it must be a whole number from 0 to 7'),
-        ({"SLURM_JOB_NODELIST": "gpu[07"}, 'SLURM_JOB_NODELIST is "gpu[07"'),
-        ({"SLURM_STEP_NODELIST": "[]"}, 'SLURM_STEP_NODELIST is "[]"'),
-    ],
-)
-def test_malformed_slurm_variables_are_named(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], says: str
-) -> None:
-    for name, value in (SLURM | changes).items():
+    for name, value in (launcher | changes).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TopologyError) as caught:
         init()
@@ -174,13 +158,9 @@ def test_ports_of_jobs_are_unprivileged_and_not_ephemeral() -> None:
 # --- devices ---
 
 
-@pytest.mark.parametrize(("local_rank", "count", "gpu"), [(0, 1, 0), (3, 4, 3)])
+@pytest.mark.parametrize(("local_rank", "count", "gpu"), [(0, 1, 0), (3, 4, 3), (3, 1, 0)])  # srun shows but one
 def test_the_gpu_is_that_of_the_local_rank(local_rank: int, count: int, gpu: int) -> None:
-    assert _gpu(ProcessPlace(7, 8, local_rank, "host0", 29500), count) == gpu
-
-
-def test_an_srun_task_that_sees_one_gpu_owns_it() -> None:
-    assert _gpu(ProcessPlace(7, 8, 3, "host0", 29500, gpu_may_be_private=True), 1) == 0
+    assert _gpu(ProcessPlace(7, 8, local_rank, "host0", 29500, gpu_may_be_private=count == 1), count) == gpu
 
 
 def test_a_local_rank_without_a_gpu_is_refused() -> None:

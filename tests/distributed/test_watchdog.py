@@ -6,13 +6,13 @@ import contextlib
 import datetime
 import io
 import os
-import platform
 import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +99,6 @@ def test_ranks_that_were_given_different_options_are_named_with_both(
     assert first == second
 
 
-def with_another_python() -> str:
-    fxpipe.init()
-    version, platform.python_version = platform.python_version, lambda: f"3.{dist.get_rank()}"
-    try:
-        return failure_of(compiled)
-    finally:
-        platform.python_version = version
-
-
-def test_ranks_that_run_different_versions_are_named_with_both(pool: Pool) -> None:
-    wanted = "the version of Python is 3.0 on rank 0 (pipe 0), and 3.1 on rank 1 (pipe 1); give all ranks the same"
-    assert pool.run(with_another_python, ranks=2) == [f"the ranks do not run the same: {wanted}"] * 2
-
-
 # --- in another call
 
 
@@ -135,16 +121,19 @@ def test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline(pool: Poo
         assert text.startswith(f"in forward_backward, step 2: {told}"), text
 
 
-def one_saves() -> str:
+def one_calls(what: str) -> str:
     forward_backward = compiled()
+    forward_backward.record_timeline()
     forward_backward(X)
-    saves = dist.get_rank() == 0
-    return failure_of(lambda: forward_backward.state_dict(full=True) if saves else forward_backward(X))
+    saves = partial(forward_backward.state_dict, full=True)
+    other = {"timeline": forward_backward.timeline, "state_dict(full=True)": saves}[what]
+    return failure_of(other if dist.get_rank() == 0 else lambda: forward_backward(X))
 
 
-def test_ranks_in_different_calls_are_named_with_them(pool: Pool) -> None:
-    for text in pool.run(one_saves, ranks=2):
-        assert "rank 0 (pipe 0) in state_dict(full=True), rank 1 (pipe 1) in forward_backward, step 1;" in text, text
+@pytest.mark.parametrize("what", ["timeline", "state_dict(full=True)"])
+def test_ranks_in_different_calls_are_named_with_them(pool: Pool, what: str) -> None:
+    for text in pool.run(one_calls, what, ranks=2):
+        assert f"rank 0 (pipe 0) in {what}, rank 1 (pipe 1) in forward_backward, step 1; all ranks" in text, text
 
 
 def one_calls_the_other_model() -> str:
@@ -156,19 +145,6 @@ def test_ranks_that_call_two_models_in_different_orders_are_named_with_them(pool
     for text in pool.run(one_calls_the_other_model, ranks=2):
         zero, one = "rank 0 (pipe 0) in forward_backward, step 0", "rank 1 (pipe 1) in forward_backward, step 0"
         assert f"{zero}, {one}, of compile 2; all ranks must make the same" in text, text
-
-
-def one_asks_for_the_timeline() -> str:
-    forward_backward = compiled()
-    forward_backward.record_timeline()
-    forward_backward(X)
-    asks = dist.get_rank() == 0
-    return failure_of(lambda: forward_backward.timeline() if asks else forward_backward(X))
-
-
-def test_what_ranks_gather_in_different_calls_is_not_taken_for_one_calls(pool: Pool) -> None:
-    for text in pool.run(one_asks_for_the_timeline, ranks=2):
-        assert "rank 0 (pipe 0) in timeline, rank 1 (pipe 1) in forward_backward, step 1; all ranks" in text, text
 
 
 # --- in one call, with other settings

@@ -46,7 +46,6 @@ GRAPHS: dict[str, Bare] = {
     "nothing to train": bare(chain(3), 3, frozen=frozenset([0, 1, 2])),
     **{f"random {seed}": random_bare(seed, frozen=seed % 2 == 1) for seed in range(12)},
 }
-every_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 TABLES = list(FAMILIES), list(GRAPHS), [1, 2, 8]
 every_table = pytest.mark.parametrize(
     ("name", "graph", "m"),
@@ -148,14 +147,6 @@ def one_after_another(problem: Problem) -> list[list[Action]]:
         ]
         for stages in problem.stages_of
     ]
-
-
-@every_graph
-def test_a_function_is_a_family_too(graph: Bare) -> None:
-    schedule = build(one_after_another, graph.edges, 3, graph.placement, graph.stages, graph.backward)
-    assert schedule.name == "one_after_another"
-    assert set(schedule.simulate().peak_in_flight) <= {0, 1}
-    assert build(one_after_another, chain(4), 3).simulate().makespan == 3 * 4 * 3
 
 
 def test_a_family_is_asked_with_all_that_the_user_said() -> None:

@@ -330,12 +330,6 @@ def test_zb_h1_holds_no_more_than_the_depth_of_what_is_trained_however_many_stag
             assert peak <= min(m, deepest)
 
 
-def test_zb_h1_holds_nothing_for_a_frozen_encoder() -> None:
-    """Six frozen stages in front of two that are trained: D is 2."""
-    encoder = bare(chain(8), 8, frozen=frozenset(range(6)))
-    assert encoder.build("zb_h1", 16).simulate(1, 2, 1).peak_in_flight == (0,) * 6 + (2, 2)
-
-
 # --- the formula, and every table of tiny graphs ---
 
 
