@@ -117,7 +117,7 @@ def sends_what_formulas_say(printed: str) -> None:
 
 
 CASES = [
-    Case("compatibility.py --only Llama --page page.md", r"^Llama: export as it comes \S+ \S+ s$"),
+    Case("compatibility.py --only ViT --page page.md", r"^ViT: record as it comes \S+ \S+ s$"),
     Case("compile_cost.py actions --divided 500", grown("actions, 1f1b, 8 ranks", "actions, zb_h1, 8 ranks")),
     Case("compile_cost.py nodes --divided 100", grown("nodes, symbolic", "nodes, export", "nodes, record"), long=True),
     Case("compile_cost.py stages --divided 4", grown("stages, a rank each", "stages on 4 ranks"), long=True),

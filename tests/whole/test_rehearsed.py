@@ -30,25 +30,6 @@ class Masked(nn.Module):
         return h + mask if mask.abs().max() > 0 else h
 
 
-class Experts(nn.Module):
-    """A sparse mixture: an expert is called with the rows that are routed to it, if any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 3)
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        rows = h.flatten(0, -2)
-        score, choice = self.gate(rows).softmax(-1).max(-1)
-        out = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            mine = (choice == number).nonzero().flatten()
-            if len(mine):
-                out = out.index_add(0, mine, expert(rows[mine]) * score[mine, None])
-        return out.view_as(h)
-
-
 class Quantiser(nn.Module):
     """A vector quantiser whose codebook follows what it sees, from the first batch on."""
 
@@ -150,9 +131,7 @@ def plainly(kind: Callable[[], nn.Module], depth: int) -> Any:
     return losses, gradients, dict(model.state_dict()), evaluated
 
 
-@pytest.mark.parametrize(
-    ("kind", "engine", "depth"), [(Masked, "distributed", 2), (Experts, "distributed", 1), (Quantiser, "local", 1)]
-)
+@pytest.mark.parametrize(("kind", "engine", "depth"), [(Masked, "distributed", 2), (Quantiser, "local", 1)])
 def test_what_looks_at_values_does_what_it_does_in_plain_pytorch(
     kind: Callable[[], nn.Module], engine: str, depth: int, engines: Engines
 ) -> None:
