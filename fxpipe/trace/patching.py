@@ -60,6 +60,11 @@ def refuse_changes(root: nn.Module, changes: Iterable[str], instead: str, line: 
         raise TraceError(f"forward changes {type(root).__name__}.{name}, {ONCE}; {instead}\n{at}")
 
 
+def backward_hooks(module: nn.Module) -> list[Any]:
+    """The hooks on a module's gradients, which do not run where a tracer goes through the module."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
 def refuse_backward(*args: Any, **kwargs: Any) -> Any:
     raise refuse(
         "forward calls backward, which adds to .grad beside the step",

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo, is_constant
-from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, refuse
+from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, backward_hooks, refuse
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import MISSING, AssignedBuffers, CaptureGuard, put
 from fxpipe.trace.state.snapshot import storage_of
@@ -167,8 +167,7 @@ def _recorded_data() -> property:
 
 def _refuse_backward_hooks(root: nn.Module) -> None:
     for path, module in root.named_modules():
-        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if hooks:
+        if hooks := backward_hooks(module):
             raise TraceError(
                 f"{path or type(module).__name__} has backward hooks, and they would never run; {KEEPS}"
                 f"\n{definition(hooks[0])}"

@@ -33,7 +33,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import patched, refuse_backward
+from fxpipe.trace.patching import backward_hooks, patched, refuse_backward
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, PythonState, held_by
 from fxpipe.trace.record.opaque import Applied, Method, Name, method_in
@@ -191,8 +191,7 @@ class Calls:
         self.whole.add(frame.path)
         is_made = any(id(tensor) not in frame.given for tensor in tensors(result))
         hooked = any(
-            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-            for part in module.modules()
+            part._forward_hooks or part._forward_pre_hooks or backward_hooks(part) for part in module.modules()
         )
         # A layer with parameters that returns what it is given, as under layerdrop or in evaluation, may return another
         # tensor next time; an nn.Identity, which has none, always returns this one.
@@ -211,8 +210,7 @@ class Calls:
         return result
 
     def _check_backward_hooks(self, path: str, module: nn.Module) -> None:
-        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if hooks:
+        if hooks := backward_hooks(module):
             self._recorder.problem(
                 f"{path or type(module).__name__} has backward hooks and is traced through, so they would never run",
                 f"put the hook on a submodule that holds no boundary\n{definition(hooks[0])}",

@@ -86,7 +86,7 @@ class Reads:
         carried = next((key for key in (*self._states[self._now], *wanted) if key in self._set), None)
         if carried is not None:
             raise TraceError(
-                f"forward sets {self._modules[carried[0]][0]}.{carried[1]} in one kind of batch, or mode, and reads in "
+                f"forward sets {self._name(carried)} in one kind of batch, or mode, and reads in "
                 "another what a call before has set, which stages and micro-batches in flight do not see; keep it in a "
                 "buffer (register_buffer), and write into it in place"
             )
@@ -138,11 +138,10 @@ class Reads:
         known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
         number = next(known, len(self._states))
         if number == MOST:
-            path, _ = self._modules[changed[0]]
             raise RunError(
-                f"{path}.{changed[1]}, which the model reads, has changed {MOST} times since it was compiled, and with "
-                "every change it is captured anew; give what changes from step to step to forward as an input, as a "
-                "0-dimensional tensor"
+                f"{self._name(changed)}, which the model reads, has changed {MOST} times since it was compiled, and "
+                "with every change it is captured anew; give what changes from step to step to forward as an input, as "
+                "a 0-dimensional tensor"
             )
         # the same attributes count in each state, with other values
         if number == len(self._states):
@@ -155,7 +154,7 @@ class Reads:
         if self._glance is not None and self._glance.finds_nothing():
             return None
         key = self._changed(self._states[self._now])
-        return None if key is None else f"{self._modules[key[0]][0]}.{key[1]}"
+        return None if key is None else self._name(key)
 
     def _changed(self, state: dict[Key, Any]) -> Key | None:
         for key, value in state.items():
@@ -168,12 +167,14 @@ class Reads:
     def _check_buffers(self) -> None:
         for key, held in self._buffers.items():
             if self._buffer(key) is not held:
-                path, _ = self._modules[key[0]]
                 raise RunError(
-                    f"{path}.{key[1]} is another buffer than when the model was captured, and the pipeline would go on "
-                    "with the old one; write values into what there is, as buffer.copy_() does, and load_state_dict() "
-                    "without assign=True, or change the model before fxpipe.compile"
+                    f"{self._name(key)} is another buffer than when the model was captured, and the pipeline would go "
+                    "on with the old one; write values into it, as buffer.copy_() does, and load_state_dict() without "
+                    "assign=True, or change the model before fxpipe.compile"
                 )
+
+    def _name(self, key: Key) -> str:
+        return f"{self._modules[key[0]][0]}.{key[1]}"
 
     def _buffer(self, key: Key) -> Any:
         return self._modules[key[0]][1]._buffers.get(key[1])

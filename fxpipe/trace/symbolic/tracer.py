@@ -28,6 +28,7 @@ from fxpipe.trace.patching import (
     DRAWN,
     ONCE,
     UNREGISTERED,
+    backward_hooks,
     refuse,
     refuse_backward,
 )
@@ -268,7 +269,7 @@ def _tensors_in(module: nn.Module) -> list[int]:
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
-    if module._backward_hooks or module._backward_pre_hooks:
+    if backward_hooks(module):
         raise refuse(
             f"{type(module).__name__} has backward hooks and is traced through, so they would never run",
             "put the hook on a torch.nn module, or on a tensor's or parameter's gradient",
