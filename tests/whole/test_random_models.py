@@ -22,7 +22,7 @@ from tests.pool import Pool
 from tests.random_models import RandomModel, batch, staged
 from tests.thinned import ALL
 
-MODELS = 300 if ALL else 20
+MODELS = 300 if ALL else 10
 IN_PROCESSES = 20 if ALL else 2
 MICROBATCHES, STEPS = 3, 2
 TOLERANCE = 1e-6  # of the largest gradient, where a sum is in another order
