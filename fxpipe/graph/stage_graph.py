@@ -384,6 +384,11 @@ def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     }
 
 
+def first_names(module: nn.Module) -> dict[int, str]:
+    """The identity of each parameter and buffer → the first name that it bears."""
+    return {id(tensor): name for name, tensor in reversed(all_tensors(module).items())}
+
+
 def _fan_out(call: Callable[..., Any], uses: int, name: str, given: int) -> Callable[..., tuple[Any, ...]]:
     """``call`` with its one value handed to ``uses`` stages, or returned as the result where there are none.
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
 from fxpipe.options import TracerName
+from fxpipe.trace.cuts.cuts_by_name import fnmatched
 from fxpipe.trace.export.tracer import export
-from fxpipe.trace.furthest import Refusal, Uncaptured, entering, keep_whole, refused_in, uncaptured
 from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
 from fxpipe.trace.symbolic.tracer import symbolic
+from fxpipe.trace.user_line import LINE, place_in
 
 Tracer = Callable[[Request], Program]
 
@@ -27,25 +36,21 @@ def auto(request: Request) -> Program:
         if name in NEED_SHAPES and request.example is None:
             break
         try:
-            with entering(request.module) as entered:
+            with _entering(request.module) as entered:
                 program = _traced(tracer, request)
-            return _accepted(program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals)), request)
+            program = program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals))
+            request.accept(program, request)
+            return program
         except TraceError as error:
-            refusals.append(Refusal(name, str(error), len(entered), refused_in(error, request)))
+            refusals.append(Refusal(name, str(error), len(entered), _refused_in(error, request)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise uncaptured(refusals, request, hint)
+    raise _uncaptured(refusals, request, hint)
 
 
 def _traced(tracer: Tracer, request: Request) -> Program:
     """What a tracer makes in the grad mode in which the stages will run."""
     with plain_modes(grad=request.training):
         return tracer(request)
-
-
-def _accepted(program: Program, request: Request) -> Program:
-    if request.accept is not None:
-        request.accept(program, request)
-    return program
 
 
 TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
@@ -70,9 +75,155 @@ def capture(request: Request, tracer: TracerName = "auto") -> Program:
     try:
         program = _traced(TRACERS[tracer], request)
     except TraceError as error:
-        hint = keep_whole(refused_in(error, request), request)
+        hint = _keep_whole(_refused_in(error, request), request)
         raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
-    return _accepted(program, request)
+    request.accept(program, request)
+    return program
 
 
 __all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "capture"]
+
+# --- why no tracer could capture a model, in a few lines: first by the one that got furthest ---
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a tracer said. ``entered``: how many of the model's submodules it had called by then; ``inside``: what could
+    be opaque in place of being captured, a submodule or a method, where that is known."""
+
+    tracer: str
+    reason: str
+    entered: int
+    inside: str = ""
+
+
+class Uncaptured(TraceError):
+    """No tracer captures the model. ``part``: the submodule, a pattern for several, or the method that could be opaque
+    in place of being captured; "" where none is known. ``in_a_line``: what was met first, and where."""
+
+    def __init__(self, text: str, part: str, in_a_line: str = "") -> None:
+        super().__init__(text)
+        self.part, self.in_a_line = part, in_a_line
+
+
+def _refused_in(error: BaseException, request: Request) -> str:
+    """The innermost submodule, or method of one, in which the line ran that an error names; "" where a cut lies inside
+    of it, or where it is whole already. Parts that differ by a number, of one class, are named together."""
+    paths = {id(vars(part)): path for path, part in request.module.named_modules()}
+    traces = [list(traceback.walk_tb(link.__traceback__)) for link in _links(error)]
+    line = LINE.search(str(error))
+    if line is not None:  # of the errors behind it, the one that the message names
+        place = line["file"], int(line["line"])
+        traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
+    found = next((found for trace in traces if (found := _innermost([frame for frame, _ in trace], paths))), None)
+    found = found or getattr(error, "method", None)  # record's and export's, which have left the line by then
+    if found is None:
+        return ""
+    path, method = found
+    name = f"{path}.{method}".lstrip(".") if method else path
+    whole = any(f"{name}.".startswith(f"{region.name}.") for region in request.whole)
+    if whole or _is_cut(path, request, method):
+        return ""
+    return name if method else _alike(path, request)
+
+
+def _links(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[str, str] | None:
+    """(path, name of the method; "" for forward) of the last of these frames that is a user's submodule's."""
+    called: FrameType | None = None
+    for frame in reversed(frames):
+        inner, called = called, frame
+        first = frame.f_code.co_varnames[:1]  # most call it "self"
+        owner, name = frame.f_locals.get(*first or ("",)), frame.f_code.co_name
+        if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
+            continue
+        path = paths.get(id(vars(owner)))
+        if path is None:
+            continue
+        function = "" if inner is None else _property_of(owner, frame, inner)
+        if function:
+            return path, function
+        if name == "forward":
+            return (path, "") if path else None  # there is no part of the model that its own forward is in
+        if not hasattr(nn.Module, name) and _code_of(owner, name) is frame.f_code:  # no function that is called so, too
+            return path, name
+    return None
+
+
+def _property_of(owner: nn.Module, frame: FrameType, inner: FrameType) -> str:
+    """The property of a module, such as transformers' ``loss_function``, whose value is the function that runs in
+    ``inner``; "" where it is none."""
+    for name in frame.f_code.co_names:
+        if isinstance(getattr(type(owner), name, None), property):
+            function = inspect.unwrap(getattr(owner, name, None) or _property_of)
+            if getattr(function, "__code__", None) is inner.f_code:
+                return name
+    return ""
+
+
+def _code_of(owner: nn.Module, method: str) -> Any:
+    """None for what has no code of Python's."""
+    return getattr(inspect.unwrap(getattr(type(owner), method, None) or _code_of), "__code__", None)
+
+
+def _is_cut(path: str, request: Request, method: str = "") -> bool:
+    """Whether a cut lies inside of a submodule, or in a part of it that the code of this method names."""
+    prefix = f"{path}." if path else ""
+    parts = {cut.removeprefix(prefix).split(".")[0] for cut in request.cuts if cut.startswith(prefix)}
+    code = _code_of(request.module.get_submodule(path), method) if method else None
+    return bool(parts if not method else code is not None and parts & set(code.co_names))
+
+
+def _alike(path: str, request: Request) -> str:
+    """A pattern for the submodules that are called as this one but for numbers, where one rule is for all of them."""
+    modules = dict(request.module.named_modules(remove_duplicate=False))
+    parts = ["*" if part.isdecimal() else part for part in path.split(".")]
+    others = [other for other in modules if fnmatched(other, parts)]
+    same = all(type(modules[other]) is type(modules[path]) and not _is_cut(other, request) for other in others)
+    return ".".join(parts) if same and len(others) > 1 else path
+
+
+def _keep_whole(name: str, request: Request) -> str:
+    """What to write for a part of a model that cannot be captured; "" for no part."""
+    cut = request.cuts.get(name)
+    rule = f'["whole", "{cut}"]' if isinstance(cut, str) else '"whole"'
+    return f'\nor keep it whole, so that its Python runs in every step: boundaries={{"{name}": {rule}}}' if name else ""
+
+
+@contextlib.contextmanager
+def _entering(module: nn.Module) -> Iterator[set[int]]:
+    """Gathers, while it is open, the submodules that are called, which torch.nn's own need not be in a trace."""
+    own = {id(vars(part)) for part in module.modules() if not type(part).__module__.startswith("torch.nn.")}
+    entered: set[int] = set()
+
+    def note(called: nn.Module, args: Any) -> None:
+        entered.update(own & {id(vars(called))})  # torch.export calls stand-ins that share it
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield entered
+    finally:
+        handle.remove()
+
+
+def _uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Uncaptured:
+    """The error of several refusals, a line or two each; of those that got equally far, the last that was tried comes
+    first. What could be opaque is the first's, or else what another has met; the rule for it stands below that one."""
+    first, *others = every = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
+    named = next((refusal for refusal in every if refusal.inside), first)
+    lines = [f"{first.tracer}: {first.reason}", *map(_in_a_line, others)]
+    lines[every.index(named)] += _keep_whole(named.inside, request)
+    return Uncaptured("\n".join(lines) + hint, named.inside, _in_a_line(first))
+
+
+def _in_a_line(refusal: Refusal) -> str:
+    """What the tracer met, and where; not what to write instead, since another one got further."""
+    text, *rest = refusal.reason.splitlines()
+    fact, _, _ = text.partition("; ")
+    at = place_in("\n".join(rest))
+    return f"{refusal.tracer}: {fact}" + (f" ({at})" if at else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -49,32 +48,29 @@ class FakeModel:
     def inputs(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """The example's inputs, with a fake tensor for each ``TensorLike``."""
         return {
-            name: pytree.tree_map_only(TensorLike, self._fake if name == ITEMS else self._input, value)
+            name: pytree.tree_map_only(TensorLike, self.leaf if name == ITEMS else self._input, value)
             for name, value in example.items()
         }
 
     def bare(self, value: Any) -> Any:
         """A value with each tensor replaced by one like it, without the autograd graph behind it."""
-        return pytree.tree_map_only(Tensor, lambda tensor: self._fake(TensorLike.of(tensor)), value)
+        return pytree.tree_map_only(Tensor, lambda tensor: self.leaf(TensorLike.of(tensor)), value)
 
     def made(self, like: TensorLike) -> Tensor:
         """A fake tensor as an operation would return it."""
-        fake = self._fake(like)
+        fake = self.leaf(like)
         if not like.requires_grad:
             return fake
         with torch.enable_grad():
-            copy = fake.clone()  # which may be written in place, as no view of a leaf may
+            copy = fake.clone()  # no leaf, nor a view of one, which autograd lets nobody write in place
             return copy if copy.stride() == fake.stride() else fake.view_as(fake)
-
-    def leaf(self, like: TensorLike) -> Tensor:
-        """A fake tensor as an input."""
-        return self._fake(like)
 
     def _input(self, like: TensorLike) -> Tensor:
         dtype = self.compute if self.compute is not None and like.dtype.is_floating_point else like.dtype
-        return self._fake(replace(like, dtype=dtype))
+        return self.leaf(replace(like, dtype=dtype))
 
-    def _fake(self, like: TensorLike) -> Tensor:
+    def leaf(self, like: TensorLike) -> Tensor:
+        """A fake tensor as an input."""
         memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
         device = self.device if like.device == "meta" else torch.device(like.device)
         return FakeTensor(self.mode, memory, device).requires_grad_(like.requires_grad)
@@ -119,13 +115,12 @@ _SEEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 def _empty_caches() -> None:
     """Empties each ``functools.lru_cache`` of a user's module, or class in it, where forward left a fake tensor."""
     modules = [module for name, module in [*sys.modules.items()] if not is_library(name)]
-    tables: dict[int, Mapping[str, Any]] = {id(one): vars(one) for one in modules if hasattr(one, "__dict__")}
-    for table in [*tables.values()]:
-        tables |= {id(value): vars(value) for value in [*table.values()] if isinstance(value, type)}
-    values = itertools.chain.from_iterable([*table.values()] for table in tables.values())
-    for cache in filter(_CACHE.__instancecheck__, values):
-        calls = cache.cache_info().misses
-        if _SEEN.get(cache, 0) != calls:
+    found = [value for one in modules if hasattr(one, "__dict__") for value in [*vars(one).values()]]
+    classes = {id(value): value for value in found if isinstance(value, type)}
+    found += [value for one in classes.values() for value in [*vars(one).values()]]
+    for cache in filter(_CACHE.__instancecheck__, found):
+        # most have not called their functions since the last capture
+        if _SEEN.get(cache, 0) != cache.cache_info().misses:
             inside = (part.value for held in gc.get_referents(cache) for part in walk(held))
             if any(isinstance(value, FakeTensor) for value in inside):
                 cache.cache_clear()

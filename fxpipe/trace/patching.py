@@ -30,11 +30,11 @@ DRAWN = (
 )
 
 BACKWARD = torch.autograd.backward
-"""As it is outside of a capture: models may have bound it before."""
+"""Taken before anything is patched: models may have bound it, too."""
 
 
 ASIDE: ContextVar[bool] = ContextVar("ASIDE", default=False)
-"""Whether the model's code runs for itself, and not to be captured: in a step it runs again."""
+"""Whether the model's code runs for its results alone, such as an opaque region during a capture."""
 
 
 @contextlib.contextmanager
@@ -53,6 +53,15 @@ def refuse(fact: str, instead: str) -> TraceError:
     return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
 
 
+def refusing(fact: str, instead: str) -> Callable[..., Any]:
+    """A function that refuses to be called."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        raise refuse(fact, instead)
+
+    return called
+
+
 def refuse_changes(root: nn.Module, changes: Iterable[str], instead: str, line: str = "") -> None:
     """TraceError for the first of the attributes that forward has changed; ``line``: where it did, if that is known."""
     for name in changes:
@@ -65,11 +74,10 @@ def backward_hooks(module: nn.Module) -> list[Any]:
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
-def refuse_backward(*args: Any, **kwargs: Any) -> Any:
-    raise refuse(
-        "forward calls backward, which adds to .grad beside the step",
-        "take gradients with torch.autograd.grad, where all that they go through is in one stage",
-    )
+refuse_backward = refusing(
+    "forward calls backward, which adds to .grad beside the step",
+    "take gradients with torch.autograd.grad, where all that they go through is in one stage",
+)
 
 
 def devices() -> list[str]:
@@ -86,8 +94,7 @@ def no_checkpoints() -> Iterator[None]:
         yield
 
 
-def _refuse_checkpoint(*args: Any, **kwargs: Any) -> Any:
-    raise refuse("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
+_refuse_checkpoint = refusing("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
 
 
 @contextlib.contextmanager

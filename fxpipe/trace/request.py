@@ -87,7 +87,7 @@ class Request:
     """Whether forward may ask for numbers, of which each takes a capture, and not for truth values alone."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
-    accept: Callable[[Any, Request], None] | None = None
+    accept: Callable[[Any, Request], None] = lambda *_: None
     """Called with the program that a tracer has made of this request; TraceError where it is not the model's."""
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program
-from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import held
 from fxpipe.trace import Request, Uncaptured, capture
@@ -97,7 +97,7 @@ def unused(program: Program) -> frozenset[str]:
 def with_unused(program: Program, names: frozenset[str]) -> Program:
     """What no node uses of these ``names`` goes with the first call of a method of a submodule that holds it: a branch
     that the example did not take may use it."""
-    first = {id(tensor): name for name, tensor in reversed(all_tensors(program.module).items())}
+    first = first_names(program.module)
     left, effects = names & unused(program), dict(program.effects)
     for node in program.graph.nodes:
         calls = [call for call in opaque_calls(program.opaque.get(str(node.target))) if call.is_method]

@@ -39,13 +39,12 @@ def cutting(module: nn.Module, cuts: Mapping[str, Cut], may_lack: bool = False) 
 
 @dataclass
 class _Named:
-    """A submodule that is cut. ``path``: the first name under which it was given."""
+    """A submodule that is cut. ``path``: the first name under which it was given; ``gathers``: what its boundaries
+    gather, by the side that they are on."""
 
     path: str
     module: nn.Module
-    before: bool = False
-    after: bool = False
-    gathers: GatheredCut = field(default_factory=lambda: GatheredCut("both"))
+    gathers: dict[str, Gather | None] = field(default_factory=dict)
     calls: int = 0
 
 
@@ -58,27 +57,27 @@ class _CutCalls:
         """The submodules that are cut, by the identity of their ``__dict__``."""
         modules = dict(module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
         for path, cut in cuts.items():
-            submodule = modules[path]
-            named = self.named.setdefault(id(vars(submodule)), _Named(path, submodule))
+            # a submodule with several names is one
+            gathers = self.named.setdefault(id(vars(modules[path])), _Named(path, modules[path])).gathers
             sides = cut if isinstance(cut, GatheredCut) else GatheredCut(cut)
-            named.before |= sides.side in ("before", "both")
-            named.after |= sides.side in ("after", "both")
-            before, after = named.gathers.before or sides.before, named.gathers.after or sides.after
-            named.gathers = GatheredCut("both", before, after)
+            for side, gather in (("before", sides.before), ("after", sides.after)):
+                if sides.side in (side, "both"):
+                    gathers[side] = gathers.get(side) or gather
 
     def call(self, key: Key, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call of one of them."""
         named = self.named[key[0]]
         named.calls += 1
-        if not named.before:
+        path, gathers = named.path, named.gathers
+        if "before" not in gathers:
             output = inner(*args, **kwargs)
         else:
             given = tuple(args), dict(kwargs)
-            behind = self._cross(given, named.path, named.gathers.before, f"{named.path} is given")
-            passed = _Passed(given, behind, named.path)
+            behind = self._cross(given, path, gathers["before"], f"{path} is given")
+            passed = _Passed(given, behind, path)
             output = inner(*behind[0], **behind[1])
             passed.hand_back()
-        return self._cross(output, None, named.gathers.after, f"{named.path} returns") if named.after else output
+        return self._cross(output, None, gathers["after"], f"{path} returns") if "after" in gathers else output
 
     def _cross(self, value: Any, name: str | None, gather: Gather | None, fact: str) -> Any:
         """``value`` with its tensors behind one boundary."""
@@ -127,7 +126,7 @@ class _Passed:
     """
 
     def __init__(self, given: Any, behind: Any, path: str) -> None:
-        self._path, self._behind = path, behind  # kept: an identity is good as long as its object lives
+        self._path, self._behind = path, behind  # an identity is good as long as its object lives
         self._callers: dict[int, Any] = {}
         """What the caller has in place of a leaf or container that is behind the boundary, by identity."""
         self._containers: list[tuple[Any, Any, list[Any]]] = []

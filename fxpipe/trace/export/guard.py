@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo, is_constant
-from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, backward_hooks, refuse
+from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import MISSING, AssignedBuffers, CaptureGuard, put
 from fxpipe.trace.state.snapshot import storage_of
@@ -80,7 +80,7 @@ class TracingGuard(CaptureGuard):
             (Tensor, "register_hook", _refuse_tensor_hook),
             (Tensor, "register_post_accumulate_grad_hook", _refuse_tensor_hook),
             (Tensor, "data", _recorded_data()),
-            (torch.random, "fork_rng", _refuse_random_numbers),
+            (torch.random, "fork_rng", refuse_random_numbers),
         ]
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
@@ -138,15 +138,11 @@ def _guarded_apply() -> Callable[..., Any]:
     return apply
 
 
-def _refuse_gradient(*args: Any, **kwargs: Any) -> Any:
-    raise refuse(
-        "gradients are computed inside forward, and what depends on them would get none",
-        "write them as differentiable operations, or give the stages as callables (StageGraph.from_callables)",
-    )
-
-
-def _refuse_tensor_hook(*args: Any, **kwargs: Any) -> Any:
-    raise refuse("a hook on a tensor's gradient is registered in forward, and it would never run", KEEPS)
+_refuse_gradient = refusing(
+    "gradients are computed inside forward, and what depends on them would get none",
+    "write them as differentiable operations, or give the stages as callables (StageGraph.from_callables)",
+)
+_refuse_tensor_hook = refusing("a hook on a tensor's gradient is registered in forward, and it would never run", KEEPS)
 
 
 def _recorded_data() -> property:
@@ -183,16 +179,11 @@ class RandomWatch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._random.rewind():
-            raise random_numbers_drawn()
+            refuse_random_numbers()
         return function(*args, **(kwargs or {}))
 
 
-def random_numbers_drawn() -> TraceError:
-    return refuse(
-        DRAWN.format(where="outside of torch's operations"),
-        "draw with torch (torch.rand(4)), or pass the number in as an input",
-    )
-
-
-def _refuse_random_numbers(*args: Any, **kwargs: Any) -> Any:
-    raise random_numbers_drawn()
+refuse_random_numbers = refusing(
+    DRAWN.format(where="outside of torch's operations"),
+    "draw with torch (torch.rand(4)), or pass the number in as an input",
+)

@@ -34,7 +34,7 @@ from fxpipe.torch_compat import (
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions, fixing_lines, symbolic_lengths
-from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, random_numbers_drawn
+from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, refuse_random_numbers
 from fxpipe.trace.export.operators import SizeClauses, marked, whole
 from fxpipe.trace.fake import fake_model
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
@@ -163,10 +163,10 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
         text = f"torch.export cannot follow the model: {type(error).__name__}: {error}\n{line}".rstrip()
         raise TraceError(text) from error
     sys.stderr.write(printed.getvalue())
-    if call.guard.random.rewind():  # once more, to find the line: it may be a part that can be opaque
+    if call.guard.random.rewind():  # once more, to find the line: it may be in a part that can be opaque
         with RandomWatch(call.guard.random):
             call.result(call.request.module, call.values)
-        raise random_numbers_drawn()
+        refuse_random_numbers()
     return exported
 
 

@@ -19,7 +19,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure, unwritten
 from fxpipe.graph.program import Program
-from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching
@@ -38,7 +38,7 @@ SeenCalls = Mapping[tuple[str, int], SeenCall]
 def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     """What the user has said that regions return."""
     found = {}
-    names = {id(tensor): name for name, tensor in reversed(all_tensors(request.module).items())}
+    names = first_names(request.module)
     for region in request.whole:
         if region.returns is not None:
             parts = (region.path,) if region.method == "__call__" else ()
@@ -93,25 +93,23 @@ def check_called(request: Request, called: set[str]) -> None:
 class _Observer:
     def __init__(self, module: nn.Module) -> None:
         self._seen: dict[tuple[str, int], SeenCall] = {}
-        self._noted: dict[tuple[str, int], set[tuple[int, str]]] = {}
         self._module = module
         self._inside: Region | None = None
         self.called: set[str] = set()
         """The regions that were, be it inside of others."""
         self._paths = {id(vars(part)): path for path, part in module.named_modules()}
-        self._names = {id(tensor): name for name, tensor in reversed(all_tensors(module).items())}
+        self._names = first_names(module)
 
     def calls(self) -> SeenCalls:
         """Those that have been seen."""
-        sets = {pair for call in self._seen.values() for pair in call.sets}
-        used: dict[str, dict[str, None]] = {}  # by another call, which another stage may hold
+        sets = frozenset[tuple[str, str]]().union(*(call.sets for call in self._seen.values()))
+        # a region's calls may be in several stages, and each may do what another one was seen to do
+        used: dict[str, dict[str, None]] = {}
         for (name, _), call in self._seen.items():
             used.setdefault(name, {}).update(dict.fromkeys(call.reads))
-        found = {}
-        for key, call in self._seen.items():
-            asked = {(self._paths.get(owner, ""), name) for owner, name in self._noted[key]}
-            found[key] = replace(call, asks=frozenset(sets & asked), reads=tuple(used[key[0]]))
-        return found
+        return {
+            key: replace(call, asks=sets & call.asks, reads=tuple(used[key[0]])) for key, call in self._seen.items()
+        }
 
     def boundary(self, value: Any, name: str | None, gather: Any) -> Any:
         if self._inside is not None:
@@ -126,6 +124,7 @@ class _Observer:
         if self._inside is not None:
             return inner(*args, **kwargs)
         self._inside = region
+        # what it changes: attributes by a snapshot, tensors by their versions and by the operators that touch them
         before, tensors = Snapshot(self._module), all_tensors(self._module)
         states = {name: _state_of(tensor) for name, tensor in tensors.items()}
         called: list[nn.Module] = []
@@ -151,11 +150,10 @@ class _Observer:
         )
         sets = frozenset(self._sets(region, before, tensors))
         _check_sets(region, sets, (region.path, *parts))
-        self._noted[region.name, number] = noted
+        asks = frozenset((self._paths.get(owner, ""), name) for owner, name in noted)
         given = frozenset(size for leaf in pytree.tree_leaves((args, kwargs)) for size in getattr(leaf, "shape", ()))
         returned = _described(region, result, torch.is_grad_enabled())
-        seen = SeenCall(returned, parts, tuple(reads), tuple(writes), sets, given=given)
-        self._seen[region.name, number] = seen
+        self._seen[region.name, number] = SeenCall(returned, parts, tuple(reads), tuple(writes), sets, asks, given)
         return result
 
     def _sets(self, region: Region, before: Snapshot, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
