@@ -71,6 +71,7 @@ def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = N
         TraceError: the value is a number or a text (in a capture: it holds no tensor), the name is none, or what is to
             be gathered is not said as above.
     """
+    # nearly all calls end here: outside of a capture a boundary costs a function call
     is_plain = not (_here.recorder or gather or group or type(value) in _NO_TENSOR)
     return value if is_plain else _record(value, name, gather, group)
 

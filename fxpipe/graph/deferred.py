@@ -75,10 +75,12 @@ class Deferred:
 
     def accumulate(self) -> None:
         """W: adds the parameters' gradients to their ``.grad``; once."""
+        # the last call goes back first, as in a whole backward: so a parameter's sums have the same order
         made = [pair for left in reversed(self._left) for pair in left.gradients() if pair[0].requires_grad]
         roots = [*self._roots, *(get_gradient_edge(parameter) for parameter, _ in made)]
         seeds = [*self._seeds, *(gradient for _, gradient in made)]
         parameters = self._parameters | {id(parameter): parameter for parameter, _ in made}
+        # what is frozen by now is left out
         ends = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self._roots, self._seeds, self._parameters, self._left = [], [], {}, []
         if roots and ends:
@@ -111,6 +113,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
     ) -> Any:
         run = function if module is None else module
         used = [*parameters, *(module.parameters() if module is not None else ())]
+        # the call stays in the stage's own graph where W would have nothing to do, or hooks would run twice
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in used)
         if not is_trained or (module is not None and runs_hooks(module)):
             return run(*args, **kwargs)
@@ -120,6 +123,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         given = {place: leaf for place, leaf in tensors.items() if id(leaf) not in stays}
         if not (_uses_each_once(*args, **kwargs) if is_attention else len(given) == len(set(map(id, given.values())))):
             return run(*args, **kwargs)
+        # cut off from the stage's graph: backward through the call ends here, and _Join leads on
         cut = {id(leaf): leaf.detach().requires_grad_() for leaf in given.values()}
         for place, leaf in given.items():
             leaves[place] = cut[id(leaf)]

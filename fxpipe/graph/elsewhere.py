@@ -44,6 +44,7 @@ class Elsewhere(Tensor):
     @classmethod
     def of(cls, tensor: Tensor, why: str, device: torch.device) -> Tensor:
         """What stands for a tensor: of its kind, with its attributes."""
+        # a tensor that a user has put attributes on keeps them, such as a tag for weight decay
         made: Tensor = cls(torch.empty_like(tensor.detach(), device="meta"), why, device)
         is_parameter = isinstance(tensor, nn.Parameter)
         made = nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
@@ -53,6 +54,7 @@ class Elsewhere(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, first = func.overloadpacket.__name__, args[0]
+        # new tensors made like this one are real: they have none of its values
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
         if isinstance(first, Elsewhere):
             given = {"device": first.device, "dtype": first.dtype} | given
@@ -87,5 +89,6 @@ class Elsewhere(Tensor):
         return f"<{list(self.shape)}, {self.dtype}: {self.why}>"
 
 
+# by the class, and not by __torch_function__: these never reach a dispatcher
 for _name in _MEMORY:
     setattr(Elsewhere, _name, Elsewhere.refuse)

@@ -48,6 +48,7 @@ class ListOfTensors:
 
     def flat(self, value: Any) -> list[Tensor | None] | None:
         """The tensors that the code behind uses: all in one, then each; None for another kind or number of entries."""
+        # an entry that nobody looks at is not handed on: the number of entries may then change
         of_kind = type(value) is self.kind and all(isinstance(entry, Tensor) for entry in value)
         if not of_kind or not value or (self.opened and len(value) != self.count):
             return None
@@ -103,6 +104,7 @@ class Listed:
         return self.entries
 
     def __iter__(self) -> Iterator[Any]:
+        # `a, b = region(x)` is written for two: the number is the code's own, and no size of the batch
         caller = sys._getframe(1)
         self.listing.unpacked |= opname[caller.f_code.co_code[caller.f_lasti]].startswith("UNPACK")
         return iter(self.opened())
@@ -131,6 +133,7 @@ def _of_entries(name: str) -> Callable[..., Any]:
     return method
 
 
+# every method of the plain kind counts as a look at the entries
 for _kind in (_List, _Tuple):
     for _name in [name for name in _LOOKS + _CHANGES if hasattr(_kind, name)]:
         setattr(_kind, _name, _of_entries(_name))
@@ -146,6 +149,7 @@ def with_tensors(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     concatenates them."""
     if not any(isinstance(value, Listed) for value in (*args, *kwargs.values())):
         return args, kwargs
+    # torch.cat along the first dimension is what the region did already; anything else needs the entries
     first = args[0] if args else kwargs.get("tensors")
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
     if function in _CATS and isinstance(first, Listed) and first.whole is not None and dim in (0, -first.listing.dims):

@@ -218,6 +218,7 @@ class StepLoss:
 
     def rows(self, metrics: tuple[str, ...], microbatches: int, device: torch.device) -> Tensor:
         """The same for each micro-batch, 0 where it has no weight or is another rank's: what ``of_rows`` reads."""
+        # one row each, so that the sum over ranks adds zeros to it, and rounds nothing
         rows = torch.zeros(microbatches, 2 + len(metrics), dtype=torch.float64, device=device)
         for microbatch, part in self._parts.items():
             rows[microbatch] = _row(part, metrics)
@@ -242,6 +243,7 @@ def _row(part: LossPart, metrics: tuple[str, ...]) -> Tensor:
 
 def _added(numbers: Sequence[Tensor]) -> Tensor:
     """Their sum, one after another."""
+    # one after another: torch.stack(...).sum() adds in another order
     total = numbers[0].clone()
     for number in numbers[1:]:
         total.add_(number)

@@ -119,6 +119,7 @@ _entered = _Entered()
 
 def enter_modes(grad: bool | None, autocast: Sequence[tuple[str, bool, torch.dtype, bool]]) -> contextlib.ExitStack:
     """Enters the modes that a ``Modes`` says; an operator of a stage's graph. ``leave_modes`` of the result leaves."""
+    # noted before anything is entered: where that fails, modes_restored leaves what was
     stack = contextlib.ExitStack()
     _entered.stacks.append(stack)
     stack.enter_context(within([Autocast(*region) for region in autocast]))

@@ -29,6 +29,7 @@ TENSOR = object()
 def unwritten(name: str, received: Any) -> Iterator[None]:
     """RunError where what is inside writes a tensor among those ``received``: in one process the others that use it
     would see that, on several ranks they would not."""
+    # torch counts the writes into a tensor, but not into one made in inference mode
     leaves = [leaf for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor) and not leaf.is_inference()]
     before = list(map(version_of, leaves))
     yield
@@ -151,7 +152,7 @@ class OpaqueCall(nn.Module):
         self.name, self.method = name, method
         self.attributes: frozenset[tuple[str, str]] = frozenset()
         """Those that a region sets, of the ones that it sets or reads: (the path of their module, their name)."""
-        self._owner = (owner,)  # in a tuple: it is not a part of this one
+        self._owner = (owner,)  # in a tuple, or nn.Module would make it a part of this one
         self._given, self._returned = given, returned
         self.guard: SizeCheck | None = None
         """What is checked of what it returns, with sizes that it is given behind its tensors."""
@@ -161,6 +162,7 @@ class OpaqueCall(nn.Module):
         """What is checked of what it changes."""
 
     def forward(self, *given: Any) -> tuple[Any, ...]:
+        # behind the tensors come the sizes that the guard is about
         count = self._given.leaves.count(TENSOR)
         tensors, sizes = given[:count], given[count:]
         args, kwargs = self._given.filled(tensors)
@@ -230,6 +232,7 @@ class OpaqueCall(nn.Module):
                 "behind it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, "
                 'call compile there, too; or write tracer="symbolic", which follows types'
             )
+        # record and export have chosen operators by type, device and dimensions; symbolic has not looked
         moved = tensor.device.type != seen.device and seen.device != "meta"
         if self.of_one_type and (moved or tensor.dim() != len(seen.shape)):
             raise RunError(

@@ -121,6 +121,7 @@ class PlainMeta:
     @staticmethod
     def of(meta: Meta, device: torch.device) -> PlainMeta | None:
         """None for any other value. Both ends decide the same."""
+        # contiguous, and aligned to its own elements: its bytes are its memory, and both ends see the same kernel
         leaf = meta.leaves[0] if meta.spec.is_leaf() and meta.leaves else None
         if not isinstance(leaf, TensorMeta) or leaf.dtype not in _PLAIN or 0 in leaf.shape:
             return None
@@ -156,6 +157,7 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
     ``known``: the description of an earlier value like this one, whose sizes need not be computed again.
     """
     leaves, spec = pytree.tree_flatten(value)
+    # a description that is equal to the earlier one is replaced by it: that has its sizes computed already
     before = known.leaves if known is not None and len(known.leaves) == len(leaves) else (None,) * len(leaves)
     metas, buffers = [], []
     for leaf, earlier in zip(leaves, before, strict=True):
@@ -168,6 +170,7 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
                 "indices and values, or .to_dense()"
             )
         tensor = leaf.detach().resolve_conj().resolve_neg()
+        # a view of larger memory shows nothing of its place there, and so is described each time
         shape, stride = tuple(tensor.shape), tensor.stride()
         reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         is_part = 0 not in shape and reach * tensor.itemsize < tensor.untyped_storage().nbytes()
@@ -219,6 +222,7 @@ def _rebuild(meta: TensorMeta, buffers: Iterator[Tensor]) -> Tensor:
     flat = next(buffers)
     if flat.device.type != meta.device:
         flat = flat.to(meta.device)
+    # the gaps hold whatever was there: nobody reads them
     if meta.is_packed:
         spread = _empty(meta.span * meta.dtype.itemsize, meta, flat.device)
         _as_stored(spread, meta).copy_(flat.view(meta.dtype).view(meta.stored))

@@ -96,6 +96,7 @@ def check_length(length: int, sender: str) -> int:
 
 
 def _told(value: Any) -> Any:
+    # by the exact class: a subclass may hold more than its base, which would be lost
     cls = type(value)
     if cls in _AS_THEY_ARE:
         return value
@@ -135,6 +136,7 @@ def _made(parts: Any) -> Any:
     word, *rest = parts
     if word in _MAKERS:
         return _MAKERS[word]([_made(part) for part in rest])
+    # names are looked up in what this process has; nothing is imported for a message
     name, values = rest[0], [_made(part) for part in rest[1:]]
     if word == "constant":
         return _CONSTANTS[name]
@@ -149,7 +151,7 @@ def _made(parts: Any) -> Any:
     if word == "enum" and isinstance(cls, enum.EnumMeta):
         return cls.__members__[values[0]]
     if word == "named" and cls is not None and issubclass(cls, tuple) and len(cls._fields) == len(values):
-        return tuple.__new__(cls, values)
+        return tuple.__new__(cls, values)  # past a __new__ of the class's own
     raise ValueError(f"{word} {name} of {len(values)} parts")
 
 
@@ -185,6 +187,7 @@ def _registered(name: str) -> list[type]:
 def _imported(name: str) -> type | None:
     """The class of that name in a module that is imported, found without running code of it."""
     module, _, path = name.partition(":")
+    # through __dict__: getattr could call a module's __getattr__, or a descriptor
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, "__dict__", {}).get(part)

@@ -46,6 +46,7 @@ class Question:
         size."""
         given = {name: values.get(name) for name in self.inputs}
         leaves = {name: pytree.tree_leaves(one) for name, one in given.items()}
+        # the graph that answers holds for these sizes alone, as captures do
         fits = (leaves[name][place].shape[dim] == size for name, place, dim, size in self.sizes)
         if any(one is None for one in given.values()) or not all(fits):
             return None

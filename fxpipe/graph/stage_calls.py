@@ -37,6 +37,7 @@ class Saved:
 
         The seed is its own: the gradient of a parameter may share memory with it.
         """
+        # a container's leaves were roots; of them the loss alone is one
         if isinstance(self.roots[-1], list):
             self.roots[-1] = edges(output)
         self.seed = torch.full((), weight, dtype=output.dtype, device=output.device)
@@ -164,6 +165,7 @@ class Backward:
     ) -> tuple[list[Any], list[Tensor | None]]:
         """The same, with the parameters' gradients given back and not accumulated: (input gradients, theirs)."""
         roots, seeds = _begin(saved, gradients)
+        # through the anchor, autograd runs the nodes that collect the arrivals' gradients
         ends = [*parameters, *([_ANCHOR] if any(arrival is not None for arrival in saved.arrivals) else ())]
         found: Sequence[Tensor | None] = [None] * len(ends)
         if roots and ends:

@@ -302,6 +302,7 @@ class StageGraph(Tabular):
                 edges form a cycle, or not exactly one stage returns the loss.
         """
         check(PartitionError, _KINDS, stages=stages, edges=edges, inputs=inputs)
+        # an edge's value is called after the stage that makes it: a callable returns one value
         order = _ordered(list(stages), edges)
         index = {name: place for place, name in enumerate(order)}
         for name in inputs:

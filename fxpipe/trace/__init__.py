@@ -136,9 +136,10 @@ def _links(error: BaseException | None) -> Iterator[BaseException]:
 def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[str, str] | None:
     """(path, name of the method; "" for forward) of the last of these frames that is a user's submodule's."""
     called: FrameType | None = None
+    # from the inside out; torch.nn's own modules are passed over, which can be captured
     for frame in reversed(frames):
         inner, called = called, frame
-        first = frame.f_code.co_varnames[:1]  # most call it "self"
+        first = frame.f_code.co_varnames[:1]  # a method's first argument, whatever its name
         owner, name = frame.f_locals.get(*first or ("",)), frame.f_code.co_name
         if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
             continue
@@ -214,6 +215,7 @@ def _entering(module: nn.Module) -> Iterator[set[int]]:
 def _uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Uncaptured:
     """The error of several refusals, a line or two each; of those that got equally far, the last that was tried comes
     first. What could be opaque is the first's, or else what another has met; the rule for it stands below that one."""
+    # one that ran further into forward says more about the model
     first, *others = every = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
     named = next((refusal for refusal in every if refusal.inside), first)
     lines = [f"{first.tracer}: {first.reason}", *map(_in_a_line, others)]

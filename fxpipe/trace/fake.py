@@ -71,6 +71,7 @@ class FakeModel:
 
     def leaf(self, like: TensorLike) -> Tensor:
         """A fake tensor as an input."""
+        # a fake tensor is a meta tensor that says it is on a device
         memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
         device = self.device if like.device == "meta" else torch.device(like.device)
         return FakeTensor(self.mode, memory, device).requires_grad_(like.requires_grad)
@@ -85,6 +86,7 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
     has been touched. Nothing is allocated.
     """
     fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device, compute)
+    # by identity: a tied parameter gets one stand-in, under all of its names
     stand_ins: dict[int, Tensor] = {}
     held: list[tuple[dict[str, Any], str, Tensor]] = []
     for prefix, submodule in module.named_modules(remove_duplicate=True):
@@ -115,6 +117,7 @@ _SEEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 def _empty_caches() -> None:
     """Empties each ``functools.lru_cache`` of a user's module, or class in it, where forward left a fake tensor."""
     modules = [module for name, module in [*sys.modules.items()] if not is_library(name)]
+    # a cache that has kept a fake tensor would hand it to the first real step
     found = [value for one in modules if hasattr(one, "__dict__") for value in [*vars(one).values()]]
     classes = {id(value): value for value in found if isinstance(value, type)}
     found += [value for one in classes.values() for value in [*vars(one).values()]]

@@ -146,6 +146,7 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Iterat
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    # a name that the owner only inherits is deleted afterwards, and not set
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)

@@ -134,6 +134,7 @@ class Request:
         target = given.get(self.target)
         if self.loss_fn and self.target not in signature.parameters:
             given.pop(self.target, None)
+        # forward pre-hooks see what is given by place alone; what comes behind a gap goes by name
         leading = []
         for p in signature.parameters.values():
             if p.kind is not p.POSITIONAL_ONLY or (p.name not in given and p.default is p.empty):

@@ -19,6 +19,8 @@ from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Cut, Request, capture
 from fxpipe.trace.cuts.cutting import cutting
+from fxpipe.trace.opaque.region_calls import watching
+from fxpipe.trace.opaque.regions import Region
 from tests.capturing import run_stages
 from tests.thinned import in_turn, pairwise
 
@@ -372,6 +374,19 @@ def test_each_call_is_cut_once_where_both_a_class_and_one_below_it_are_named() -
     model = nn.Sequential(nn.Linear(4, 4), Base(), Derived(), Base())
     program = cut("symbolic", model, {"1": "before", "2": "both"}, *batch((6, 4)))
     assert boundaries_of(program) == [(1, "1"), (1, "2"), (1, None)]
+
+
+def test_each_call_of_a_region_counts_once_where_both_a_class_and_one_below_it_hold_regions() -> None:
+    model, calls = nn.ModuleDict({"base": Base(), "derived": Derived()}), []
+
+    def handle(region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls.append((region.name, number))
+        return inner(*args, **kwargs)
+
+    with watching(model, [Region("base", "base"), Region("derived", "derived")], handle):
+        for _ in range(2):
+            model["derived"](torch.ones(4))
+    assert calls == [("derived", 0), ("derived", 1)]
 
 
 def test_outside_of_a_capture_a_cut_changes_nothing() -> None:

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
 from tests.harness import (
-    Engine,
     Engines,
     Run,
     accumulate,
@@ -24,10 +23,9 @@ from tests.harness import (
     assert_run,
     assert_same,
     compiled,
+    cut,
     gradients_of,
-    local,
     reference,
-    strict,
     trained,
 )
 from tests.models import WIDTH, Case, Inputs, linear, vectors
@@ -49,13 +47,11 @@ def assert_trains(
     batches: Sequence[Inputs],
     boundaries: Any = REGION,
     tracer: str = "export",
-    engine: Engine = local,
     **options: Any,
 ) -> None:
     """As in plain PyTorch, captured with the first batch."""
     wanted, _ = reference(case, batches)
-    runs = engine(case.ranks, steps, case, batches, boundaries, tracer, options)
-    assert_run(runs, wanted, case.tolerance)
+    assert_run([steps(case, batches, boundaries, tracer, options)], wanted, case.tolerance)
 
 
 def steps(case: Case, batches: Sequence[Inputs], boundaries: Any, tracer: str, options: Any) -> Run:
@@ -215,6 +211,8 @@ class Odd(nn.Module):
             h = fxpipe.stage_boundary(h)
         if self.how == "read":
             self.note = h.mean()
+        if self.how == "makes":
+            self.made = linear()
         return h, 1.0
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -227,7 +225,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     ("how", "tracer"),
-    in_turn(["writes", "object", "sets", "marks", "read", "number"], ["record", "symbolic", "export"]),
+    in_turn(["writes", "object", "sets", "marks", "read", "number", "makes"], ["record", "symbolic", "export"]),
 )
 def test_what_a_region_may_not_do_is_refused(how: str, tracer: str) -> None:
     told = {
@@ -237,9 +235,17 @@ def test_what_a_region_may_not_do_is_refused(how: str, tracer: str) -> None:
         "marks": "a boundary lies inside of region",
         "read": "forward reads .note",
         "number": "a tensor in place of a number",
+        "makes": "region, an opaque region, makes or replaces one of the model's modules when it runs",
     }
     with pytest.raises(FxpipeError, match=told[how]):
         compiled(two(lambda: Odd(how)), boundaries=REGION, tracer=tracer, example_kwargs=BATCHES[0])
+
+
+def replaced() -> nn.Module:
+    """Its attribute would run in place of the method, and no region would be opaque."""
+    model = Odd("")
+    model.region = lambda x: (model.inner(x), 1.0)  # type: ignore[method-assign]
+    return model
 
 
 WRONG: list[tuple[Any, Any, str]] = [
@@ -251,6 +257,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (Selecting, {"forward": "whole"}, "pipe ranks"),
     (Selecting, {"regiom": "whole"}, 'did you mean "region"'),
     (Selecting, {"reg*m": "whole"}, "matches no submodule"),
+    (replaced, REGION, "'region' whole, which was set as an attribute of this Odd"),
     (lambda: Odd("uncalled"), REGION, "keeps region whole, which Odd.forward never calls"),
 ]
 
@@ -492,70 +499,7 @@ def test_what_a_region_keeps_between_calls_in_one_stage_is_as_in_plain_pytorch(h
     assert_trains(two(lambda: KeptBetween(how, late)), [ONES, NEGATIVE])
 
 
-class Restless(nn.Module):
-    """Does to its own parts what a region may not, as ``how`` says."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.inner, self.norm, self.head = how, linear(), nn.BatchNorm1d(WIDTH), linear()
-
-    def region(self, x: Tensor) -> Tensor:
-        if self.how == "makes" and not hasattr(self, "made"):
-            self.made = linear()
-        return self.norm(self.inner(x)) if x.sum().item() < 1e9 else x
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.head(self.region(x)).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("how", "told", "error"),
-    [
-        ("makes", "region, an opaque region, makes or replaces one of the model's modules when it runs", TraceError),
-        ("replaced", "'region' whole, which was set as an attribute of this Restless", PartitionError),
-    ],
-)
-def test_a_region_whose_parts_do_not_stay_is_refused(how: str, told: str, error: type[Exception]) -> None:
-    def build() -> nn.Module:
-        model = Restless(how)
-        if how == "replaced":  # it would run in place of the method, and no region would be opaque
-            model.region = lambda x: model.inner(x)  # type: ignore[method-assign]
-        return model
-
-    with pytest.raises(error, match=told):
-        compiled(two(build), boundaries=REGION, example_kwargs=POSITIVE)(**NEGATIVE)
-
-
 # --- what a region returns
-
-
-class Splits(nn.Module):
-    """As Qwen2-VL: a tensor for each image, of which a grid of three columns has a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.see, self.head = nn.Embedding(9, WIDTH), nn.Linear(8, WIDTH), linear()
-
-    def features(self, pixels: Tensor, grid: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.see(pixels).split(grid.prod(1).tolist()))
-
-    def forward(self, words: Tensor, pixels: Tensor, grid: Tensor, images: Tensor) -> Tensor:
-        seen = torch.stack([image.mean(0) for image in self.features(pixels, grid)]).mean(0)
-        return self.head(self.embed(words) + seen).square().mean()
-
-
-OF_IMAGES = {"grid": fxpipe.Packed("images"), "pixels": fxpipe.Packed(lambda grid: grid.prod(1), of="grid")}
-
-
-def images_and_words(counts: Any, length: int) -> dict[str, Tensor]:
-    """Two rows of words for each count, which is how many images the first has, of four patches each."""
-    generator = torch.Generator().manual_seed(length)
-    return {
-        "words": torch.randint(9, (2 * len(counts), length), generator=generator),
-        "pixels": torch.randn(4 * sum(counts), 8, generator=generator),
-        "grid": torch.tensor([[1, 2, 2]]).repeat(sum(counts), 1),
-        "images": torch.tensor([number for count in counts for number in (count, 0)]),
-    }
 
 
 def test_what_a_region_returns_is_seen_without_the_check_too() -> None:
@@ -569,38 +513,23 @@ def test_what_a_region_returns_is_seen_without_the_check_too() -> None:
 OTHERWISE: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "layout": lambda h, large: h if large else h.t().contiguous().t(),
     "gradient": lambda h, large: h if large else h.detach(),
-    "dims": lambda h, large: h if large else torch.stack([h, 2 * h], 1),
 }
 """What a region returns that is unlike in that for other values."""
 
 
-class Asks(nn.Module):
-    """Code behind a region does another thing by what that one returns, if it is to ``ask``."""
-
-    def __init__(self, what: str, ask: bool) -> None:
+class Unlike(nn.Module):
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.what, self.ask = what, ask
         self.region, self.before, self.head = Looks(OTHERWISE[what]), linear(), linear()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.region(x)
-        h = 5 * h if self.ask and h.dim() == 3 else h
-        h = h.sum(tuple(range(h.dim()))[1:-1]) if self.what == "dims" else h
-        return (self.head(self.before(x) + h) - y).square().mean()
-
-
-def test_how_many_dimensions_code_behind_a_region_was_given_stays_so() -> None:
-    case = two(lambda: Asks("dims", True))
-    forward_backward = compiled(case, boundaries=REGION, tracer="record", example_kwargs=POSITIVE)
-    forward_backward(**POSITIVE)
-    with pytest.raises(RunError, match="shape"):
-        forward_backward(**NEGATIVE)
+        return (self.head(self.before(x) + self.region(x)) - y).square().mean()
 
 
 @pytest.mark.parametrize(("what", "tracer"), in_turn(["gradient", "layout"], TRACERS))
 def test_what_nobody_asks_may_be_otherwise_each_time(what: str, tracer: str) -> None:
     both = {name: torch.cat([NEGATIVE[name][:2], POSITIVE[name][:2]]) for name in POSITIVE}
-    assert_trains(two(lambda: Asks(what, False)), [POSITIVE, both], tracer=tracer)
+    assert_trains(two(lambda: Unlike(what)), [POSITIVE, both], tracer=tracer)
 
 
 class Picks(nn.Module):
@@ -629,184 +558,40 @@ def test_a_method_has_what_no_other_stage_uses(returns: Tensor | None, tracer: s
     assert_trains(case, [POSITIVE, NEGATIVE], rules, tracer)
 
 
-# --- in evaluation
-
-
-class Judges(nn.Module):
-    """A loss in training; in evaluation what a region makes of the prediction, as a detector's boxes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = linear(), linear()
-
-    def boxes(self, x: Tensor) -> list[dict[str, Tensor]]:
-        return [{"box": row * (2 if row.sum().item() > 0 else 3)} for row in x.unbind()]
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        found = self.head(torch.relu(self.inner(x)))
-        return (found - y).square().mean() if self.training else self.boxes(found)
-
-
-JUDGES = two(Judges)
-
-
-def _judged() -> Any:
-    forward_backward = compiled(JUDGES, boundaries={"boxes": "whole", "head": "before"}, example_kwargs=JUDGES.batch())
-    forward_backward(**JUDGES.batch())
-    return forward_backward.evaluate(**JUDGES.batch(), outputs="all")
-
-
-def test_a_region_may_be_called_in_evaluation_alone(pool: Pool) -> None:
-    wanted = JUDGES.model().eval()(**JUDGES.batch())
-    for found in pool.run(_judged, ranks=2):
-        for got, one in zip(found, wanted, strict=True):
-            assert_same(got["box"], one["box"], "box", 1e-6)
-
-
-class WithAuxiliary(nn.Module):
-    """Its region returns a loss of its own in training, and None in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = linear(), linear()
-
-    def region(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        h = self.inner(x) if x.sum().item() > -1e9 else x
-        return h, h.mean() if self.training else None
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h, loss = self.region(x)
-        out = self.head(h)
-        error = (out - y).square().mean()
-        return {"loss": error if loss is None else error + loss, "out": out}
-
-
-def test_a_region_may_return_another_thing_in_evaluation() -> None:
-    case = two(WithAuxiliary, rows=8)
-    model, batch = case.model(), case.batch()
-    forward_backward = compiled(case, boundaries=REGION, tracer="export", example_kwargs=batch)
-    forward_backward(**batch)
-    assert_same(forward_backward.evaluate(**batch)["out"], model.eval()(**batch)["out"].detach(), "out", 1e-6)
-    forward_backward(**batch)
-
-
-# --- gradients that are needed at times
-
-
-class Sometimes(nn.Module):
-    """As a text model that sees images: zeros, which need no gradient, where there is nothing to see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.see, self.behind, self.head = linear(), linear(), linear(), linear()
-
-    def region(self, x: Tensor) -> Tensor:
-        return self.see(x) if float(x.sum()) > 0 else torch.zeros(x.shape)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        seen = self.region(x)
-        return self.head(self.behind(seen + self.before(y))).square().mean()
-
-
-SOMETIMES: Any = {"region": "whole", "before": "after", "behind": "before", "head": "before"}
-NOTHING, SEEN = ({"x": torch.full((4, WIDTH), number), "y": torch.ones(4, WIDTH)} for number in (-1.0, 1.0))
-
-
-def sometimes(build: Callable[[], nn.Module]) -> Case:
-    return two(build, stages=4, ranks=4, rows=4, tolerance=0.0)
-
-
-@pytest.mark.parametrize(
-    ("tracer", "order"), in_turn(TRACERS, [(NOTHING, SEEN), (SEEN, NOTHING)]), ids=lambda value: str(value)[:8]
-)
-def test_what_a_region_returns_needs_a_gradient_in_some_steps_only(order: Any, tracer: str) -> None:
-    assert_trains(sometimes(Sometimes), order, SOMETIMES, tracer, strict(1))
-
-
-def test_what_needs_a_gradient_at_times_goes_through_a_frozen_stage() -> None:
-    def build() -> nn.Module:
-        model = Sometimes()
-        model.behind.requires_grad_(False)
-        model.before.requires_grad_(False)
-        return model
-
-    both = {name: torch.cat([NOTHING[name][:2], SEEN[name][:2]]) for name in SEEN}
-    assert_trains(sometimes(build), (SEEN, both, NOTHING), SOMETIMES, "record", strict(1))
-
-
 # --- on the meta device
 
 
 def on_meta() -> nn.Module:
     with torch.device("meta"):
-        return Splits()
+        return Picks()
 
 
-SPLITS: Any = {"features": {"whole": (torch.empty(4, WIDTH, device="meta"),) * 2}, "head": "before"}
-SIX_ROWS: Any = {"microbatches": 3, "batch_dim": OF_IMAGES, "example_kwargs": images_and_words((2, 2, 2), 5)}
+def initialised(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+RETURNS: Any = {"features": {"whole": torch.empty(2, WIDTH, device="meta")}}
+TWO: Any = {"microbatches": 2, "example_kwargs": POSITIVE}
 
 
 def test_a_preview_counts_what_a_region_is_said_to_return_and_what_no_other_stage_uses() -> None:
-    previewed = fxpipe.preview(on_meta(), Topology([("pipe", 2)]), boundaries=SPLITS, **SIX_ROWS)
-    assert set(previewed.graph[0].parameters) == {"see.weight", "see.bias", "embed.weight"}
-    assert previewed.ranks[0].parameters == 4 * (8 * WIDTH + WIDTH + 9 * WIDTH)
+    previewed = fxpipe.preview(on_meta(), Topology([("pipe", 2)]), boundaries=RETURNS, **TWO)
+    assert {name.partition(".")[0] for name in previewed.graph[1].parameters} == {"image", "video", "head"}
+    assert previewed.ranks[1].parameters == 3 * 4 * (WIDTH * WIDTH + WIDTH)
     assert all(rank.activations is not None for rank in previewed.ranks)
 
 
 def test_a_model_on_meta_with_a_declared_method_trains_all_that_it_uses() -> None:
-    batch = SIX_ROWS["example_kwargs"]
-    forward_backward = fxpipe.compile(
-        on_meta(),
-        Topology([("pipe", 2)]),
-        tracer="export",
-        boundaries=SPLITS,
-        init_fn=lambda module: module.reset_parameters() if isinstance(module, nn.Linear | nn.Embedding) else None,
-        **SIX_ROWS,
-    )
-    plain = Splits()
+    options: Any = {"tracer": "export", "boundaries": RETURNS, "init_fn": initialised, **TWO}
+    forward_backward = fxpipe.compile(on_meta(), Topology([("pipe", 2)]), **options)
+    plain, both = Picks(), {name: torch.cat([POSITIVE[name][:2], NEGATIVE[name][:2]]) for name in POSITIVE}
     forward_backward.load_state_dict(plain.state_dict())
-    forward_backward(**batch)
-    parts = zip(*(value.split(len(value) // 3) for value in batch.values()), strict=True)
-    accumulate(lambda _, part: plain(*part.values()), [dict(enumerate(part)) for part in parts], [1.0] * 3)  # type: ignore[arg-type]
+    forward_backward(**both)
+    accumulate(lambda _, part: plain(**part), cut(both, 2))
     assert_gradients(gradients_of(forward_backward.named_parameters()), plain)
 
 
 def test_what_a_region_returns_is_to_be_said_on_meta() -> None:
-    rules = {"features": "whole", "head": "before"}
     with pytest.raises(TraceError, match=r'say what: boundaries=\{"features": \{"whole": torch.empty'):
-        fxpipe.preview(on_meta(), Topology([("pipe", 2)]), boundaries=rules, **SIX_ROWS)
-
-
-# --- a loss over the whole batch behind a region
-
-
-class Contrasts(nn.Module):
-    """Two towers, of which one looks at numbers, unless it ``runs_on_shapes``; and a loss over all rows."""
-
-    def __init__(self, runs_on_shapes: bool = False) -> None:
-        super().__init__()
-        self.tower, self.other, self.runs_on_shapes = linear(), linear(), runs_on_shapes
-
-    def region(self, x: Tensor) -> Tensor:
-        return self.tower(x * 2 if self.runs_on_shapes or x.sum().item() < 1e9 else x)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        v, t = fxpipe.stage_boundary((self.region(x), self.other(y)), name="loss", gather="batch")
-        return nn.functional.cross_entropy(v @ t.T, torch.arange(v.shape[0]))
-
-
-@pytest.mark.parametrize(
-    ("tracer", "runs_on_shapes", "found"),
-    [("record", False, "record"), ("auto", False, "symbolic"), ("auto", True, "symbolic")],
-)
-def test_a_stage_gathers_what_comes_out_of_a_region(tracer: str, runs_on_shapes: bool, found: str) -> None:
-    case = two(lambda: Contrasts(runs_on_shapes), stages=3, ranks=3, rows=WIDTH + 2, microbatches=4)
-    batch, model = case.batch(1), case.model()
-    options: Any = {"boundaries": {"region": "whole"}, "tracer": tracer, "example_kwargs": case.batch()}
-    forward_backward = compiled(case, **options)
-    assert f"captured by the {found} tracer" in str(forward_backward.stages)
-    loss = model(**batch)
-    loss.backward()
-    assert_same(forward_backward(**batch), loss.detach(), "loss", 1e-6)
-    for name, parameter in forward_backward.named_parameters():
-        assert torch.allclose(parameter.grad, model.get_parameter(name).grad, atol=1e-6), name
+        fxpipe.preview(on_meta(), Topology([("pipe", 2)]), boundaries={"features": "whole"}, **TWO)

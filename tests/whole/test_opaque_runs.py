@@ -1,8 +1,9 @@
-"""Opaque regions whose inputs have other lengths each time, that draw random numbers, and whose weights are sharded."""
+"""Opaque regions with other lengths each time, random numbers, sharded weights, evaluation, and gathered rows."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from tests.harness import (
     cut,
     gradients_of,
     optimized,
+    reference,
     replica_of,
     steps_of,
     strict,
@@ -34,6 +36,7 @@ from tests.harness import (
 )
 from tests.models import WIDTH, Case, linear, vectors
 from tests.pool import Pool
+from tests.thinned import in_turn
 
 # --- lengths: a few captures hold for all ---
 
@@ -352,3 +355,151 @@ def test_its_parameters_are_gathered_and_reduced_whatever_branches_replicas_take
     steps = [[part for replica in (0, 1) for part in cut(sharded_batch(step, replica), 3)] for step in range(3)]
     runs = pool.run(trained_sharded, tracer, recompute, ranks=4)
     assert_optimized(runs, SHARDED.model(), steps, 1e-5, torch.optim.AdamW, 0.01)
+
+
+# --- in evaluation ---
+
+
+class Judges(nn.Module):
+    """A loss in training; in evaluation what a region makes of the prediction, as a detector's boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = linear(), linear()
+
+    def boxes(self, x: Tensor) -> list[dict[str, Tensor]]:
+        return [{"box": row * (2 if row.sum().item() > 0 else 3)} for row in x.unbind()]
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        found = self.head(torch.relu(self.inner(x)))
+        return (found - y).square().mean() if self.training else self.boxes(found)
+
+
+REGION: Any = {"region": "whole", "head": "before"}
+TWO: Any = {"stages": 2, "ranks": 2, "microbatches": 2}
+JUDGES = Case(Judges, vectors, **TWO)
+
+
+def _judged() -> Any:
+    forward_backward = compiled(JUDGES, boundaries={"boxes": "whole", "head": "before"}, example_kwargs=JUDGES.batch())
+    forward_backward(**JUDGES.batch())
+    return forward_backward.evaluate(**JUDGES.batch(), outputs="all")
+
+
+def test_a_region_may_be_called_in_evaluation_alone(pool: Pool) -> None:
+    wanted = JUDGES.model().eval()(**JUDGES.batch())
+    for found in pool.run(_judged, ranks=2):
+        for got, one in zip(found, wanted, strict=True):
+            assert_same(got["box"], one["box"], "box", 1e-6)
+
+
+class WithAuxiliary(nn.Module):
+    """Its region returns a loss of its own in training, and None in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = linear(), linear()
+
+    def region(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        h = self.inner(x) if x.sum().item() > -1e9 else x
+        return h, h.mean() if self.training else None
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h, loss = self.region(x)
+        out = self.head(h)
+        error = (out - y).square().mean()
+        return {"loss": error if loss is None else error + loss, "out": out}
+
+
+def test_a_region_may_return_another_thing_in_evaluation() -> None:
+    case = Case(WithAuxiliary, vectors, rows=8, **TWO)
+    model, batch = case.model(), case.batch()
+    forward_backward = compiled(case, boundaries=REGION, tracer="export", example_kwargs=batch)
+    forward_backward(**batch)
+    assert_same(forward_backward.evaluate(**batch)["out"], model.eval()(**batch)["out"].detach(), "out", 1e-6)
+    forward_backward(**batch)
+
+
+# --- a loss over the whole batch behind a region ---
+
+
+class Contrasts(nn.Module):
+    """Two towers, of which one looks at numbers, unless it ``runs_on_shapes``; and a loss over all rows."""
+
+    def __init__(self, runs_on_shapes: bool = False) -> None:
+        super().__init__()
+        self.tower, self.other, self.runs_on_shapes = linear(), linear(), runs_on_shapes
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.tower(x * 2 if self.runs_on_shapes or x.sum().item() < 1e9 else x)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        v, t = fxpipe.stage_boundary((self.region(x), self.other(y)), name="loss", gather="batch")
+        return nn.functional.cross_entropy(v @ t.T, torch.arange(v.shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("tracer", "runs_on_shapes", "found"),
+    [("record", False, "record"), ("auto", False, "symbolic"), ("auto", True, "symbolic")],
+)
+def test_a_stage_gathers_what_comes_out_of_a_region(tracer: str, runs_on_shapes: bool, found: str) -> None:
+    case = Case(lambda: Contrasts(runs_on_shapes), vectors, stages=3, ranks=3, rows=WIDTH + 2, microbatches=4)
+    batch, model = case.batch(1), case.model()
+    options: Any = {"boundaries": {"region": "whole"}, "tracer": tracer, "example_kwargs": case.batch()}
+    forward_backward = compiled(case, **options)
+    assert f"captured by the {found} tracer" in str(forward_backward.stages)
+    loss = model(**batch)
+    loss.backward()
+    assert_same(forward_backward(**batch), loss.detach(), "loss", 1e-6)
+    for name, parameter in forward_backward.named_parameters():
+        assert torch.allclose(parameter.grad, model.get_parameter(name).grad, atol=1e-6), name
+
+
+# --- gradients that are needed at times ---
+
+
+class Sometimes(nn.Module):
+    """As a text model that sees images: zeros, which need no gradient, where there is nothing to see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.see, self.behind, self.head = linear(), linear(), linear(), linear()
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.see(x) if float(x.sum()) > 0 else torch.zeros(x.shape)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        seen = self.region(x)
+        return self.head(self.behind(seen + self.before(y))).square().mean()
+
+
+SOMETIMES: Any = {"region": "whole", "before": "after", "behind": "before", "head": "before"}
+TRACERS = ["symbolic", "export", "record"]
+NOTHING, SEEN = ({"x": torch.full((4, WIDTH), number), "y": torch.ones(4, WIDTH)} for number in (-1.0, 1.0))
+
+
+def assert_sometimes(build: Callable[[], nn.Module], batches: Sequence[Any], tracer: str) -> None:
+    """As in plain PyTorch, captured with the first batch."""
+    case = Case(build, vectors, stages=4, ranks=4, rows=4, microbatches=2)
+    options: Any = {"boundaries": SOMETIMES, "tracer": tracer, "example_kwargs": batches[0]}
+    assert_run(strict(1)(4, lambda: trained(case, batches, **options)), reference(case, batches)[0])
+
+
+@pytest.mark.parametrize(
+    ("tracer", "order"),
+    in_turn(TRACERS, [(NOTHING, SEEN), (SEEN, NOTHING)]),
+    ids=lambda value: str(value)[:8],
+)
+def test_what_a_region_returns_needs_a_gradient_in_some_steps_only(order: Any, tracer: str) -> None:
+    assert_sometimes(Sometimes, order, tracer)
+
+
+def test_what_needs_a_gradient_at_times_goes_through_a_frozen_stage() -> None:
+    def build() -> nn.Module:
+        model = Sometimes()
+        model.behind.requires_grad_(False)
+        model.before.requires_grad_(False)
+        return model
+
+    both = {name: torch.cat([NOTHING[name][:2], SEEN[name][:2]]) for name in SEEN}
+    assert_sometimes(build, (SEEN, both, NOTHING), "record")

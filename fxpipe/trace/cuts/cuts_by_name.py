@@ -76,6 +76,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
                 f'boundaries= gives {rule!r:.80} for {name!r} beside "auto", which finds all cuts by itself: keep '
                 'parts whole beside it, {"*": "auto", "model.visual": "whole"}, or name all cuts'
             )
+        # rules add up: two may cut one submodule, before and after it
         for path, side, gather in _cuts(name, rule, _matching(modules, name)):
             _check_called(path, modules[path])
             sides = found.setdefault(path, {})

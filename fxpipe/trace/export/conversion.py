@@ -78,6 +78,7 @@ class _ModesInGraph:
     def follow(self, node: fx.Node) -> bool:
         """Whether the node changes a mode; the change is then noted."""
         if node.target is set_grad_enabled:
+            # leaving a block sets the mode back: only the value tells entering from leaving
             is_other = bool(node.args[0]) is not self.grad
             if is_other and not self._other_grad:
                 self._entered += 1
@@ -99,6 +100,7 @@ class _ModesInGraph:
         """The modes, in which a block is the same after a block inside it; None where nothing is changed."""
         if not self._autocasts and not self._other_grad:
             return None
+        # a with block is the same after a block inside it: so blocks are told by those they stand in
         innermost = {region.device: region for _, region in self._autocasts}
         place = (*(number for number, _ in self._autocasts), -self._other_grad)
         number = self._regions.setdefault(place, len(self._regions) + 1)
@@ -152,6 +154,7 @@ class Conversion:
         self._given: list[fx.Node] = []
         """The tensors among the batch's inputs, and behind them the stand-ins."""
         self._sort_inputs()
+        # torch.export flattens them in this order: the batch, then what regions return
         leaves, _ = pytree.tree_flatten_with_path(dict(self.values))
         paths = [tuple(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
         self._inputs = len(paths)
@@ -197,6 +200,7 @@ class Conversion:
 
     def _taken_for_granted(self) -> list[str]:
         """Of the sizes of inputs and of what regions return."""
+        # without a symbolic size torch.export has no guards: then every size is taken for granted
         given = [node.meta["val"] for node in self._given]
         if any(map(_is_symbolic, given)):
             return clauses_of(size_guard(given))
@@ -206,6 +210,7 @@ class Conversion:
         """For what sizes of its inputs the graph holds; None where none is symbolic."""
         if not any(_is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
             return None
+        # a clause about what a region returns is checked at its call, and says nothing of the inputs
         about = [one for one in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(one))]
         code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
         return lambda given: holds_for(code, {f"t{place}": one for place, one in enumerate(given)})
@@ -269,6 +274,7 @@ class Conversion:
 
     def _stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
         """The submodules that the operation was called in, under the model's own names."""
+        # what is outside of the model, such as a loss function's module, is left out
         stack = node.meta.get("nn_module_stack") or {}
         model = f"{_ROOT}."
         return {

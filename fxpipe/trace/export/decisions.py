@@ -67,6 +67,7 @@ class Decisions(TorchFunctionMode):
         if self._numbers and function is Tensor.__getitem__:
             args = args[0], self._by_places(args[1])
         result = function(*args, **kwargs)
+        # a symbol has no history of its own: what it was made from is noted here
         if function is Tensor.item and isinstance(result, _SYMBOLIC):
             self._symbols[str(result.node.expr)] = self._made(args[0])
         self._note_sizes(result)
@@ -100,6 +101,7 @@ class Decisions(TorchFunctionMode):
         return self._asked(tensor, kind, self._made(tensor))
 
     def _asked(self, value: Any, kind: Kind, made: str) -> Answer:
+        # the key is the computation, and not the line: equal computations have equal answers
         key = made and f"{kind} of {made}"
         if key not in self._known:
             raise Asked(value, kind, key)
@@ -178,6 +180,7 @@ def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
         return sum(bool(expression.is_number) for expression in self.replacements.values())
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # a guard that is no truth value, or a symbol less, is a size that has become a number
         before = len(self.guards), fixed(self)
         answer = decide(self, *args, **kwargs)
         is_truth = isinstance(answer, bool) or getattr(answer, "is_Boolean", False)

@@ -84,10 +84,12 @@ class TracingGuard(CaptureGuard):
         ]
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        # set for real, and put back afterwards: the library makes it anew
         if name in _CACHES:
             table = vars(module)
             self._undo.append(partial(put, table, name, table.get(name, MISSING)))
             return False
+        # a buffer that is assigned becomes a write into the one that is there
         path = f"{path or 'self'}.{name}"
         if self._buffers.assign(module, name, value, path):
             return True

@@ -125,6 +125,7 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
     own = {place: number for number, (_, places) in enumerate(calls) for place in places}
     mine: list[list[str]] = [[] for _ in calls]
     for clause in clauses:
+        # only the last call knows all the sizes; what depends on memory layout is no size
         about = [own[place] for place, _ in sizes_in(clause) if place in own]
         if about and not any(int(place) in own for place in _LAYOUT.findall(clause)):
             mine[max(about)].append(clause)

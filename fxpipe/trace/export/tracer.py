@@ -67,6 +67,7 @@ def export(request: Request) -> Program:
         if not counted:
             return program
         # one entry for each image, say: the capture holds for that number of them
+        # captured again with that dimension as a number
         made_again = made(replace(request, varying=request.varying - counted))
         looks = " and ".join(f"forward looks at entries of a list that {call.name} returns" for call in opened)
         lines = [f"{looks}, so each number of them takes a capture", *dict.fromkeys(one.opened_at for one in lists)]
@@ -107,6 +108,7 @@ def _export_regions(request: Request) -> Program:
     program = _export(request)
     if not any(guard.is_of_few for guard in _guards(program)):
         return program
+    # with sizes of 3 in place of 0 and 1, of which torch.export makes special cases
     try:
         wider = _export(replace(request, seen={key: seen.general for key, seen in request.seen.items()}))
     except TraceError:
@@ -260,6 +262,7 @@ class ExportedCall:
 
     def result(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
         """What forward returns for these inputs."""
+        # of the last run of forward, where there are several
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)

@@ -136,11 +136,13 @@ class _Observer:
         finally:
             hook.remove()
             self._inside = None
+        # a write through .data is not counted in the version, and is seen where it happens
         writes = [
             name
             for name, tensor in tensors.items()
             if _state_of(tensor) != states[name] or storage_of(tensor) in touched.writes
         ]
+        # of the submodules that it called, the outermost: they hold the others
         paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
         parts = tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
         reads = dict.fromkeys(
@@ -240,6 +242,7 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
     for node, kept in calls.items():
         others = (other for other in program.graph.nodes if of.get(other) != of[node])
         read = {name for other in others for name in _read_by(program, other)}
+        # what it was seen to write is ordered by the graph; anything else must stay as it is
         names = sorted(read - set(program.effects[node.name].writes))
         kept.watch = partial(_unchanged, kept.name, program.module, names, changed)
 

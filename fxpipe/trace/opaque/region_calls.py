@@ -46,6 +46,7 @@ class RegionCall:
     @property
     def effects(self) -> Effects:
         """It may return what it is given, and may draw random numbers another time."""
+        # the worst that it may do in another step: which numbers it looks at is not known
         shares, seen = tuple(range(len(self.values))), self.seen
         return Effects(seen.reads, seen.writes, shares, draws_random=True, is_rehearsed=True)
 
@@ -88,6 +89,7 @@ class Regions:
         return {call.target: call.effects for call in self.calls}
 
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # a tracer that rehearses a part of the model calls regions for what they return
         if self.runs():
             with aside():
                 return inner(*args, **kwargs)

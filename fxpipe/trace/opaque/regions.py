@@ -76,6 +76,7 @@ def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int]
         is_one = many.shape[:1] == (1,)  # one image may be several
         return replace(many, shape=(sizes.get(1, 1), *many.shape[1:])) if is_one else many
     if type(returned) in (list, tuple):
+        # one entry for each image: as many as there are images now
         parts = [_guessed(part, sizes, lengths, entries) for part in returned]
         if entries.get(len(parts), len(parts)) != len(parts) and _are_containers_alike(parts):
             return type(returned)(parts[:1] * entries[len(parts)])
@@ -108,6 +109,7 @@ def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:
     shape = tuple(size if dim in fixed else sizes.get(size, size) for dim, size in enumerate(like.shape))
     if shape == like.shape:
         return like
+    # the strides of a dense tensor whose dimensions lie in memory in the same order
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like.stride[dim], -dim)):
         stride[dim], step = step, step * max(shape[dim], 1)
