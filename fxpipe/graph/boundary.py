@@ -36,7 +36,7 @@ class Gathered:
     modes: frozenset[Mode]
 
 
-_NO_TENSOR = (bool, int, float, complex, str, bytes)
+_PLAIN = (bool, int, float, complex, str, bytes)
 Recorder = Callable[[Any, str | None, Gather | None], Any]
 
 
@@ -72,8 +72,7 @@ def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = N
             be gathered is not said as above.
     """
     # nearly all calls end here: outside of a capture a boundary costs a function call
-    is_plain = not (_here.recorder or gather or group or type(value) in _NO_TENSOR)
-    return value if is_plain else _record(value, name, gather, group)
+    return _record(value, name, gather, group) if _here.recorder or gather or group or type(value) in _PLAIN else value
 
 
 def _record(value: T, name: str | None, mode: Mode | None, group: int | None) -> T:
@@ -86,7 +85,7 @@ def _record(value: T, name: str | None, mode: Mode | None, group: int | None) ->
                 f"stage_boundary gathers {gather.mode!r} inside stage {_here.stage!r}, which is not captured: nothing "
                 "is gathered there, and the loss would be another; compile the model itself"
             )
-        if isinstance(value, _NO_TENSOR):
+        if isinstance(value, _PLAIN):
             raise TraceError(f"stage_boundary is given {shown(value)}; give it the tensors that cross the cut")
         return value
     if not _here.ignored:

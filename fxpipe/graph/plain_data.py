@@ -31,6 +31,7 @@ _NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
 _CONSTANTS: dict[str, Any] = {str(one): one for one in vars(torch).values() if isinstance(one, _NAMED_BY_TORCH)}
 _CONSTANTS |= {one.__name__: one for one in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
 _CONSTANTS["..."] = ...
+_NAMES = {id(one): name for name, one in _CONSTANTS.items()}
 _REFUSED = "refused"
 _admitted: dict[str, type] = {}
 
@@ -103,10 +104,8 @@ def _told(value: Any) -> Any:
     if cls in _PLAIN:
         parts_of, _ = _PLAIN[cls]
         return [cls.__name__, *map(_told, parts_of(value))]
-    if isinstance(value, _NAMED_BY_TORCH | type) or value is ...:
-        name = "..." if value is ... else value.__name__ if isinstance(value, type) else str(value)
-        if _CONSTANTS.get(name) is value:
-            return ["constant", name]
+    if id(value) in _NAMES:
+        return ["constant", _NAMES[id(value)]]
     if _admitted.get(cls.__name__) is cls:
         return ["value", cls.__name__, *(_told(getattr(value, field)) for field in _fields(cls))]
     name = f"{cls.__module__}:{cls.__qualname__}"

@@ -235,14 +235,6 @@ class SizeOf(str):
     dim: int
 
     @staticmethod
-    def make(name: str, steps: Sequence[Step], dim: int) -> SizeOf:
-        """Of the input ``name``."""
-        words = "".join(f"[{key!r}]" if step is operator.getitem else f".{key}" for step, key in steps)
-        made = SizeOf(f"{name}{words}.shape[{dim}]")
-        made.input, made.steps, made.dim = name, tuple(steps), dim
-        return made
-
-    @staticmethod
     def asked(node: fx.Node) -> SizeOf | None:
         """What a node that asks for a size asks for; None where that is no input's."""
         source, dim = node.args
@@ -252,7 +244,10 @@ class SizeOf(str):
             source = source.args[0]
         if not isinstance(source, fx.Node) or source.op != "placeholder" or not isinstance(dim, int):
             return None
-        return SizeOf.make(str(source.target), steps, dim)
+        words = "".join(f"[{key!r}]" if step is operator.getitem else f".{key}" for step, key in steps)
+        made = SizeOf(f"{source.target}{words}.shape[{dim}]")
+        made.input, made.steps, made.dim = str(source.target), tuple(steps), dim
+        return made
 
     def of(self, inputs: Mapping[str, Any]) -> int:
         """The number. ``inputs``: by name, with tensors or what is like them."""

@@ -151,7 +151,8 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
             return path, function
         if name == "forward":
             return (path, "") if path else None  # there is no part of the model that its own forward is in
-        if not hasattr(nn.Module, name) and _code_of(owner, name) is frame.f_code:  # no function that is called so, too
+        # a method of its class, and no function that has the name of one
+        if not hasattr(nn.Module, name) and _code_of(type(owner), name) is frame.f_code:
             return path, name
     return None
 
@@ -159,24 +160,21 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
 def _property_of(owner: nn.Module, frame: FrameType, inner: FrameType) -> str:
     """The property of a module, such as transformers' ``loss_function``, whose value is the function that runs in
     ``inner``; "" where it is none."""
-    for name in frame.f_code.co_names:
-        if isinstance(getattr(type(owner), name, None), property):
-            function = inspect.unwrap(getattr(owner, name, None) or _property_of)
-            if getattr(function, "__code__", None) is inner.f_code:
-                return name
-    return ""
+    names = (name for name in frame.f_code.co_names if isinstance(getattr(type(owner), name, None), property))
+    return next((name for name in names if _code_of(owner, name) is inner.f_code), "")
 
 
-def _code_of(owner: nn.Module, method: str) -> Any:
-    """None for what has no code of Python's."""
-    return getattr(inspect.unwrap(getattr(type(owner), method, None) or _code_of), "__code__", None)
+def _code_of(owner: Any, method: str) -> Any:
+    """The code of a module's method, or of a class's; None for what has no code of Python's."""
+    function = getattr(owner, method, None)
+    return function and getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _is_cut(path: str, request: Request, method: str = "") -> bool:
     """Whether a cut lies inside of a submodule, or in a part of it that the code of this method names."""
     prefix = f"{path}." if path else ""
     parts = {cut.removeprefix(prefix).split(".")[0] for cut in request.cuts if cut.startswith(prefix)}
-    code = _code_of(request.module.get_submodule(path), method) if method else None
+    code = _code_of(type(request.module.get_submodule(path)), method) if method else None
     return bool(parts if not method else code is not None and parts & set(code.co_names))
 
 

@@ -59,11 +59,10 @@ class Decisions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _KINDS.get(function)
-        if kind == "truth" and _is_asked(args[0]):
-            return self._of_tensor(args[0], kind)
-        if kind is not None and self._numbers and _is_asked(args[0]) and not args[0].is_floating_point():
+        is_asked = kind is not None and _is_asked(args[0])
+        if is_asked and (kind == "truth" or (self._numbers and not args[0].is_floating_point())):
             is_truth = kind == "number" and args[0].dtype == torch.bool
-            return _as_lists(self._of_tensor(args[0], "truth" if is_truth else kind))
+            return _as_lists(self._asked(args[0], "truth" if is_truth else kind, self._made(args[0])))
         if self._numbers and function is Tensor.__getitem__:
             args = args[0], self._by_places(args[1])
         result = function(*args, **kwargs)
@@ -96,9 +95,6 @@ class Decisions(TorchFunctionMode):
 
     def _made(self, tensor: Tensor) -> str:
         return computation_of(tensor, self._nodes, torch.ops.fxpipe.boundary.default)
-
-    def _of_tensor(self, tensor: Tensor, kind: Kind) -> Any:
-        return self._asked(tensor, kind, self._made(tensor))
 
     def _asked(self, value: Any, kind: Kind, made: str) -> Answer:
         # the key is the computation, and not the line: equal computations have equal answers

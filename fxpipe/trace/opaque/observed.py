@@ -41,11 +41,11 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     names = first_names(request.module)
     for region in request.whole:
         if region.returns is not None:
-            parts = (region.path,) if region.method == "__call__" else ()
-            used = [tensor for path in parts for tensor in all_tensors(request.module.get_submodule(path)).values()]
-            reads = dict.fromkeys(names[id(tensor)] for tensor in used)
+            is_method = region.method != "__call__"
+            used = {} if is_method else all_tensors(request.module.get_submodule(region.path))
+            reads = dict.fromkeys(names[id(tensor)] for tensor in used.values())
             returned = _described(region, region.returns, may_need_gradient=True)
-            found[region.name, 0] = SeenCall(returned, parts, tuple(reads))
+            found[region.name, 0] = SeenCall(returned, () if is_method else (region.path,), tuple(reads))
     return found
 
 
