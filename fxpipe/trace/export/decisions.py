@@ -59,8 +59,7 @@ class Decisions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _KINDS.get(function)
-        is_asked = kind is not None and _is_asked(args[0])
-        if is_asked and (kind == "truth" or (self._numbers and not args[0].is_floating_point())):
+        if kind is not None and self._answers(kind, args[0]):
             is_truth = kind == "number" and args[0].dtype == torch.bool
             return _as_lists(self._asked(args[0], "truth" if is_truth else kind, self._made(args[0])))
         if self._numbers and function is Tensor.__getitem__:
@@ -71,6 +70,9 @@ class Decisions(TorchFunctionMode):
             self._symbols[str(result.node.expr)] = self._made(args[0])
         self._note_sizes(result)
         return result
+
+    def _answers(self, kind: Kind, value: Any) -> bool:
+        return _is_asked(value) and (kind == "truth" or (self._numbers and not value.is_floating_point()))
 
     def _by_places(self, index: Any) -> Any:
         """An index with the places that a mask picks in place of the mask: inputs may decide how many these are,
