@@ -100,7 +100,7 @@ class _ModesInGraph:
         """The modes, in which a block is the same after a block inside it; None where nothing is changed."""
         if not self._autocasts and not self._other_grad:
             return None
-        # a with block is the same after a block inside it: so blocks are told by those they stand in
+        # a with block is the same after a block inside it: so a block is known by those around it
         innermost = {region.device: region for _, region in self._autocasts}
         place = (*(number for number, _ in self._autocasts), -self._other_grad)
         number = self._regions.setdefault(place, len(self._regions) + 1)
