@@ -383,41 +383,6 @@ def test_a_default_device_changes_nothing() -> None:
     assert_alike(on_two_ranks(body)[1], {"x": numbers(3.0), "n": 4})
 
 
-@every_seed
-def test_described_and_undescribed_messages_of_one_pair_keep_their_order(seed: int) -> None:
-    """As when a micro-batch that had no weight in the first step has some in the second; taken in another order than
-    they come in."""
-    steps = [[0, 2], [0, 1, 2, 3], [1, 3, 4], [0, 1, 2, 3, 4]]
-    values = [{place: numbers(10 * step + place, 1 + place) for place in places} for step, places in enumerate(steps)]
-    found = ran([("kind", None, each) for each in values], seed, order=lambda places: sorted(places, reverse=True))
-    for one, each in zip(found, values, strict=True):
-        assert_alike(one.taken, list(each.values()))
-
-
-@every_seed
-def test_activations_and_gradients_pass_each_other(seed: int) -> None:
-    def body(rank: int, exchange: ByMessage, _: Recording) -> list[float]:
-        taken = []
-        for step in range(3):
-            exchange.begin("kind")
-            if rank == 0:
-                exchange.send(forward(0), numbers(step))
-                exchange.send(forward(1), numbers(step + 0.5))
-                for microbatch in (0, 1):
-                    exchange.post(gradient(microbatch))
-                    taken.append(exchange.take(gradient(microbatch))[0].item())
-                    exchange.release(forward(microbatch))
-            else:
-                for microbatch in (0, 1):
-                    exchange.post(forward(microbatch))
-                for microbatch in (0, 1):
-                    exchange.send(gradient(microbatch), 10 * exchange.take(forward(microbatch)))
-            exchange.finish()
-        return taken
-
-    assert on_two_ranks(body, seed)[0] == [0, 5, 10, 15, 20, 25]
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [

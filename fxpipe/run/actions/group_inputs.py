@@ -155,7 +155,7 @@ class GroupInputs:
         is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
         if len(fits) == 1 or (fits and is_alone):
             return fits[0]
-        text += f" has shapes {_shapes(column)} for micro-batches of {list(rows)} rows:"
+        text += f" has shapes {shapes_of(column)} for micro-batches of {list(rows)} rows:"
         if not fits:
             raise RunError(
                 f"{text} none of its dimensions is that of its rows; give it one in front of the boundary (where it "
@@ -179,7 +179,7 @@ class GroupInputs:
     def _check_alike(self, text: str, leaves: Sequence[Any], places: Sequence[int | None]) -> None:
         """RunError on all replicas where their rows do not go together. A collective call of them."""
         facts = [
-            (leaf.dtype, leaf.requires_grad, _beside(leaf, place)) if place is not None else None
+            (leaf.dtype, leaf.requires_grad, beside(leaf, place)) if place is not None else None
             for leaf, place in zip(leaves, places, strict=True)
         ]
         if len(set(self._transport.gather_int("data", digest_of(map(str, facts))))) > 1:
@@ -226,11 +226,12 @@ def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
     return padded
 
 
-def _shapes(column: Sequence[Tensor]) -> str:
+def shapes_of(column: Sequence[Tensor]) -> str:
+    """For an error."""
     return ", ".join(str(list(part.shape)) for part in column)
 
 
-def _beside(tensor: Tensor, place: int) -> tuple[int, ...]:
+def beside(tensor: Tensor, place: int) -> tuple[int, ...]:
     """A tensor's sizes in all dimensions but that of its rows."""
     sizes = list(tensor.shape)
     del sizes[place]
@@ -241,9 +242,9 @@ def _in_a_row(text: str, column: Sequence[Any], place: int | None) -> Any:
     """The parts of a group in a row, or what it has once. RunError for parts that do not go together."""
     if place is None:
         return column[0]
-    if len({_beside(part, place) for part in column}) > 1:
+    if len({beside(part, place) for part in column}) > 1:
         raise RunError(
-            f"{text} is gathered, and has shapes {_shapes(column)}, which differ beside its rows; pad it to one "
+            f"{text} is gathered, and has shapes {shapes_of(column)}, which differ beside its rows; pad it to one "
             "size in all micro-batches, in the batch or in front of the boundary"
         )
     return concatenated(column, place)

@@ -15,6 +15,7 @@ from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.plan.inputs.rows import is_entries
 from fxpipe.progress import log
+from fxpipe.run.actions.group_inputs import beside, shapes_of
 from fxpipe.run.step.step_outcome import differing
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_mapping, shown
@@ -175,10 +176,10 @@ class _Joining:
         along = self._rows_along(column, where)
         if along is None:
             return Entries(list(column))
-        if len({part.shape[:along] + part.shape[along + 1 :] for part in column}) > 1:
+        if len({beside(part, along) for part in column}) > 1:
             raise RunError(
-                f"{_called(where)} has shapes {_shapes(column)}, one for each micro-batch or group of them, which are "
-                f"of different sizes beside their rows, in dimension {along}: what is computed between the rows of "
+                f"{_called(where)} has shapes {shapes_of(column)}, one for each micro-batch or group of them, which "
+                f"are of different sizes beside their rows, in dimension {along}: what is computed between the rows of "
                 "one, such as logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which "
                 "puts one under the other; or return what it is computed from, and compute it of evaluate's output"
             )
@@ -201,7 +202,7 @@ class _Joining:
             along = self.known.dims.get(key)
             if len(column) > 1 and along not in fits:
                 raise RunError(
-                    f"{_called(where)} has shapes {_shapes(column)} for micro-batches of {sizes} rows, so that "
+                    f"{_called(where)} has shapes {shapes_of(column)} for micro-batches of {sizes} rows, so that "
                     f"dimensions {fits[0]} and {fits[1]} could both be that of its rows, or of those of a packed "
                     "input; make them differ: with another number of micro-batches or rows, or by .unsqueeze(0) where "
                     "its rows are in dimension 0"
@@ -209,7 +210,7 @@ class _Joining:
             return fits[0] if along is None else along
         if len({part.dim() for part in column}) > 1:
             raise RunError(
-                f"{_called(where)} has as many dimensions as rows allow, shapes {_shapes(column)} for micro-batches "
+                f"{_called(where)} has as many dimensions as rows allow, shapes {shapes_of(column)} for micro-batches "
                 f"of {sizes} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which "
                 "dimension is meant"
             )
@@ -221,7 +222,7 @@ class _Joining:
             dims = [dim for dim in range(1, column[0].dim()) for each in several if _are(column, dim, each)]
             if dims and len(column) > 1 and any(part.shape[dims[0]] != 1 for part in column):
                 raise RunError(
-                    f"{_called(where)} of shapes {_shapes(column)} has as many in dimension {dims[0]} as there are "
+                    f"{_called(where)} of shapes {shapes_of(column)} has as many in dimension {dims[0]} as there are "
                     "rows, which are looked for in dimension 0: return it transposed, with its rows there; or, where "
                     "it has several for each row, with .unflatten(0, (-1, several)); or leave it out: "
                     'evaluate(outputs="loss")'
@@ -229,18 +230,14 @@ class _Joining:
             return 0
         self.known.apart.add(where)
         log(
-            f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {_shapes(column)} for "
-            f"micro-batches of {sizes} rows"
+            f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes_of(column)} "
+            f"for micro-batches of {sizes} rows"
         )
         return None
 
 
 def _called(where: Where) -> str:
     return f"output {'.'.join(map(str, where))!r}" if where else "an output"
-
-
-def _shapes(column: Sequence[Tensor]) -> str:
-    return ", ".join(str(list(part.shape)) for part in column)
 
 
 def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
