@@ -115,14 +115,13 @@ def save(
         place = begun[0]
         # A collective call: made by all ranks or by none.
         costs = steps.recorder.known_costs() if all(one["has_costs"] for one in begun) else None
-        plans: list[RankPlan] = []
         try:
-            everyone = agreed(gathering, lambda: _plan(forward_backward, steps, optimizer, given, extra, costs, plans))
             versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
             run, ties = _run_id(), ties_of(steps.module)
             manifest = Manifest(step, place["number"], "", run, steps.topology.axes, versions, {}, ties)
-            job = _Job(Path(place["partial"]), keep, manifest, plans[0], _state_file(everyone))
-            agreed(gathering, lambda: job.settle([one["plan"] for one in everyone], copies=not block))
+            job = _Job(Path(place["partial"]), keep, manifest)
+            everyone = agreed(gathering, lambda: job.collect(forward_backward, steps, optimizer, given, extra, costs))
+            agreed(gathering, lambda: job.settle(everyone, copies=not block))
             beside = None if block else gathering_beside(steps.transport, place["token"])
             if beside is not None:
                 saver.pending = _write_later(job, beside, steps.state.device, saver.lock)
@@ -222,47 +221,9 @@ def _run_id() -> str:
     return next((name for name in given if name != "none"), "") or uuid.uuid4().hex[:12]
 
 
-def _plan(
-    forward_backward: ForwardBackward,
-    steps: Steps,
-    optimizer: Any,
-    stateful: Mapping[str, Any],
-    extra: Any,
-    costs: Costs | None,
-    found: list[RankPlan],
-) -> dict[str, Any]:
-    """What this rank has, and its plain data."""
-    module, stages = forward_backward.module, forward_backward.stages.names
-    run = {"number": steps.number, "seed": steps.seed, "stages": list(stages)}
-    plain: dict[str, Any] = {
-        "extra": extra,
-        "random": RandomState([steps.state.device]).numbers,
-        "run": {**run, "costs": None if costs is None else asdict(costs)},
-        **{name: one.state_dict() for name, one in stateful.items() if one is not None},
-    }
-    model = module.state_dict()
-    if steps.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
-        plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(module, model)}
-    digests, trees, tensors = plain_parts(plain)
-    states: dict[str, Any] = {name: one.state_to_fill(()) for name, one in savable(optimizer, module).items()}
-    # One state dict for model and optimizers: torch's planner divides the writing over ranks.
-    states["model"] = model
-    if "scheduler" in plain:
-        states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
-    if tensors:
-        states[PLAIN] = tensors
-    found.append(RankPlan(states, steps.transport.rank))
-    return {"plan": found[0].message(), "parts": digests, "trees": trees}
-
-
-def _state_file(everyone: Sequence[Any]) -> str:
-    trees = {digest: tree for one in everyone for digest, tree in one["trees"].items()}
-    return json.dumps({"ranks": [one["parts"] for one in everyone], "trees": trees})
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Job:
-    """What a rank does for a checkpoint once all know who writes what.
+    """What a rank does for a checkpoint: ``collect``, ``settle`` with what all have collected, ``write``.
 
     ``manifest``: of it, but for files and time. ``state``: all ranks' plain data, as JSON.
     """
@@ -270,12 +231,46 @@ class _Job:
     partial: Path
     keep: int | None
     manifest: Manifest
-    plan: RankPlan
-    state: str
+    plan: RankPlan = field(init=False)
+    state: str = field(init=False)
 
-    def settle(self, messages: Sequence[Any], copies: bool) -> None:
+    def collect(
+        self,
+        forward_backward: ForwardBackward,
+        steps: Steps,
+        optimizer: Any,
+        stateful: Mapping[str, Any],
+        extra: Any,
+        costs: Costs | None,
+    ) -> dict[str, Any]:
+        """What this rank has, for the others, and its plain data."""
+        module, stages = forward_backward.module, forward_backward.stages.names
+        run = {"number": steps.number, "seed": steps.seed, "stages": list(stages)}
+        plain: dict[str, Any] = {
+            "extra": extra,
+            "random": RandomState([steps.state.device]).numbers,
+            "run": {**run, "costs": None if costs is None else asdict(costs)},
+            **{name: one.state_dict() for name, one in stateful.items() if one is not None},
+        }
+        model = module.state_dict()
+        if steps.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
+            plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(module, model)}
+        digests, trees, tensors = plain_parts(plain)
+        states: dict[str, Any] = {name: one.state_to_fill(()) for name, one in savable(optimizer, module).items()}
+        # One state dict for model and optimizers: torch's planner divides the writing over ranks.
+        states["model"] = model
+        if "scheduler" in plain:
+            states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
+        if tensors:
+            states[PLAIN] = tensors
+        self.plan = RankPlan(states, steps.transport.rank)
+        return {"plan": self.plan.message(), "parts": digests, "trees": trees}
+
+    def settle(self, everyone: Sequence[Any], copies: bool) -> None:
         """Finds what this rank writes. CheckpointError where it does not see the folder."""
-        self.plan.settle(messages)
+        self.plan.settle([one["plan"] for one in everyone])
+        trees = {digest: tree for one in everyone for digest, tree in one["trees"].items()}
+        self.state = json.dumps({"ranks": [one["parts"] for one in everyone], "trees": trees})
         if not self.partial.is_dir():
             raise CheckpointError(
                 f"{self.partial}, which rank 0 has made, is not there for this rank; give a folder that all ranks share"
