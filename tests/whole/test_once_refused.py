@@ -276,12 +276,8 @@ class LayerDrop(Layers):
         return x
 
 
-@pytest.mark.parametrize(
-    "skips",
-    [lambda: torch.rand([]) < 0.0, lambda: torch.rand(()) > 1.0, lambda: not torch.rand([]) >= 0],
-    ids=["rand < 0", "0 > rand", "not rand >= 0"],
-)
-def test_a_branch_on_a_drawn_number_that_is_certain_is_decided(skips: Callable[[], Any]) -> None:
+def test_a_branch_on_a_drawn_number_that_is_certain_is_decided() -> None:
+    skips = lambda: torch.rand([]) < 0.0  # noqa: E731
     assert_trains(lambda: LayerDrop(skips), [vectors(0), vectors(1)], ["layers.1", "layers.3"], 3)
 
 
