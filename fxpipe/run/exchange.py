@@ -62,8 +62,8 @@ class WireExchange:
         self.arriving: dict[_Wire, tuple[_WireLayout, _Buffers]] = {}
 
     def port(self, message: Message, varies: bool = False) -> _Wire:
-        """A message's, the same object in all steps. ``varies``: whether it may look otherwise each time; both ends say
-        so alike."""
+        """A message's, the same object in all steps. ``varies``: whether it may look otherwise each time; the
+        same at both ends."""
         if (message, varies) not in self._ports:
             pair = message.sender, message.receiver
             line = self._lines.setdefault(pair, _Receives(self, pair))
@@ -137,8 +137,8 @@ class _Receives:
             if self._header is None:
                 self._header = self._receive(HEADER)
             return
-        # What comes next, as long as it is small and described. Where it is posted, is planned to be later, at the
-        # latest: to post it now cannot make anybody wait.
+        # Post what comes next, too, as long as it is small and described. It would be posted later anyway, so that
+        # nobody waits because it is posted now.
         # On a GPU each receive occupies the stream of its communicator: there none is posted early.
         left = BURST if self._exchange.device.type == "cpu" else 0
         while self._place < len(self.coming):

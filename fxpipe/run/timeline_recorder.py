@@ -56,7 +56,7 @@ class TimelineRecorder:
             return self.costs(None)
         except PeerLost:
             raise
-        except RunError:  # of which all ranks raise the same
+        except RunError:  # all ranks raise the same
             return None
 
     def stopwatch(self) -> Stopwatch:

@@ -41,8 +41,8 @@ class StepInput:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight, or that of its group, where the loss is of a group.
     ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
-    ``number``: its own, from 0. ``extremes``: what looks at whether the stages' outputs are finite. ``proves``: whether
-    it is looked at that what is recomputed is what was computed, and how large values are."""
+    ``number``: its own, from 0. ``extremes``: records whether the stages' outputs are finite. ``proves``: whether
+    the step compares a recomputation with its forward, and measures how large values are."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -63,7 +63,7 @@ class StepResult:
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
     bytes_of: dict[Edge, int] = field(default_factory=dict)
-    """What its edges carry, where that is looked at."""
+    """What its edges carry, where the step measures that."""
 
 
 @dataclass(frozen=True)

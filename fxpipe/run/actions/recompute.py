@@ -31,9 +31,9 @@ def without_graph(value: Any) -> Any:
 
 
 class Kept:
-    """What of a stage's forward is kept until it runs again: made before it, and notified when it has run.
+    """What a stage keeps of its forward until it runs again. Made before the forward, and notified behind it.
 
-    ``proves``: whether it is looked at that the second run makes what the first one made.
+    ``proves``: whether the second run's outputs are compared with the first one's.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Kept:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Around the second run, which begins where the first one did; afterwards all is as it is now. RunError where
-        what the stage was given has been written since."""
+        """Around the second run: it begins where the first one did, and all that it writes is put back behind it.
+        RunError where the stage's inputs or parameters were written since the first run."""
         if _versions(self.inputs) != self._versions:
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
@@ -189,7 +189,7 @@ class SideEffects:
         self._writes, self.is_known, self._is_new = list(self._written.values()), True, False
 
     def _shows(self, one: Numbers) -> bool:
-        """Whether a tensor was written: on a GPU the numbers are looked at, which waits for them, in the first step."""
+        """Whether a tensor was written. On a GPU comparing numbers waits for them: only the first step does so."""
         return one.was_bumped or ((self._is_new or one.tensor.is_cpu) and one.was_written)
 
     def versions(self) -> list[int]:
@@ -234,7 +234,7 @@ class EffectsOf:
 
 
 class _Shallow(nn.Module):
-    """A module as it is without its submodules, for whoever goes through a module's parts."""
+    """A module without its submodules, for whoever goes through a module's parts."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -44,8 +44,8 @@ class BatchCheck:
 
     Checked are the first 3 calls of each plan and every 100th of them, in training and in evaluation, and the first 3
     with each of the first 8 kinds of batch. Over a pipe group the inputs that two or more ranks were given must be
-    equal; so must, in the first 3 steps and every 100th, those of a tensor group. In these steps replicas whose batches
-    are equal are warned of, once, and so, once, are ranks of a pipe group that have no input in common. ``sampled``:
+    equal; so must, in the first 3 steps and every 100th, those of a tensor group. In these steps one rank warns,
+    once, of replicas whose batches are equal, and of ranks of a pipe group that have no input in common. ``sampled``:
     whether ``topo.sampler`` draws the rows, so that they match without having been compared.
     """
 
@@ -73,7 +73,7 @@ class BatchCheck:
         """Compares what the call before has left. A collective call of all ranks.
 
         Raises:
-            RunError: an input differs; on all ranks of the pipe group, or tensor group, alike.
+            RunError: an input differs; all ranks of the pipe group, or tensor group, raise it.
         """
         if self._left is None:
             return
@@ -246,8 +246,8 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """What gives a copy of a tensor as it is now: making it does not wait, and the call waits for what stood in front
-    of it on the device, and for nothing behind it."""
+    """Starts a copy to the host and returns at once; the call that it returns waits for the copy, and for no later work
+    of the device."""
     if not tensor.is_cuda:
         copy = tensor.detach().clone()  # the user may write into theirs
         return lambda: copy

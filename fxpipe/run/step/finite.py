@@ -98,7 +98,7 @@ class Watch:
         self._over = False  # a warning is given once
 
     def begin(self) -> Extremes | None:
-        """A step begins; where its stages' outputs are to be looked at."""
+        """A step begins. Returns the record for its stages' outputs; None once a warning was given."""
         self._extremes = None if self._over else Extremes()
         return self._extremes
 

@@ -49,7 +49,7 @@ class RowsOf:
     """How many rows each of the outputs has that are put together, and in which dimensions they may be: the inputs',
     and the first; where all inputs are packed, ``along`` is empty.
 
-    ``packed``: (dimension, sizes) of packed inputs, of which an output may have as many rows, such as tokens.
+    ``packed``: (dimension, sizes) of packed inputs: an output may have as many rows as one of them, such as tokens.
     ``in_lists``: whether an input is a list with an entry for each row, so that lists of outputs may be so, too;
     lists of dicts may always.
     """

@@ -41,8 +41,8 @@ def differing(transport: Transport, fact: Any) -> list[Any]:
 
     A collective call of the data axis.
     """
-    alike = len(set(transport.gather_int("data", digest_of([repr(fact)])))) == 1
-    return [] if alike else transport.gather("data", fact)
+    is_one = len(set(transport.gather_int("data", digest_of([repr(fact)])))) == 1
+    return [] if is_one else transport.gather("data", fact)
 
 
 class LossMessage:
@@ -93,7 +93,7 @@ def conclude(
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
 
-    ``step``: the losses, on the ranks that have some, of which the first puts them together. The parts of a mean have
+    ``step``: the losses, on the ranks that have some; the first of these puts them together. The parts of a mean have
     been weighted by their share of the whole step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are
     its gradients. ``known``: the form of this loss, from an earlier step; with it nothing but numbers travels.
     """
@@ -258,7 +258,7 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
 
 
 CHECKED_NUMBERS = 3
-"""In how many calls it is looked at what number of items the user gives: it waits for the device."""
+"""How many calls check the number of items that the user gives: each waits for the device."""
 
 
 class ItemNumbers:
