@@ -13,16 +13,7 @@ from fxpipe.passes.union import Union
 
 def alias_groups(program: Program) -> Program:
     """Fills ``Program.written``; PartitionError where a private copy would hide a write from a later reader."""
-    memory = Union(program.graph.nodes)
-    together = Union(program.graph.nodes)  # and with it those who write into it, whatever they return
-    for node in program.graph.nodes:
-        # A batch norm writes its running mean and returns a new tensor: it must run with all that use the mean, but
-        # what it returns is no part of that memory.
-        apart = writes_apart(program, node)
-        for source in aliased(program, node):
-            together.join(node, source)
-            if not apart:
-                memory.join(node, source)
+    memory, together = shared_memory(program), shared_memory(program, with_writers=True)
     first_write: dict[fx.Node, fx.Node] = {}  # by what is written: the first of each memory
     for node in program.graph.nodes:
         for target in written(program, node):
@@ -31,6 +22,17 @@ def alias_groups(program: Program) -> Program:
     roots = {together.find(target) for target in first_write}
     groups = [group for group in together.groups() if together.find(group[0]) in roots]
     return program.replace(written=tuple(frozenset(node.name for node in group) for group in groups))
+
+
+def shared_memory(program: Program, with_writers: bool = False) -> Union[fx.Node]:
+    """The nodes by the memory that they may share; with those who write into it, whatever they return, if wanted."""
+    memory = Union(program.graph.nodes)
+    for node in program.graph.nodes:
+        # A batch norm writes its running mean and returns a new tensor: it must run with all that use the mean, but
+        # what it returns is no part of that memory.
+        for source in aliased(program, node) if with_writers or not writes_apart(program, node) else ():
+            memory.join(node, source)
+    return memory
 
 
 def holders_of_written(program: Program) -> list[list[fx.Node]]:

@@ -74,13 +74,8 @@ def blocks(program: Program) -> Blocks:
 
 def _join_cycles(flow: _Flow) -> None:
     """Units that wait for each other become one."""
-    units = flow.units
-    after: dict[fx.Node, set[fx.Node]] = {units.find(node): set() for node in flow.nodes}
-    for edge in flow.edges:
-        if not units.same(edge.source, edge.target):
-            after[units.find(edge.source)].add(units.find(edge.target))
-    for component in components(after):
-        units.join(*component)
+    for component in components(flow.after(flow.units)):
+        flow.units.join(*component)
 
 
 def _join_unused(flow: _Flow, result: set[fx.Node]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.graph.program import Program, before_boundary, is_assertion, is_boundary, is_boundary_value
-from fxpipe.passes.effects import acts, aliased, written_now
+from fxpipe.passes.alias_groups import shared_memory
+from fxpipe.passes.effects import acts, written_now
 from fxpipe.passes.union import Union
 
 
@@ -16,10 +17,7 @@ def drop_unused(program: Program) -> Program:
     """Program → the same program, without nodes that change neither its result nor what the model holds."""
     program = program.with_own_graph()
     graph = program.graph
-    memory = Union(graph.nodes)
-    for node in graph.nodes:
-        for source in aliased(program, node):
-            memory.join(node, source)
+    memory = shared_memory(program, with_writers=True)
     # Backwards, so that a write is met when all that reads its memory afterwards is known.
     lasting = {memory.find(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for node in reversed(list(graph.nodes)):

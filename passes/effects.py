@@ -59,10 +59,10 @@ _RANDOM_MODULES = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-_RANDOM_FUNCTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "gumbel_softmax"})
+_RANDOM_FUNCTIONS = frozenset("scaled_dot_product_attention multi_head_attention_forward gumbel_softmax".split())
 _SWITCHED = frozenset("scaled_dot_product_attention lstm gru rnn_tanh rnn_relu rrelu".split())
 """What draws random numbers only where an argument asks for it."""
-_CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"})
+_CASTS = frozenset("to type_as float double half bfloat16 int long bool cpu cuda".split())
 """What returns its argument itself, or else a copy of another type or on another device."""
 
 

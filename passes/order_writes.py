@@ -6,8 +6,6 @@ would put it into the wrong stage. After this pass the order of writes and reads
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import fx
 
 from fxpipe.errors import PartitionError
@@ -33,7 +31,7 @@ def order_writes(program: Program) -> Program:
         # Only what comes later reads the written value; earlier readers keep the old one.
         result = _as_expression(program.graph, node)
         if result is not None:
-            targets[0].replace_all_uses_with(result, delete_user_cb=partial(_comes_after, result))
+            targets[0].replace_all_uses_with(result, lambda user: user is not result and result < user)  # noqa: B023
     return program
 
 
@@ -47,7 +45,3 @@ def _as_expression(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         graph.erase_node(node)
         return expression
     return node if returns_written(node) else None
-
-
-def _comes_after(write: fx.Node, user: fx.Node) -> bool:
-    return user is not write and write < user

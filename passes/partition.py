@@ -59,11 +59,11 @@ def partition(program: Program) -> Program:
     find, upstream = flow.units.find, flow.upstream()
     downstream = flow.downstream()
     # 2: what bypasses a boundary is cut
-    joined = []
+    joined, cut = list[_FlowEdge](), list[_FlowEdge]()
     for edge in flow.edges:
         source, target = find(edge.source), find(edge.target)
-        if not edge.marked and (source == target or not downstream[source] & upstream[target]):
-            joined.append(edge)
+        is_joined = not edge.marked and (source == target or not downstream[source] & upstream[target])
+        (joined if is_joined else cut).append(edge)
     # 3: pieces, separated until none waits for another that waits for it
     separated: set[fx.Node] = set()
     while True:
@@ -75,7 +75,10 @@ def partition(program: Program) -> Program:
             apart = downstream[find(edge.source)] != downstream[find(edge.target)]
             if not (apart and edge.source in separated and edge.target in separated):
                 pieces.join(edge.source, edge.target)
-        cycles = _waiting(pieces, flow.edges, joined)
+        # a piece waits for itself through others, or directly, around a boundary
+        after = flow.after(pieces)
+        cycles = {piece for component in components(after) if len(component) > 1 for piece in component}
+        cycles |= {pieces.find(edge.source) for edge in cut if pieces.same(edge.source, edge.target)}
         waiting = [node for node in flow.nodes if pieces.find(node) in cycles]
         if not waiting:
             break
@@ -84,14 +87,7 @@ def partition(program: Program) -> Program:
             raise _cycle(program, waiting)
         separated.update(waiting)
     # 4: topological order, the piece that begins first in the program first
-    first: dict[fx.Node, int] = {}
-    for place, node in enumerate(flow.nodes):
-        first.setdefault(pieces.find(node), place)
-    after: dict[fx.Node, set[fx.Node]] = {piece: set() for piece in first}
-    for edge in flow.edges:
-        if not pieces.same(edge.source, edge.target):
-            after[pieces.find(edge.source)].add(pieces.find(edge.target))
-    order = topological_order(first, after)
+    order = topological_order({piece: place for place, piece in enumerate(after)}, after)
     program = program.replace(stage_of={node.name: order[pieces.find(node)] for node in flow.nodes})
     _check_writes(program, flow.edges)
     return program
@@ -181,6 +177,14 @@ class _Flow:
             before = [source, *crossed] if source in self.units else crossed
             self._arrows += [(earlier, node) for earlier in before]
 
+    def after(self, groups: Union[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+        """Each group, in the order in which they begin → the others that use values of it."""
+        found: dict[fx.Node, set[fx.Node]] = {groups.find(node): set() for node in self.nodes}
+        for edge in self.edges:
+            if not groups.same(edge.source, edge.target):
+                found[groups.find(edge.source)].add(groups.find(edge.target))
+        return found
+
     def downstream(self) -> dict[fx.Node, int]:
         """For each unit the boundaries that it is before, a bit each."""
         return self._spread([(after, before) for before, after in reversed(self._arrows)])
@@ -267,20 +271,6 @@ def _writes(program: Program) -> dict[str, list[fx.Node]]:
         if node.name in found and written(program, node):
             found[node.name].append(node)
     return found
-
-
-def _waiting(pieces: Union[fx.Node], edges: list[_FlowEdge], joined: list[_FlowEdge]) -> set[fx.Node]:
-    """The pieces that wait for themselves, directly (around a boundary) or through others."""
-    uncut = set(joined)
-    after: dict[fx.Node, set[fx.Node]] = {}
-    for edge in edges:
-        source, target = pieces.find(edge.source), pieces.find(edge.target)
-        after.setdefault(target, set())
-        if source != target or edge not in uncut:
-            after.setdefault(source, set()).add(target)
-    return {
-        piece for component in components(after) for piece in component if len(component) > 1 or piece in after[piece]
-    }
 
 
 def components(after: dict[T, set[T]]) -> list[list[T]]:

@@ -28,10 +28,9 @@ from fxpipe.graph.program import (
 )
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
-from fxpipe.passes.alias_groups import holders_of_written, names_of_written
-from fxpipe.passes.effects import aliased, is_number, is_random, own_tensors, writes_apart
+from fxpipe.passes.alias_groups import holders_of_written, names_of_written, shared_memory
+from fxpipe.passes.effects import aliased, is_number, is_random, own_tensors
 from fxpipe.passes.gather import crossed, entering, readers_of, way
-from fxpipe.passes.union import Union
 
 SIZE = torch.ops.aten.sym_size.int
 """Asks a tensor for a dimension's size, which is symbolic in the capture."""
@@ -56,7 +55,7 @@ def split(program: Program) -> StageGraph:
                 module=module,
                 function=module,
                 inputs=tuple(builder.inputs),
-                outputs=tuple(builder.outputs),
+                outputs=builder.outputs,
                 returns_result=is_last,
                 result=program.result if is_last else None,
                 tensors=builder.tensors(),
@@ -134,10 +133,7 @@ class _WholeProgram:
         a batch norm returns is no part of it."""
         if not buffers:
             return frozenset()
-        memory = Union(self.nodes)
-        for node in self.nodes:
-            for source in () if writes_apart(self.program, node) else aliased(self.program, node):
-                memory.join(node, source)
+        memory = shared_memory(self.program)
         roots = {memory.find(node) for node in buffers}
         return frozenset(node.name for node in self.nodes if memory.find(node) in roots)
 
@@ -158,12 +154,13 @@ class _Builder:
         self._whole, self._program, self._stage = whole, whole.program, stage
         self.inputs: list[str | Edge] = []
         self.ways: list[Mode | None] = []
-        self.outputs: list[Edge] = []
         self.draws_random = self.runs_python = False
         self._graph = fx.Graph()
         self._built: dict[fx.Node, fx.Node] = {}
         self._as_now: dict[fx.Node, fx.Node] = {}
-        self._handed_off: dict[tuple[str, int | None], fx.Node] = {}
+        self._sent: dict[Edge, fx.Node] = {}
+        """What leaves on each edge, in order: the program's node that makes it."""
+        self._handed_off: dict[Edge, fx.Node] = {}
         self._arrived: dict[tuple[fx.Node, Mode | None], fx.Node] = {}
         self._way_of: dict[tuple[fx.Node, fx.Node, Gather | None], Mode | None] = {}
         """(reader, value, what is gathered in front of it) → how, of values that come in several ways."""
@@ -179,11 +176,11 @@ class _Builder:
         self._add_inputs()
         self._add_sizes()
         handoffs = self._handoffs()
-        for node in self._in_order({*self._members, *(whole.nodes[place] for place in handoffs)}):
+        for node in self._in_order({*self._members, *handoffs}):
             if node in self._members:
                 self._add(node)
-            for value in handoffs.get(whole.position[node], ()):
-                self._hand_off(value, node)
+            for edge in handoffs.get(node, ()):
+                self._hand_off(edge)
         self._add_output()
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -275,16 +272,21 @@ class _Builder:
             return self._graph.call_function(private, (built,))
         return built
 
-    def _handoffs(self) -> dict[int, list[fx.Node]]:
-        """Position → values to hand off there: a value used more than once gets a node of its own per consumer."""
-        found: dict[int, list[fx.Node]] = {}
+    @property
+    def outputs(self) -> tuple[Edge, ...]:
+        return tuple(self._sent)
+
+    def _handoffs(self) -> dict[fx.Node, list[Edge]]:
+        """Node → edges to hand off behind it: a value used more than once gets a node of its own per consumer."""
+        found: dict[fx.Node, list[Edge]] = {}
         for node in self._whole.readers[self._stage]:
             for target, place in self._whole.edges_from(node).items():
-                self.outputs.append(Edge(self._stage, target, node.name))
+                edge = Edge(self._stage, target, node.name)
+                self._sent[edge] = node
                 # Autograd sums the gradients of a value in the order of its uses. A use in another stage gets a node
                 # of its own at its place among them, so that the sum has the bits of the whole program.
                 if len(self._whole.uses[node]) > 1:
-                    found.setdefault(place, []).append(node)
+                    found.setdefault(self._whole.nodes[place], []).append(edge)
         return found
 
     def _add(self, node: fx.Node) -> None:
@@ -320,11 +322,10 @@ class _Builder:
             regions = tuple(tuple(region) for region in wanted.autocast)  # plain tuples, which generated code can write
             self._entered = self._graph.call_function(enter_modes, (wanted.grad, regions))
 
-    def _hand_off(self, value: fx.Node, user: fx.Node) -> None:
-        stage = self._whole.output_stage if user.op == "output" else self._whole.stage_of(user)
-        name = f"{value.name}_to_{self._program.stage_names[stage or 0]}".replace(".", "_")
-        made = self._graph.create_node("call_function", handoff, (self._now(value),), name=name)
-        self._handed_off[value.name, stage] = made
+    def _hand_off(self, edge: Edge) -> None:
+        name = f"{edge.value}_to_{self._program.stage_names[edge.target]}".replace(".", "_")
+        given = (self._now(self._sent[edge]),)
+        self._handed_off[edge] = self._graph.create_node("call_function", handoff, given, name=name)
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
         value = made_by(operand)
@@ -344,9 +345,7 @@ class _Builder:
 
     def _add_output(self) -> None:
         self._change_modes(None)
-        by_name = {node.name: node for node in self._built}
-        handed = [(self._handed_off.get((edge.value, edge.target)), by_name[edge.value]) for edge in self.outputs]
-        values: list[Any] = [made or self._now(value) for made, value in handed]
+        values: list[Any] = [self._handed_off.get(edge) or self._now(value) for edge, value in self._sent.items()]
         if self._stage == self._whole.output_stage:
             output = self._whole.output
             values.append(fx.node.map_arg(output.args[0], partial(self._read, output)))
