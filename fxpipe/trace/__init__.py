@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
 from fxpipe.trace.symbolic.tracer import symbolic
-from fxpipe.trace.user_line import LINE, place_in
+from fxpipe.trace.user_line import LINE, code_of, place_in
 
 Tracer = Callable[[Request], Program]
 
@@ -152,7 +151,7 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
         if name == "forward":
             return (path, "") if path else None  # there is no part of the model that its own forward is in
         # a method of its class, and no function that has the name of one
-        if not hasattr(nn.Module, name) and _code_of(type(owner), name) is frame.f_code:
+        if not hasattr(nn.Module, name) and code_of(type(owner), name) is frame.f_code:
             return path, name
     return None
 
@@ -161,20 +160,14 @@ def _property_of(owner: nn.Module, frame: FrameType, inner: FrameType) -> str:
     """The property of a module, such as transformers' ``loss_function``, whose value is the function that runs in
     ``inner``; "" where it is none."""
     names = (name for name in frame.f_code.co_names if isinstance(getattr(type(owner), name, None), property))
-    return next((name for name in names if _code_of(owner, name) is inner.f_code), "")
-
-
-def _code_of(owner: Any, method: str) -> Any:
-    """The code of a module's method, or of a class's; None for what has no code of Python's."""
-    function = getattr(owner, method, None)
-    return function and getattr(inspect.unwrap(function), "__code__", None)
+    return next((name for name in names if code_of(owner, name) is inner.f_code), "")
 
 
 def _is_cut(path: str, request: Request, method: str = "") -> bool:
     """Whether a cut lies inside of a submodule, or in a part of it that the code of this method names."""
     prefix = f"{path}." if path else ""
     parts = {cut.removeprefix(prefix).split(".")[0] for cut in request.cuts if cut.startswith(prefix)}
-    code = _code_of(type(request.module.get_submodule(path)), method) if method else None
+    code = code_of(type(request.module.get_submodule(path)), method) if method else None
     return bool(parts if not method else code is not None and parts & set(code.co_names))
 
 

@@ -29,6 +29,7 @@ from fxpipe.torch_compat import (
     no_function_modes,
     pytree,
 )
+from fxpipe.trace.patching import patched
 from fxpipe.trace.state.contents import is_library, walk
 
 _META = torch.device("meta")
@@ -169,15 +170,10 @@ def needs_values(error: BaseException) -> bool:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without what torch logs where an operation fails on fake tensors: whoever makes them decides what follows."""
-    logs = [logging.getLogger(name) for name in CAPTURE_LOGS]
-    before = [log.disabled for log in logs]
-    try:
-        for log in logs:
-            log.disabled = True
+    with contextlib.ExitStack() as stack:
+        for name in CAPTURE_LOGS:
+            stack.enter_context(patched(logging.getLogger(name), "disabled", True))
         yield
-    finally:
-        for log, disabled in zip(logs, before, strict=True):
-            log.disabled = disabled
 
 
 _WITHOUT_NUMBERS = (

@@ -84,17 +84,28 @@ def devices() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
+def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose calls begin with ``note()``."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return function(*args, **kwargs)
+
+    return called
+
+
 @contextlib.contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuses activation checkpointing; torch offers no way to see it but by what it calls itself."""
+def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> Iterator[None]:
+    """Replaces what activation checkpointing calls itself, as torch offers no other way to see it: the generator of
+    non-reentrant checkpoints, and the autograd function's ``apply`` of reentrant ones."""
     with (
-        patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, _refuse_checkpoint),
-        patched(torch.utils.checkpoint.CheckpointFunction, "apply", _refuse_checkpoint),
+        patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, generator),
+        patched(torch.utils.checkpoint.CheckpointFunction, "apply", apply),
     ):
         yield
 
 
-_refuse_checkpoint = refusing("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
+refuse_checkpoint = refusing("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
 
 
 @contextlib.contextmanager

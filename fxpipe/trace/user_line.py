@@ -7,9 +7,11 @@ import inspect
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -40,11 +42,9 @@ def current_line() -> str:
 def line_of(error: BaseException) -> str:
     """The innermost line of user code in an error's traceback."""
     found = ""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        if is_users(trace.tb_frame.f_code.co_filename):
-            found = _format(trace.tb_frame, trace.tb_lineno)
-        trace = trace.tb_next
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if is_users(frame.f_code.co_filename):
+            found = _format(frame, number)
     return found
 
 
@@ -69,6 +69,12 @@ def definition(function: Callable[..., object]) -> str:
         return ""
     source = linecache.getline(code.co_filename, code.co_firstlineno).strip()
     return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n    {source}'
+
+
+def code_of(owner: Any, method: str) -> Any:
+    """The code of a module's method, or of a class's; None for what has no code of Python's."""
+    function = getattr(owner, method, None)
+    return function and getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _format(frame: FrameType, number: int) -> str:

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -81,15 +81,10 @@ class _CutCalls:
 
     def _cross(self, value: Any, name: str | None, gather: Gather | None, fact: str) -> Any:
         """``value`` with its tensors behind one boundary."""
-        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_leaf)
-        places = [place for place, leaf in enumerate(leaves) if self._may_cross(leaf)]
-        if not places:
-            raise refuse(f"{fact} no tensor that could cross a boundary", "name another submodule in boundaries=")
         mode, group = gather if gather is not None else (None, None)
-        crossed = stage_boundary([leaves[i] for i in places], name=name, gather=mode, group=group)
-        for place, behind in zip(places, crossed, strict=True):
-            leaves[place] = behind
-        return pytree.tree_unflatten(leaves, spec)
+        carry = partial(stage_boundary, name=name, gather=mode, group=group)
+        refusal = f"{fact} no tensor that could cross a boundary", "name another submodule in boundaries="
+        return crossing(value, self._may_cross, carry, _is_leaf, refusal)
 
     def _may_cross(self, leaf: Any) -> bool:
         if isinstance(leaf, fx.Proxy):
@@ -176,15 +171,22 @@ def _entries(container: Any) -> list[Any]:
 # --- what every tracer does with a boundary that it meets ---
 
 
-def crossing(value: Any, is_traced: Callable[[Any], bool], carry: Callable[[list[Any]], Sequence[Any]]) -> Any:
-    """``value`` with each traced tensor in it replaced by what ``carry`` gives for it, behind the boundary."""
-    leaves, spec = pytree.tree_flatten(value)
+def crossing(
+    value: Any,
+    is_traced: Callable[[Any], bool],
+    carry: Callable[[list[Any]], Sequence[Any]],
+    is_leaf: Callable[[Any], bool] | None = None,
+    refusal: tuple[str, str] | None = None,
+) -> Any:
+    """``value`` with each traced tensor in it replaced by what ``carry`` gives for it, behind the boundary.
+
+    ``refusal``: the fact and the remedy where it holds none.
+    """
+    leaves, spec = pytree.tree_flatten(value, is_leaf)
     places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
     if not places:
-        raise refuse(
-            f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor",
-            "give it the tensors that cross the cut",
-        )
+        fact = f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor"
+        raise refuse(*(refusal or (fact, "give it the tensors that cross the cut")))
     for place, behind in zip(places, carry([leaves[place] for place in places]), strict=True):
         leaves[place] = behind
     return pytree.tree_unflatten(leaves, spec)

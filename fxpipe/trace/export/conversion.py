@@ -129,9 +129,9 @@ class Conversion:
     module: nn.Module
     values: Mapping[str, Any]
     result: Sequence[Any]
-    stand_ins: Mapping[tuple[str, int], Sequence[Tensor]] = field(default_factory=dict)
-    calls: Sequence[RegionCall] = ()
-    of_any_size: bool = False
+    stand_ins: Mapping[tuple[str, int], Sequence[Tensor]]
+    calls: Sequence[RegionCall]
+    of_any_size: bool
 
     def __post_init__(self) -> None:
         self._graph = fx.Graph()

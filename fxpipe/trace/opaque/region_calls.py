@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -38,10 +38,6 @@ class RegionCall:
     def key(self) -> tuple[str, int]:
         """Which call it is."""
         return self.region.name, self.number
-
-    def stack(self, around: Mapping[str, Any]) -> dict[str, Any]:
-        """The submodules that it is called in, and it itself, as a node names them."""
-        return {**around, self.region.path: (self.region.path, nn.Module)}
 
     @property
     def effects(self) -> Effects:
@@ -82,11 +78,6 @@ class Regions:
     def opaque(self) -> dict[str, nn.Module]:
         """For ``Program.opaque``."""
         return {call.target: call.kept for call in self.calls}
-
-    @property
-    def effects(self) -> dict[str, Effects]:
-        """By target."""
-        return {call.target: call.effects for call in self.calls}
 
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # a tracer that rehearses a part of the model calls regions for what they return

@@ -33,7 +33,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import backward_hooks, patched, refuse_backward
+from fxpipe.trace.patching import backward_hooks, noting, patched, refuse_backward
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, PythonState, held_by
 from fxpipe.trace.record.opaque import Applied, Method, Name, method_in
@@ -111,8 +111,10 @@ class Calls:
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
         yield checkpointing, CHECKPOINT_GENERATOR, self._generator_of(vars(checkpointing)[CHECKPOINT_GENERATOR])
         yield vmap_home, "vmap_impl", self._vmap_of(vars(vmap_home)["vmap_impl"])
-        yield torch.autocast, "__enter__", self._enter_of(torch.autocast.__enter__)
-        yield torch.autocast, "__exit__", self._exit_of(torch.autocast.__exit__)
+        # by its number a graph tells two blocks of autocast apart: the casts of weights are shared within one
+        blocks, numbers = self._recorder.autocasts, itertools.count(1)
+        yield torch.autocast, "__enter__", noting(lambda: blocks.append(next(numbers)), torch.autocast.__enter__)
+        yield torch.autocast, "__exit__", noting(blocks.pop, torch.autocast.__exit__)
         yield Tensor, "backward", refuse_backward
         yield torch.autograd, "backward", refuse_backward
         # assertions on the values of tensors are not a part of the program
@@ -160,18 +162,15 @@ class Calls:
 
     def _call_module(self, path: str, module: nn.Module, inner: Call, args: Args, kwargs: Kwargs) -> Any:
         recorder = self._recorder
-        around, recorder.stack = recorder.stack, {**recorder.stack, path: type(module)}
-        frame = Frame(recorder, path, module, args, kwargs)
-        with outside():
-            python = PythonState(module)
         try:
-            with recorder.touched.noting() as touched:
-                result = inner(*args, **kwargs)
+            with patched(recorder, "stack", {**recorder.stack, path: type(module)}):
+                frame = Frame(recorder, path, module, args, kwargs)
+                with outside():
+                    python = PythonState(module)
+                with recorder.touched.noting() as touched:
+                    result = inner(*args, **kwargs)
         except NeedsValues as error:
-            recorder.stack = around
             return self._rehearsed(frame, inner, args, kwargs, path, error)
-        finally:
-            recorder.stack = around
         recorder.check_random()
         with outside():  # a call that has changed attributes or drawn Python's random numbers must run once
             touched.is_stateful |= python.has_changed()
@@ -343,23 +342,6 @@ class Calls:
             )
         return result
 
-    def _enter_of(self, enter: Call) -> Call:
-        numbers = itertools.count(1)
-
-        # by its number a graph tells two blocks apart: the casts of weights are shared within one
-        def entered(block: torch.autocast) -> Any:
-            self._recorder.autocasts.append(next(numbers))
-            return enter(block)
-
-        return entered
-
-    def _exit_of(self, leave: Call) -> Call:
-        def left(block: torch.autocast, *error: Any) -> Any:
-            self._recorder.autocasts.pop()
-            return leave(block, *error)
-
-        return left
-
     # what looks at values
 
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
@@ -379,10 +361,10 @@ class Calls:
             is_stateful |= state is not None and state.has_changed()
             return result
 
-        # nothing is recorded while it runs on real numbers
-        recorder.paused = True
         try:
-            found = rehearse(watched, args, kwargs, frame.module, self._numbers)
+            # nothing is recorded while it runs on real numbers
+            with patched(recorder, "paused", True):
+                found = rehearse(watched, args, kwargs, frame.module, self._numbers)
         except Exception as failure:
             if not error.asked:
                 raise error from failure
@@ -390,8 +372,6 @@ class Calls:
             both = NeedsValues(f"{error}\n{fact}")
             both.method = error.method
             raise both from failure
-        finally:
-            recorder.paused = False
         touched = found.touched
         if not frame.is_untouched() or frame.writes_elsewhere(touched):
             raise error

@@ -71,8 +71,8 @@ class _Writer:
         """In this graph, a value from outside is that node."""
         self._nodes[value.key] = node
 
-    def write(self) -> None:
-        """All operations, in order."""
+    def write(self) -> fx.Graph:
+        """The graph, with all operations in order."""
         # runs of operations in the same modes; inside of a checkpoint they are entered once for each
         for modes, group in itertools.groupby(self.tape, lambda one: one.place.modes.beside(self.around)):
             entered = None
@@ -83,6 +83,8 @@ class _Writer:
                 self._write(operation, modes)
             if entered is not None:
                 self.graph.call_function(leave_modes, (entered,))
+        self.graph.output(tuple(map(self.argument, self.result)))
+        return self.graph
 
     def _write(self, operation: Operation, modes: Any) -> None:
         node = self.graph.create_node(
@@ -157,10 +159,8 @@ class Emitter:
         writer = _Writer(main, result, around, self.bare)
         for source in inputs:
             writer.add_input(source)
-        writer.write()
-        writer.graph.output(tuple(writer.argument(leaf) for leaf in result))
         self.effects = writer.effects
-        return writer.graph
+        return writer.write()
 
     def _outlined(self, tape: Sequence[Operation], result: Sequence[Any], depth: int) -> list[Operation]:
         """The tape with each part that is checkpointed at this depth, from the outermost on, in one operation."""
@@ -209,11 +209,10 @@ class Emitter:
         writer = _Writer(body, outputs, around, self.bare, keeps_notes=False)
         for place, value in enumerate(inputs):
             writer.bind(value, writer.graph.placeholder(f"input_{place}"))
-        writer.write()
-        writer.graph.output(tuple(writer.argument(value) for value in outputs))
-        called = {str(node.target) for node in writer.graph.nodes if node.op == "call_module"}
+        graph = writer.write()
+        called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
         root = {name: self.opaque.get(name) or self.module.get_submodule(name) for name in sorted(called)}
-        return graph_module(root, writer.graph, "checkpointed")
+        return graph_module(root, graph, "checkpointed")
 
 
 def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Storages) -> Effects:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.modes import modes_restored
+from fxpipe.trace.user_line import code_of
 
 
 class Applied(nn.Module):
@@ -87,7 +88,6 @@ class Checkpointed(nn.Module):
 
 Name = tuple[str, str]
 """(the submodule's path, the method's name)"""
-_CALLS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
 def method_in(error: BaseException, paths: Mapping[int, str]) -> Name | None:
@@ -95,15 +95,11 @@ def method_in(error: BaseException, paths: Mapping[int, str]) -> Name | None:
 
     ``paths``: a submodule's path by the identity of its ``__dict__``.
     """
-    found, traceback = None, error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name
         path = paths.get(id(vars(owner))) if isinstance(owner, nn.Module) else None
-        if path is not None and name not in _CALLS:
-            # the frame runs the code inside of all decorators
-            function = inspect.unwrap(getattr(type(owner), name, None) or method_in)
-            if getattr(function, "__code__", None) is frame.f_code:
-                found = path, name
-        traceback = traceback.tb_next
+        # the frame runs the code inside of all decorators
+        if path is not None and not hasattr(nn.Module, name) and code_of(type(owner), name) is frame.f_code:
+            found = path, name
     return found

@@ -6,10 +6,10 @@ them runs as the model does. A submodule that can be called as a whole becomes o
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.cuts.cutting import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
-from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, patched, refuse, refuse_backward
 from fxpipe.trace.record.tape import (
     PLAIN,
     Args,
@@ -224,11 +224,7 @@ class Recorder:
             return None
         if setter is not None:
             self.problem(f"forward sets .{setter} of a tensor, which is not recorded", "write into it in place")
-        # The function runs for its shapes; what it touches is seen one level below, by operator.
-        with self.touched.noting() as touched:
-            result = self._run(function, args, kwargs)
-        self._record(function, args, kwargs, result, touched)
-        return result
+        return self._recorded(function, args, kwargs)
 
     def _run(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
@@ -251,13 +247,16 @@ class Recorder:
         name = self._real_names.get(id(leaf))
         return leaf if name is None else self._stand_ins[name]
 
-    def _record(self, function: Any, args: Args, kwargs: Kwargs, result: Any, touched: Touched) -> None:
+    def _recorded(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
+        # The function runs for its shapes; what it touches is seen one level below, by operator.
+        with self.touched.noting() as touched:
+            result = self._run(function, args, kwargs)
         given = tensors((args, kwargs))
         written = frozenset(touched.writes & {storage_of(tensor) for tensor in given})
         if not written:  # it may ask for a shape and the like, or return the very tensor that it was given
             same = any(tensor is result for tensor in given) and name_of(function) not in _SAME_TENSOR
-            if same or (not isinstance(result, Tensor) and not tensors(result)):
-                return
+            if same or not tensors(result):
+                return result
         kind, target, args, kwargs = target_of(function, args, kwargs)
         operation = self.append(kind, target, self.as_values(args), self.as_values(kwargs), result, touched)
         if touched.writes & {storage_of(constant) for constant in self.constants.values()}:
@@ -269,6 +268,7 @@ class Recorder:
         for path, leaf in paths(result):
             if isinstance(leaf, Tensor):
                 self.name(leaf, TapeValue(operation, path))
+        return result
 
     def append(
         self,
@@ -298,14 +298,9 @@ class Recorder:
         self.tape.append(operation)
         return operation
 
-    @contextlib.contextmanager
-    def on_line(self, line: str) -> Iterator[None]:
+    def on_line(self, line: str) -> AbstractContextManager[None]:
         """While it is open, operations are recorded as if they stood on that line of the user's."""
-        self._line = line
-        try:
-            yield
-        finally:
-            self._line = None
+        return patched(self, "_line", line)
 
     def place(self) -> Surroundings:
         """Where the model is now."""
@@ -339,29 +334,19 @@ class Recorder:
 
     # checkpoints, and what is mapped over
 
-    @contextlib.contextmanager
-    def checkpointed(self, part: Checkpoint) -> Iterator[None]:
+    def checkpointed(self, part: Checkpoint) -> AbstractContextManager[None]:
         """What is recorded while it is open belongs to that checkpointed part."""
-        around = self.checkpoints
-        self.checkpoints = (*around, part)
-        try:
-            yield
-        finally:
-            self.checkpoints = around
+        return patched(self, "checkpoints", (*self.checkpoints, part))
 
-    @contextlib.contextmanager
+    @contextmanager
     def operators(self) -> Iterator[None]:
         """While it is open, torch's operators are recorded in place of its functions.
 
         Inside of ``torch.vmap`` a function is given a stand-in for one row, and its operators all rows: as a mask is
         made of positions. They are below autograd, so that gradients would be lost.
         """
-        self.paused = True
-        try:
-            with _Operators(self):
-                yield
-        finally:
-            self.paused = False
+        with patched(self, "paused", True), _Operators(self):
+            yield
         if self._unmapped is not None:
             raise self._unmapped
 
@@ -371,10 +356,7 @@ class Recorder:
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
             # not raised here: torch.vmap's C++ code lets no exception through, and would end the process
             self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
-        with self.touched.noting() as touched:
-            result = self._run(operator, args, kwargs)
-        self._record(operator, args, kwargs, result, touched)
-        return result
+        return self._recorded(operator, args, kwargs)
 
     # boundaries
 
@@ -384,15 +366,12 @@ class Recorder:
         It is in front of ``checkpoint(layer, x)`` where nothing was computed in it yet, and behind it where nothing
         will be any more, which ``append`` sees to.
         """
-        # the boundary itself belongs to no part, so that the graph can be cut there
-        around, self.checkpoints = self.checkpoints, ()
         begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
-        self._ended |= dict.fromkeys((part for part in around if part in begun), name or "an unnamed one")
-        try:
-            behind = partial(self._behind, words(name, gather), gather is not None)
+        self._ended |= dict.fromkeys((part for part in self.checkpoints if part in begun), name or "an unnamed one")
+        behind = partial(self._behind, words(name, gather), gather is not None)
+        # the boundary itself belongs to no part, so that the graph can be cut there
+        with patched(self, "checkpoints", ()):
             return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
-        finally:
-            self.checkpoints = around
 
     def _behind(self, options: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
         """Tensors as they are behind a boundary."""

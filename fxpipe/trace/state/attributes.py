@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.seeds import RandomState
-from fxpipe.trace.patching import no_checkpoints, patched, refuse, refuse_changes
+from fxpipe.trace.patching import checkpoints_as, patched, refuse, refuse_changes, refuse_checkpoint
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import current_line
@@ -166,7 +166,7 @@ class CaptureGuard:
                 for owner, name, value in (*patches, inference):
                     stack.enter_context(patched(owner, name, value))
                 stack.enter_context(watching_attributes(self.paths, self.take_attribute, self.own))
-                stack.enter_context(no_checkpoints())
+                stack.enter_context(checkpoints_as(refuse_checkpoint, refuse_checkpoint))
                 yield
             # before the comparison, which would find the attributes that forward may set
             self.own.put_back()

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import checkpoint as checkpointing
 
 from fxpipe.graph.like import cast_batch
 from fxpipe.graph.modes import within
@@ -18,7 +18,7 @@ from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree
-from fxpipe.trace.patching import patched
+from fxpipe.trace.patching import checkpoints_as, noting, patched
 from fxpipe.trace.request import Request
 
 Batch = Mapping[str, Any]
@@ -50,7 +50,7 @@ def without_reentrant_checkpoints(around: Around = contextlib.nullcontext) -> It
         with torch.set_grad_enabled(torch.is_grad_enabled() and requires), around():
             return function(*args)
 
-    with patched(torch.utils.checkpoint.CheckpointFunction, "apply", run):
+    with patched(checkpointing.CheckpointFunction, "apply", run):
         yield
 
 
@@ -67,27 +67,15 @@ def checkpoints_that_keep(around: Around = contextlib.nullcontext) -> Iterator[N
             yield
 
     # the generator that non-reentrant checkpoints run, and the autograd function of reentrant ones
-    with without_reentrant_checkpoints(around), patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, only_run):
+    with without_reentrant_checkpoints(around), patched(checkpointing, CHECKPOINT_GENERATOR, only_run):
         yield
 
 
-@contextlib.contextmanager
-def checkpoints_noted(note: Callable[[], None]) -> Iterator[None]:
+def checkpoints_noted(note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """``note`` is called for each checkpoint, which runs as ever."""
 
-    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            note()
-            return run(*args, **kwargs)
-
-        return called
-
-    owner, function = torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction
-    with (
-        patched(owner, CHECKPOINT_GENERATOR, noted(vars(owner)[CHECKPOINT_GENERATOR])),
-        patched(function, "apply", noted(function.apply)),
-    ):
-        yield
+    torchs = getattr(checkpointing, CHECKPOINT_GENERATOR), checkpointing.CheckpointFunction.apply
+    return checkpoints_as(*(noting(note, run) for run in torchs))
 
 
 @contextlib.contextmanager

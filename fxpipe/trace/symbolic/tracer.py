@@ -18,7 +18,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.modes import Modes, within
-from fxpipe.graph.program import IN_PLACE_NAMES, Program
+from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
@@ -56,7 +56,6 @@ def symbolic(request: Request) -> Program:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
-    effects = tracer.regions.effects
     return Program(
         request.module,
         graph,
@@ -65,7 +64,7 @@ def symbolic(request: Request) -> Program:
         opaque=tracer.regions.opaque,
         sets=tracer.guard.own.taken,
         computed_with=tracer.guard.computed_with(),
-        effects={node.name: effects[node.target] for node in graph.nodes if node.target in effects},
+        effects=tracer.effects,
     )
 
 
@@ -144,6 +143,7 @@ class _Tracer(fx.Tracer):
         self.request = request
         self.guard = _SymbolicGuard(request)
         self.constants: dict[str, Tensor] = {}
+        self.effects: dict[str, Effects] = {}
         self._sources: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
         self.boundaries = 0
@@ -219,8 +219,10 @@ class _Tracer(fx.Tracer):
     def _keep_region(self, call: RegionCall) -> list[Any]:
         """What stands for the tensors of any shape that an opaque call returns."""
         returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
-        returned.node.meta["val"] = tuple(call.seen.likes)  # by which it is reckoned where it cannot run
-        returned.node.meta["nn_module_stack"] = call.stack(returned.node.meta.get("nn_module_stack") or {})
+        node, path = returned.node, call.region.path
+        self.effects[node.name] = call.effects
+        node.meta["val"] = tuple(call.seen.likes)  # by which it is reckoned where it cannot run
+        node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
         return [returned[place] for place in range(len(call.seen.likes))]
 
     # tensors
