@@ -283,4 +283,4 @@ def preview(
             "element-wise optimizer such as AdamW"
         )
     planner = with_previewed_plan(Planner.empty(model, options, topo, torch.device("cpu")), options)
-    return preview_of(planner, planner.shown, stepping)
+    return preview_of(planner, stepping)

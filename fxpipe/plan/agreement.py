@@ -5,12 +5,11 @@ What a rank was given → a digest → the plan. A digest that is not known yet 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -207,7 +206,7 @@ class Agreement:
             if rows is not None:  # else this rank was given nothing that is cut
                 parts = split(given[0], batch_dim, _sizes_of([rows], proposal, self._planner.microbatches), counts)
             if rows is not None or not proposal.split_evenly:
-                proposal = dataclasses.replace(proposal, answers=tuple(map(captures.questions.answers, parts)))
+                proposal = replace(proposal, answers=tuple(map(captures.questions.answers, parts)))
         if proposal not in self._numbers:
             self._numbers[proposal] = number_of(encode(proposal))
         return proposal
@@ -335,7 +334,7 @@ class Agreement:
         each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
         answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]
         found = tuple(tuple(sorted(answer.items())) for answer in answers)
-        return dataclasses.replace(pattern, everyone=everyone, answers=found)
+        return replace(pattern, everyone=everyone, answers=found)
 
     def _rows_of_everyone(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The rows of each micro-batch on all replicas together, where stages see them; else nothing.
@@ -410,7 +409,7 @@ class Agreement:
         distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks were given the same
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts = [reported.parts(list(given), split_description, self._options.batch_dim) for given in distinct]
-        fixed = dataclasses.replace(pattern.for_any_shape(), given=pattern.given[:1])
+        fixed = replace(pattern.for_any_shape(), given=pattern.given[:1])
         captures = plan.captures or (None,) * len(reported.sizes)
         keys = [
             (plan.graph.edges, fixed, reported.is_cut, who, *each)
@@ -460,7 +459,7 @@ class Agreement:
         for key, agreed in self._settled.items():
             plan = planner.plan(agreed.pattern)
             layouts = self._layouts_of(plan, agreed.pattern, agreed.call)
-            self._settled[key] = dataclasses.replace(agreed, plan=plan, wire_layouts=layouts)
+            self._settled[key] = replace(agreed, plan=plan, wire_layouts=layouts)
 
 
 def _check_no_gradients(described: Sequence[Description]) -> None:

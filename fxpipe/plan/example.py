@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -128,7 +127,7 @@ class Example:
             return Pattern(given, loss_fn is not None, planner.flags, ambient=Ambient.now())
         described = [planner.items.described(describe(part, exact=True)) for part in self.microbatches]
         pattern = pattern_of(described, True, loss_fn, planner.flags, Ambient.now())
-        return dataclasses.replace(pattern, answers=answers, asks=self.has_numbers)
+        return replace(pattern, answers=answers, asks=self.has_numbers)
 
 
 def plan_first(example: Example, answers: tuple[Answers, ...] = (), keeps_part: bool = False) -> Planner:
@@ -146,7 +145,7 @@ def plan_first(example: Example, answers: tuple[Answers, ...] = (), keeps_part: 
         return planner
     wrong = captures.wrong
     with evaluating(planner.module):
-        pattern = dataclasses.replace(example.pattern(answers), training=False)
+        pattern = replace(example.pattern(answers), training=False)
         try:
             with planner.rolled_back_on_error():
                 planner.plan(pattern, example.sample, at_compile=True)

@@ -5,22 +5,20 @@ What a rank sends over the data axis in a step follows from the formulas of a ri
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
+from fxpipe.graph.stage_graph import Edge, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.notebook import listed
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.balance.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.capture.sizes import bytes_of_inputs
-from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.preview import Preview, RankPreview
 from fxpipe.schedules.action import Op
@@ -38,16 +36,16 @@ class Stepping:
     whole: bool = False
 
 
-def preview_of(planner: Planner, pattern: Pattern, stepping: Stepping) -> Preview:
-    """What a pattern's plan comes to."""
-    return _Forecast(planner, pattern, stepping).preview(timed=planner.options.hardware is not None)
+def preview_of(planner: Planner, stepping: Stepping) -> Preview:
+    """What the first plan comes to."""
+    return _Forecast(planner, stepping).preview(timed=planner.options.hardware is not None)
 
 
 def over_the_limit(planner: Planner) -> str:
     """In words, where the first plan does not keep within ``memory_per_rank``, or that is not known; else empty."""
     if planner.options.memory_per_rank is None:
         return ""
-    preview = _Forecast(planner, planner.shown, Stepping()).preview(timed=False)
+    preview = _Forecast(planner, Stepping()).preview(timed=False)
     if preview.fits is None:
         return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
     if preview.fits:
@@ -61,12 +59,12 @@ def over_the_limit(planner: Planner) -> str:
 
 
 class _Forecast:
-    def __init__(self, planner: Planner, pattern: Pattern, stepping: Stepping) -> None:
-        self.planner, self.pattern, self.options, self.topology = planner, pattern, planner.options, planner.topology
-        self.plan = planner.plan(pattern, "nothing is run")
+    def __init__(self, planner: Planner, stepping: Stepping) -> None:
+        self.planner, self.options, self.topology = planner, planner.options, planner.topology
+        self.pattern, self.plan = planner.shown, planner.first
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.staged = planner.tables.stage_work(pattern, self.graph.placement)
-        self.account = dataclasses.replace(Account.of(self.options, self.topology), states=stepping.states)
+        self.staged = planner.tables.stage_work(self.pattern, self.graph.placement)
+        self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = {id(tensor) for stage in self.graph for tensor in stage.tensors.values()}
         self.hardware = Hardware.of(self.options.hardware)
@@ -86,9 +84,9 @@ class _Forecast:
     def preview(self, timed: bool) -> Preview:
         """``timed``: with seconds, for which figures of the hardware are needed."""
         timed = timed and self.staged is not None
-        graph = dataclasses.replace(self.graph, bytes_of={edge: int(size) for edge, (size, _) in self.sizes.items()})
+        graph = replace(self.graph, bytes_of={edge: int(size) for edge, (size, _) in self.sizes.items()})
         return Preview(
-            plan=dataclasses.replace(self.plan, graph=graph),
+            plan=replace(self.plan, graph=graph),
             timeline=self.timeline,
             ranks=self._ranks(),
             memory=self.options.memory_per_rank or self.hardware.memory,
@@ -110,21 +108,17 @@ class _Forecast:
         return [list({id(held[name]): held[name] for name in sorted(mine)}.values()) for mine in names]
 
     def _ranks(self) -> tuple[RankPreview, ...]:
-        stages: list[list[Stage]] = [[] for _ in self.schedule.rows]
-        for stage in self.graph:
-            for rank in self.graph.ranks(stage.index):
-                stages[rank].append(stage)
         known = self.staged is not None
         activations = peak_bytes(self.schedule, self.timeline.costs) if known else ()
         sizes = bytes_of_inputs(self.pattern.shapes, self.options.precision)
         found = []
-        for rank, mine in enumerate(stages):
-            held = self._held(self._tensors[rank])
+        for rank, tensors in enumerate(self._tensors):
+            mine = [stage for stage in self.graph if rank in self.graph.ranks(stage.index)]
             inputs = {name for stage in mine for name in stage.batch_inputs}
             found.append(
                 RankPreview(
                     tuple(stage.name for stage in mine),
-                    **vars(held),
+                    **vars(self._held(tensors)),
                     activations=activations[rank] if known else None,
                     messages=self._most_under_way(self.plan.instructions[rank]) if known else None,
                     batch=float(sum(sizes[name] for name in inputs & sizes.keys())) if known else None,
@@ -136,11 +130,11 @@ class _Forecast:
         """What the fullest of the replicas holds of these."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
-        sizes = [parameter.numel() for parameter in parameters]
         # Element-wise optimizers shard every parameter evenly. Others step whole parameters, and the rank that is dealt
         # the most bytes decides.
         parts = [[self.account.part_of(one.numel(), rows_of(one)) for one in parameters]]
         if self.stepping.whole and self.account.zero in (1, 2) and parameters:
+            sizes = [parameter.numel() for parameter in parameters]
             owners = dealt(sizes, self.account.shards)
             parts = [
                 [float(size * (owner == rank)) for size, owner in zip(sizes, owners, strict=True)]
@@ -151,17 +145,15 @@ class _Forecast:
 
     def _of_one(self, parameter: Tensor, part: float) -> Held:
         """``part``: how many of its elements a rank steps."""
-        count, floating = parameter.numel(), parameter.is_floating_point()
-        held = self.account.held(count, self._element(parameter), parameter.requires_grad, floating, part)
+        count = parameter.numel()
+        held = partial(self.account.held, count, self._element(parameter), floating=parameter.is_floating_point())
+        stepped = held(parameter.requires_grad, part=part)
         if id(parameter) in self.used:
-            return held
+            return stepped
         # No stage uses it: it is never stepped, and zero=3 does not shard it.
         if self.account.zero == 3:
-            return Held(
-                parameters=self.account.held(count, self._element(parameter), False, floating, count).parameters
-            )
-        idle = self.account.held(count, self._element(parameter), False, floating, part)
-        return dataclasses.replace(held, optimizer=idle.optimizer)
+            return Held(held(False, part=count).parameters)
+        return replace(stepped, optimizer=held(False, part=part).optimizer)
 
     def _element(self, tensor: Tensor) -> int:
         """The bytes of an element as stages run it."""

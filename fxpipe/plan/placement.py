@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal
 
 from fxpipe.errors import PartitionError, nearest
@@ -11,6 +11,7 @@ from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.ranks import Placement, as_placement, named, ranks_of
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
+from fxpipe.plan.balance.segments import between, partition, segments_of
 from fxpipe.torch_compat import BATCH_STATISTICS
 
 Place = int | Sequence[int]
@@ -75,17 +76,8 @@ def writes(name: str) -> str:
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """Contiguous groups, none empty, whose greatest cost is least: dynamic programming over the last cut."""
-    total = [0, *accumulate(costs)]
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # best[r][n]: (greatest cost, last cut) of n stages on r
-    for used in range(1, ranks + 1):
-        before, row = best[-1], dict[int, tuple[int, int]]()
-        for end in range(used, len(costs) - (ranks - used) + 1):  # the ranks behind need a stage each
-            row[end] = min((max(before[cut][0], total[end] - total[cut]), cut) for cut in before if cut < end)
-        best.append(row)
-    # From the last rank back: where its group begins, that of the rank before it ends.
-    starts = [len(costs)]
-    for row in best[:0:-1]:
-        starts.append(row[starts[-1]][1])
-    sizes = [end - start for start, end in pairwise(reversed(starts))]
-    return tuple(rank for rank, size in enumerate(sizes) for _ in range(size))
+    """Contiguous groups, none empty, whose greatest cost is least."""
+    cost = between([0, *accumulate(costs)])
+    ends = partition(lambda behind: cost, ranks)
+    assert ends is not None  # there are no fewer stages than ranks
+    return tuple(segments_of(tuple(range(len(costs))), ends))

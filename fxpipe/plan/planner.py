@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -155,8 +154,7 @@ class Planner:
         # 3. The stages go to ranks, and these run a table.
         graphs = self._placed(captured, pattern.inputs)
         program = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, program)
-        plan = dataclasses.replace(plan, captures=used, places=captured[0].places)
+        plan = self._scheduled(graphs, pattern, program, used, captured[0].places)
         if self.plans:
             self._check_same_stages(plan, at_compile)
         self.plans[key] = plan
@@ -170,11 +168,11 @@ class Planner:
             more[stage.name] = {name: one for name, one in stage.tensors.items() if id(one) not in held}
 
         def wider(graph: StageGraph) -> StageGraph:
-            stages = (dataclasses.replace(s, tensors={**s.tensors, **more.get(s.name, {})}) for s in graph)
-            return dataclasses.replace(graph, stages=tuple(stages))
+            stages = (replace(s, tensors={**s.tensors, **more.get(s.name, {})}) for s in graph)
+            return replace(graph, stages=tuple(stages))
 
         graphs = _each_once(first.graphs, wider)
-        self.plans[key] = dataclasses.replace(first, graph=joint(graphs), graphs=tuple(graphs))
+        self.plans[key] = replace(first, graph=joint(graphs), graphs=graphs)
 
     def keep(self, wanted: Collection[Plan]) -> None:
         """Drops all plans but these and the first one, and the captures that only dropped ones were made from."""
@@ -224,17 +222,15 @@ class Planner:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
         # All micro-batches run one table: so stages have the numbers of the first plan, values have one name, and the
         # stages that any micro-batch has are placed.
-        graphs = [one.graph for one in captured]
-        if self.plans:
-            graphs = _each_once(graphs, lambda graph: like(graph, self.first.graph))
-        graphs = called_alike(graphs)
+        found = [one.graph for one in captured]
+        graphs = called_alike(_each_once(found, lambda graph: like(graph, self.first.graph)) if self.plans else found)
         every = joint(graphs)
         placement = place(every, self.ranks, self._wanted(every))
         read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read)
-        placed = partial(dataclasses.replace, placement=placement, labels=labels)
+        placed = partial(replace, placement=placement, labels=labels)
         check_replicated(placed(every), self.options)
-        return tuple(_each_once(graphs, lambda graph: self._ready(placed(graph))))
+        return _each_once(graphs, lambda graph: self._ready(placed(graph)))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
         """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
@@ -248,7 +244,7 @@ class Planner:
             if is_opaque and not self.plans:
                 log(f"stage {stage.name!r} holds an opaque region, and runs unchanged, without stage_compiler=")
             stages.append(stage if is_opaque else compiled_lazily(stage, self.options.stage_compiler))
-        return dataclasses.replace(graph, stages=tuple(stages))
+        return replace(graph, stages=tuple(stages))
 
     def rescheduled(self, family: Limited) -> Planner:
         """A planner with this family's tables for training; this very one where its table may stay.
@@ -260,21 +256,20 @@ class Planner:
             family = family.or_else(self.options.schedule)
         by_shapes = self.tables.by_shapes
         if family.costs is not None and not tells_bytes(family.costs) and by_shapes is not None:
-            family = dataclasses.replace(family, costs=family.costs.or_else(by_shapes))
-        options = dataclasses.replace(self.options, schedule=family)
-        tables = dataclasses.replace(self.tables, options=options, again=self.first.graph.recomputed)
-        planner = dataclasses.replace(self, options=options, tables=tables, plans={})
+            family = replace(family, costs=family.costs.or_else(by_shapes))
+        options = replace(self.options, schedule=family)
+        tables = replace(self.tables, options=options, again=self.first.graph.recomputed)
+        planner = replace(self, options=options, tables=tables, plans={})
         made: dict[int, Plan] = {}
         # Evaluation keeps its tables: costs were measured in steps.
         for pattern, plan in self.plans.items():
             if pattern.training and id(plan) not in made:
-                again = planner._scheduled(plan.graphs, pattern, plan.program)
-                made[id(plan)] = dataclasses.replace(again, captures=plan.captures, places=plan.places)
+                made[id(plan)] = planner._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
             planner.plans[pattern] = made.get(id(plan), plan)
         # Both tables at the new costs: the present one was made for others.
         present, new = self.first.schedule, planner.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
-        costed = dataclasses.replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
+        costed = replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
         return self if stays else planner
 
@@ -284,37 +279,45 @@ class Planner:
         ``adopt``: has stages, of later plans, too, run the modules that ``parallelize`` has made.
         """
         captures = None if self.captures is None else self.captures.with_tensors_of_module()
-        planner = dataclasses.replace(
+        planner = replace(
             self,
             model=self.model.with_tensors_of_module() if isinstance(self.model, StageGraph) else self.model,
             captures=captures,
-            tables=dataclasses.replace(self.tables, captures=captures),
+            tables=replace(self.tables, captures=captures),
             adopt=adopt or self.adopt,
             plans={},
         )
         for pattern, plan in self.plans.items():
             graphs = _each_once(plan.graphs, lambda graph: planner._ready(graph.with_tensors_of_module()))
-            planner.plans[pattern] = dataclasses.replace(plan, graph=joint(graphs), graphs=tuple(graphs))
+            planner.plans[pattern] = replace(plan, graph=joint(graphs), graphs=graphs)
         return planner
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, Any] | None:
         """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
         found = None if self.captures is None else self.captures.found
         table = self.options.schedule
-        ranks: Placement = table.placement if isinstance(table, Schedule) else ()
+        ranks: Placement
         if self.plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
-        if not ranks and self.options.placement is not None:
+        elif isinstance(table, Schedule):
+            ranks = table.placement
+        elif self.options.placement is not None or found is None:
             return self.options.placement
-        ranks = ranks or (() if found is None else found.placement)
-        if not ranks:
-            return None
+        else:
+            ranks = found.placement
         if len(ranks) != len(graph):
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))
 
-    def _scheduled(self, graphs: tuple[StageGraph, ...], pattern: Pattern, program: str) -> Plan:
-        """The plan that runs the table of these graphs."""
+    def _scheduled(
+        self,
+        graphs: tuple[StageGraph, ...],
+        pattern: Pattern,
+        program: str,
+        captures: tuple[Pattern, ...],
+        places: Places,
+    ) -> Plan:
+        """The plan that runs the table of these graphs, which come from ``captures``."""
         graph = joint(graphs)
         schedule = self.tables.schedule(graph, pattern, self.first if self.plans else None)
         if pattern.training:
@@ -328,8 +331,8 @@ class Planner:
         )
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
-        graphs = tuple(_each_once(graphs, lambda one: dataclasses.replace(one, recomputed=again)))
-        return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program)
+        graphs = _each_once(graphs, lambda one: replace(one, recomputed=again))
+        return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
@@ -343,18 +346,18 @@ class Planner:
         def halved(graph: StageGraph) -> StageGraph:
             if not split and not any(stage.deferring or stage.in_input for stage in graph):
                 return graph
-            stages = [dataclasses.replace(stage, deferring=None, in_input=()) for stage in graph]
+            stages = [replace(stage, deferring=None, in_input=()) for stage in graph]
             # A compiler's own graphs hide what the pass would cut, so a compiled stage is cut by AOTAutograd.
             for index in split:
                 stage, compiled = stages[index], stages[index].function
                 stages[index] = (
-                    dataclasses.replace(stage, deferring=compiled.in_halves)
+                    replace(stage, deferring=compiled.in_halves)
                     if isinstance(compiled, Compiled)
                     else defer_weights(stage)
                 )
-            return dataclasses.replace(graph, stages=tuple(stages))
+            return replace(graph, stages=tuple(stages))
 
-        return tuple(_each_once(graphs, halved))
+        return _each_once(graphs, halved)
 
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """A later capture must leave every stage and every tensor where it is."""
@@ -374,8 +377,8 @@ def _held(graph: StageGraph) -> set[int]:
     return {id(tensor) for stage in graph for tensor in stage.tensors.values()}
 
 
-def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> list[StageGraph]:
+def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> tuple[StageGraph, ...]:
     """Each graph changed; what was one object is one afterwards."""
-    changed = {id(graph): graph for graph in graphs}
-    changed = {key: change(graph) for key, graph in changed.items()}
-    return [changed[id(graph)] for graph in graphs]
+    different = {id(graph): graph for graph in graphs}
+    changed = {key: change(graph) for key, graph in different.items()}
+    return tuple(changed[id(graph)] for graph in graphs)

@@ -7,10 +7,10 @@ each is compiled by itself.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
 from fxpipe.passes.effects import operator_name
 from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
 
-StageCompiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Function = Callable[..., Any]
+StageCompiler = Callable[[Function], Function]
 Piece = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -44,7 +45,7 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
     original = stage.module if isinstance(stage.module, fx.GraphModule) else stage.function
     if isinstance(original, fx.GraphModule):
         _check_writes(original, stage.name)
-    return dataclasses.replace(stage, function=Compiled(stage.name, original, stage_compiler))
+    return replace(stage, function=Compiled(stage.name, original, stage_compiler))
 
 
 def _check_writes(module: fx.GraphModule, name: str) -> None:
@@ -64,9 +65,9 @@ def _check_writes(module: fx.GraphModule, name: str) -> None:
 class Compiled:
     """A stage's function, or a graph that was made of it, compiled when it is first called."""
 
-    def __init__(self, name: str, original: Callable[..., Any], stage_compiler: StageCompiler) -> None:
+    def __init__(self, name: str, original: Function, stage_compiler: StageCompiler) -> None:
         self._name, self._original, self._stage_compiler = name, original, stage_compiler
-        self._function: Callable[..., Any] | None = None  # once it has run
+        self._function: Function | None = None  # once it has run
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self._function is not None:
@@ -92,7 +93,7 @@ class Compiled:
         return f"stage {self._name}, compiled by {self._stage_compiler!r}"
 
 
-Compile = Callable[[fx.GraphModule], Callable[..., Any]]
+Compile = Callable[[fx.GraphModule], Function]
 
 
 class _Here(threading.local):
@@ -105,14 +106,14 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def in_halves(original: Callable[..., Any], compile: Compile) -> Callable[..., tuple[Any, ...]]:
+def in_halves(original: Function, compile: Compile) -> Callable[..., tuple[Any, ...]]:
     """A stage's function with a ``Deferred`` in front of its inputs, compiled in three when it first runs.
 
     ``compile`` makes a callable of a graph of operators; it is given forward, I and W of each graph that TorchDynamo
     makes of ``original``. None of these graphs needs gradients.
     """
 
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
         """What TorchDynamo calls with a graph that it has captured."""
         graph = _CutGraph(inputs, compile)
         function = aot_compiled(module, inputs, graph.forward, graph.backward)
@@ -144,7 +145,7 @@ class _CutGraph:
         tensors = [(place, value) for place, value in enumerate(inputs) if isinstance(value, Tensor)]
         self._leaves = [place for place, value in tensors if value.requires_grad and value.is_leaf]
 
-    def run(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    def run(self, function: Function, inputs: Sequence[Any]) -> Any:
         # A subclass such as DTensor decides what detach() does: a call with one gives all gradients in I.
         plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
         # A hook is to see a gradient once, and whole: it may not come late then. Hooks behind ``.grad`` run after W.
@@ -159,11 +160,7 @@ class _CutGraph:
         call.deferred.leave(call)
         return results
 
-    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """AOTAutograd's compiler of forwards."""
-        return self._compiled(module)
-
-    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
         """AOTAutograd's compiler of backwards."""
         # A backward whose results are not the inputs' gradients in order cannot be cut by their places: all is I then.
         fits = self._fits(module)
@@ -192,9 +189,11 @@ class _CutGraph:
 
         return run
 
-    def _compiled(self, module: fx.GraphModule) -> Callable[..., Any]:
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any] = ()) -> Function:
+        """AOTAutograd's compiler of forwards, and of I and W."""
+
         @cache
-        def function() -> Callable[..., Any]:
+        def function() -> Function:
             # A module of its own, made only now: TorchDynamo does not compile code that came up while it compiled, and
             # AOTAutograd's modules share theirs before their first call.
             return self._compile(fx.GraphModule(module, module.graph))
@@ -218,7 +217,7 @@ class _CutGraph:
         """I or W, from values by name to values by name."""
         if not part.does_anything:
             return lambda values: {}
-        function = self._compiled(part.code)
+        function = self.forward(part.code)
         return lambda values: dict(zip(part.gives, function(*[values[name] for name in part.takes]), strict=True))
 
 

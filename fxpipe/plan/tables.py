@@ -5,9 +5,8 @@ With ``recompute=`` it also decides which stages run their forward again, by wha
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -52,7 +51,7 @@ class Tables:
         tied = (graph if first is None else first.graph).tied  # a stage with a copy is sent its gradient
         if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
             # replicas whose batches differ then reduce in one order
-            return dataclasses.replace(first.schedule, edges=graph.stage_edges)
+            return replace(first.schedule, edges=graph.stage_edges)
         if isinstance(table, Schedule) and pattern.training:
             return self._given(table, graph, pattern.microbatches, tied)
         costs = self._costs(graph, pattern, first)
@@ -99,9 +98,7 @@ class Tables:
                 f"which run for {list(groups)} at once: write F0-3 for a group of four"
             )
         backward = tuple(stage.has_backward for stage in graph)
-        schedule = dataclasses.replace(
-            table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied
-        )
+        schedule = replace(table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied)
         schedule.verify()
         return schedule
 
@@ -118,7 +115,7 @@ class Tables:
                 return table
             self.by_shapes = work.costs_with((bool(self.options.recompute),) * len(graph))
         known = self.by_shapes
-        return dataclasses.replace(table, costs=known if table.costs is None else table.costs.or_else(known))
+        return replace(table, costs=known if table.costs is None else table.costs.or_else(known))
 
     def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
         """The stages whose forward runs again, of those that have a backward."""
@@ -156,10 +153,10 @@ class Tables:
         # Which stages, then the bytes of each rank and the makespan, beside the same family's table without an R.
         names = [stage.name for stage in graph if stage.index in again]
         lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
-        before, after = without.planned(), table.planned()
+        flags = tuple(stage.index in again for stage in graph)
+        costs = (lambda flags: None) if work is None else work.costs_with
+        before, after = without.planned(costs(none)), table.planned(costs(flags))
         if work is not None:
-            flags = tuple(stage.index in again for stage in graph)
-            before, after = without.planned(work.costs_with(none)), table.planned(work.costs_with(flags))
             peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
             pairs = enumerate(zip(*peaks, strict=True))
             sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]

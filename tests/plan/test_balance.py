@@ -18,6 +18,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, called_in, is_compute
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.topological import topological_order
 from fxpipe.hardware import REFERENCE, Hardware
 from fxpipe.passes.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
@@ -26,7 +27,7 @@ from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_
 from fxpipe.plan.balance.choose import Balanced, balance, coarsened, whole_modules
 from fxpipe.plan.balance.memory import Account
 from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts, costs_from_shapes
-from fxpipe.plan.balance.search import numbered, search
+from fxpipe.plan.balance.search import search
 from fxpipe.plan.balance.segments import Line, depth_first, entries, partition
 from fxpipe.plan.balance.segments import balanced as cuts_of
 from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
@@ -436,7 +437,8 @@ def test_blocks_are_every_node_once_and_acyclic() -> None:
             found.result,
             NodeCosts({}),
         )
-        assert numbered(work, range(len(work)), range(len(work))) is not None
+        numbers = range(len(work))
+        assert len(topological_order(dict(enumerate(numbers)), work.after(numbers))) == len(work)
 
 
 def test_who_reads_a_value_before_it_is_written_stays_with_the_write() -> None:

@@ -5,10 +5,9 @@ A block is the smallest piece that may be placed: a few nodes of a program, or a
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fxpipe.graph.program import Program, is_compute, made_by
@@ -115,7 +114,7 @@ class BlockGraph:
             targets = tuple(sorted(group for group in users if group is not None))
             if source is not None and (targets or value.returned):
                 values.append(BlockValue(source, targets, value.size, value.returned))
-        return dataclasses.replace(
+        return replace(
             self,
             blocks=tuple(_together(groups[number]) for number in range(len(groups))),
             values=tuple(values),

@@ -7,9 +7,8 @@ whole modules put cuts at borders of modules.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, takewhile
 from typing import Any
@@ -144,15 +143,15 @@ def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int,
     between.
     """
     paths = {node.name: called_in(node) for node in program.graph.nodes}
-    kinds: list[Hashable] = list(range(len(work)))
     inside = [_common([paths[name] for name in block.nodes]) for block in work.blocks]
     seconds: dict[str, float] = {}
     for block, modules in zip(work.blocks, inside, strict=True):
         for path in modules:
             seconds[path] = seconds.get(path, 0.0) + block.seconds
     # The outermost module that a rank can hold; a block in none of them stays alone.
-    for number, modules in enumerate(inside):
-        kinds[number] = next((path for path in modules if seconds[path] <= most), number)
+    kinds: list[Hashable] = [
+        next((path for path in modules if seconds[path] <= most), number) for number, modules in enumerate(inside)
+    ]
     # A module that is called twice with others between would wait for itself. What is in such a cycle of pieces goes
     # back to single blocks, until no cycle is left.
     while True:
@@ -232,7 +231,7 @@ class Balancing:
         hardware = Hardware.of(self.options.hardware)
         if self.topology.size("pipe") == 1:
             return hardware
-        return dataclasses.replace(hardware, link=hardware.wire(self.topology.crosses_nodes("pipe")))
+        return replace(hardware, link=hardware.wire(self.topology.crosses_nodes("pipe")))
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -251,7 +250,7 @@ class Balancing:
 
     def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> Staged | None:
         """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
-        shape = pattern.shapes[0] if pattern.shapes else None
+        shape = pattern.shape
         if program is None or shape is None:
             return None
 

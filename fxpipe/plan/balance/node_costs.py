@@ -8,10 +8,9 @@ follows from what needs a gradient: frozen parts cost less. What is kept for bac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -158,7 +157,7 @@ class NodeCosts:
             seen |= cost.saved
             most = max(most, kept + cost.again)
         whole = total(map(self.__getitem__, names))
-        return dataclasses.replace(whole, again=max(most - kept, 0))
+        return replace(whole, again=max(most - kept, 0))
 
 
 _NOTHING = NodeCost()
@@ -266,7 +265,7 @@ class _CostingRun:
             cost = self.found[name]
             # W needs the saved inputs of its calls, and the gradient that came back to what they made.
             self.memory[-place] = cost.bytes_out  # ids of objects are positive
-            self.found[name] = dataclasses.replace(cost, deferred=cost.saved | {-place})
+            self.found[name] = replace(cost, deferred=cost.saved | {-place})
 
     @contextlib.contextmanager
     def one_checkpoint(self) -> Iterator[None]:
@@ -288,7 +287,7 @@ class _CostingRun:
         neither what that is nor what is differentiated there."""
         for name, seconds in keeping.seconds_again.items():
             cost, plain = keeping.found[name], self.found[name]
-            self.found[name] = dataclasses.replace(
+            self.found[name] = replace(
                 cost, backward=cost.backward + seconds, saved=plain.saved, parameters=plain.parameters
             )
 
@@ -320,7 +319,7 @@ class _CostingRun:
         except Exception as error:
             cost = self._guessed(node, error)
         used, made = self._parameters(node), tensors_in(self.values[node])
-        self.found[node.name] = dataclasses.replace(
+        self.found[node.name] = replace(
             cost,
             bytes_out=sum(tensor.nbytes for tensor in made),
             gradient_bytes=sum(tensor.nbytes for tensor in made if tensor.requires_grad),

@@ -8,11 +8,10 @@ Every choice depends on the work alone, never on a clock, so that all ranks of a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -57,7 +56,7 @@ def recipes(work: BlockGraph, ranks: int, microbatches: int, memory: float | Non
             whole = Recipe(order, cuts, tuple(range(ranks)) * laps, None, how)
             yield whole
             if len(set(reached)) > 1 and not work.given:
-                yield dataclasses.replace(whole, entries=reached, origin=f"{how}, towers apart")
+                yield replace(whole, entries=reached, origin=f"{how}, towers apart")
 
 
 def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
@@ -83,22 +82,23 @@ def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], reached:
     # Stages of one segment may wait for each other through another segment.
     group_of = [parts.find(block) for block in range(len(work))]
     ranks = {group: recipe.rank_of[segment_of[block]] for block, group in enumerate(group_of)}
-    number = numbered(work, group_of, recipe.order)
-    if number is None:
-        return None
-    return StageLayout(
-        tuple(number[group] for group in group_of), tuple(ranks[group] for group in number), recipe.origin
-    )
+    return _of_groups(work, group_of, recipe.order, ranks.__getitem__, recipe.origin)
 
 
-def numbered(work: BlockGraph, group_of: Sequence[int], order: Sequence[int]) -> dict[int, int] | None:
-    """Group → its place in topological order, the one first that begins first in ``order``; None where there is none.
-
-    The result's own order is that of the places.
-    """
+def _of_groups(
+    work: BlockGraph,
+    group_of: Sequence[int],
+    order: Order,
+    rank_of: Callable[[int], int | tuple[int, ...]],
+    origin: str,
+) -> StageLayout | None:
+    """A stage for each group, in topological order, the one first that begins first in ``order``; None where groups
+    wait for each other."""
     first = {group: place for place, group in reversed(list(enumerate(group_of[block] for block in order)))}
-    found = topological_order(first, work.after(group_of))
-    return found if len(found) == len(first) else None
+    number = topological_order(first, work.after(group_of))
+    if len(number) < len(first):
+        return None
+    return StageLayout(tuple(number[group] for group in group_of), tuple(map(rank_of, number)), origin)
 
 
 def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
@@ -150,12 +150,12 @@ def on_all_ranks(
             group_of = _cut(work, part, count)
             for block, stage in zip(rest, outcome.layout.stage_of, strict=True):
                 group_of[block] = stage
-            number = numbered(work, group_of, depth_first(work))
-            if number is not None:
-                places = (tuple(range(ranks)) if stage < 0 else outcome.layout.rank_of[stage] for stage in number)
-                what = "a stage" if count == 1 else f"{count} stages"
-                origin = f"{outcome.layout.origin}, beside {what} on all ranks"
-                yield StageLayout(tuple(number[group] for group in group_of), tuple(places), origin)
+            places = [*outcome.layout.rank_of, *[tuple(range(ranks))] * count]  # those of -1, -2, ... at the end
+            what = "a stage" if count == 1 else f"{count} stages"
+            origin = f"{outcome.layout.origin}, beside {what} on all ranks"
+            layout = _of_groups(work, group_of, depth_first(work), places.__getitem__, origin)
+            if layout is not None:
+                yield layout
 
 
 def _cut(work: BlockGraph, part: frozenset[int], count: int) -> list[int]:
@@ -198,7 +198,7 @@ class Found:
         for one in (self.best, *self.others):
             stage_of = tuple(one.layout.stage_of[piece] for piece in piece_of)
             layout = StageLayout(stage_of, one.layout.rank_of, one.layout.origin + how)
-            found.append(dataclasses.replace(one, layout=layout))
+            found.append(replace(one, layout=layout))
         return Found(found[0], tuple(found[1:]))
 
     def unless(self, other: Found | None, gain: float) -> Found:
@@ -247,9 +247,8 @@ def search(
     for start in starts:
         # First cuts move, with which the order and the ranks stay; then stages move from rank to rank.
         until = judge.actions + effort * MORE_ACTIONS / len(starts)
-        ways = partial(_neighbours, work), partial(layout_of, work)
-        best = _climbed(judge, start, made[start.layout], *ways, until)
-        better.append(_climbed(judge, best, best.layout, _exchanges, lambda layout: layout, until))
+        best = _climbed(judge, start, made[start.layout], partial(_neighbours, work), until)
+        better.append(_climbed(judge, best, best.layout, _exchanges, until))
     exact = Judge(work, family, microbatches, memory, judge.again)
     ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
     kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
@@ -325,24 +324,23 @@ def _climbed(
     judge: Judge,
     best: LayoutOutcome,
     here: T,
-    neighbours: Callable[[T], Iterable[T]],
-    layout_of: Callable[[T], StageLayout],
+    neighbours: Callable[[T], Iterable[tuple[T, StageLayout]]],
     until: float,
 ) -> LayoutOutcome:
     """From here to the first neighbour that is better, and on from there, until there is none. A neighbour is simulated
-    only where its lower bound does not rule that out."""
+    only where its lower bound does not rule that out. ``neighbours``: with the layout of each."""
     # The first better neighbour is taken, not the best one: simulations are what costs, and the neighbours come in the
     # order in which they are likely to help.
     others = iter(neighbours(here))
-    while judge.actions < until and (other := next(others, None)) is not None:
-        layout = layout_of(other)
+    while judge.actions < until and (pair := next(others, None)) is not None:
+        other, layout = pair
         outcome = judge.fitting(layout) if judge.lower_bound(layout) < best.seconds else None
         if outcome is not None and _merit(outcome) < _merit(best):
             best, others = outcome, iter(neighbours(other))
     return best
 
 
-def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[Recipe]:
+def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[tuple[Recipe, StageLayout]]:
     """The same recipe with one cut elsewhere: first those of the heaviest segments."""
     ends = (0, *recipe.cuts)
     weight = [work.seconds(recipe.order[start:end]) for start, end in itertools.pairwise(ends)]
@@ -351,10 +349,11 @@ def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[Recipe]:
             cut = ends[place] + step
             # No segment may become empty, and the last one ends where it did.
             if ends[place - 1] < cut < ends[place + 1]:
-                yield dataclasses.replace(recipe, cuts=(*ends[1:place], cut, *ends[place + 1 :]))
+                moved = replace(recipe, cuts=(*ends[1:place], cut, *ends[place + 1 :]))
+                yield moved, layout_of(work, moved)
 
 
-def _exchanges(layout: StageLayout) -> Iterator[StageLayout]:
+def _exchanges(layout: StageLayout) -> Iterator[tuple[StageLayout, StageLayout]]:
     """The layout with one stage on another rank, where its own keeps another, or with two stages exchanged."""
     rank_of, origin = list(layout.rank_of), layout.origin
     ranks = rank_count(layout.rank_of)
@@ -368,4 +367,5 @@ def _exchanges(layout: StageLayout) -> Iterator[StageLayout]:
     for move in moves:
         moved = tuple(move.get(stage, rank) for stage, rank in enumerate(rank_of))
         if moved != layout.rank_of:
-            yield StageLayout(layout.stage_of, moved, origin if "moved" in origin else f"{origin}, stages moved")
+            found = StageLayout(layout.stage_of, moved, origin if "moved" in origin else f"{origin}, stages moved")
+            yield found, found

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
@@ -169,7 +168,7 @@ class Staged:
 
         # In an R the model's own checkpoints keep all, so its backward computes nothing again.
         sizes = zip(one.again_bytes or (), recomputed, strict=False)
-        return dataclasses.replace(
+        return replace(
             one,
             again_bytes=one.again_bytes and tuple(0.0 if is_again else size for size, is_again in sizes),
             backward=chosen("backward"),
@@ -270,12 +269,7 @@ class Judge:
         self.refused: ScheduleError | None = None
         """The last layout for which the family had no table."""
         self._outcomes: dict[StageLayout, LayoutOutcome | None] = {}
-        self._staged: dict[StageLayout, Staged] = {}
-
-    def staged(self, layout: StageLayout) -> Staged:
-        if layout not in self._staged:
-            self._staged[layout] = Staged(self.work, layout, self.microbatches, self.again)
-        return self._staged[layout]
+        self.staged = cache(partial(Staged, work, microbatches=microbatches, again=again))
 
     def lower_bound(self, layout: StageLayout) -> float:
         return self.staged(layout).lower_bound
@@ -297,12 +291,12 @@ class Judge:
 
     def _simulated(self, layout: StageLayout) -> LayoutOutcome:
         staged = self.staged(layout)
-        family = dataclasses.replace(self.family, costs=staged.costs)
+        family = replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
         # As plan/tables.py does: the table without recomputation shows where recomputing saves nothing.
         if self.again is not None and self.again.worthwhile:
-            without = dataclasses.replace(problem, recompute=None)
-            problem = dataclasses.replace(problem, recompute=worthwhile(self._table(family, without, staged)))
+            without = replace(problem, recompute=None)
+            problem = replace(problem, recompute=worthwhile(self._table(family, without, staged)))
         schedule = self._table(family, problem, staged)
         if (excess := family.excess(schedule)) is not None:
             raise ScheduleError(f"{family.name} {excess}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.opaque_call import opaque_calls
@@ -62,7 +62,7 @@ def capture_in_part(
             # 2. Without any of that, forward may ask for numbers, each of which takes a capture of its own.
             if request.asks_numbers or not options.auto_opaque:
                 raise TraceError(failure) from error
-            request, added = dataclasses.replace(given, asks_numbers=True), {}
+            request, added = replace(given, asks_numbers=True), {}
 
 
 def _with_shares(added: Mapping[str, str], shares: Mapping[str, float]) -> dict[str, str]:
@@ -82,7 +82,7 @@ def _with_regions(request: Request, part: str) -> Request:
     new = resolve(request.module, {part: WHOLE}).whole
     inside = tuple(f"{region.path}." for region in new if region.method == "__call__")
     others = (region for region in request.whole if not f"{region.name}.".startswith(inside))
-    return dataclasses.replace(request, whole=(*others, *new))
+    return replace(request, whole=(*others, *new))
 
 
 # --- methods: what an opaque one may use, beyond what it was seen to, is held where it runs ---
@@ -104,6 +104,6 @@ def with_unused(program: Program, names: frozenset[str]) -> Program:
         mine = dict.fromkeys(first[id(tensor)] for call in calls for tensor in all_tensors(call.owner).values())
         more = tuple(name for name in mine if name in left)
         if more:
-            effects[node.name] = dataclasses.replace(effects[node.name], reads=(*effects[node.name].reads, *more))
+            effects[node.name] = replace(effects[node.name], reads=(*effects[node.name].reads, *more))
             left -= set(more)
     return program.replace(effects=effects)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
-from fxpipe.graph.loss import MicrobatchLoss, read_loss
+from fxpipe.graph.loss import read_loss
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
@@ -224,13 +224,13 @@ class _Trial:
         kept = watching(self.request.module, self.request.whole, _Called())
         with kept, within(self.request.autocast):
             result = self.request.call(batch)
-        if not self.request.training:
-            return _outputs(result, place)
-        part = read_loss(result)
-        parameters, gradients = list(self._trainable.values()), None
-        if part.value.requires_grad and parameters:
-            gradients = torch.autograd.grad(part.value, parameters, allow_unused=True)
-        return self._seen(part, gradients or [None] * len(parameters), place)
+
+        def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            if not (loss.requires_grad and parameters):
+                return [None] * len(parameters)
+            return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        return self._seen(result, place, gradients)
 
     def stages(self, batch: Batch, place: int) -> Seen:
         """What the stages show on a micro-batch."""
@@ -247,15 +247,11 @@ class _Trial:
             saved.append(kept)
             arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result is no edge's
             result = outputs[-1] if stage.returns_result else result
-        if not self.request.training:
-            return _outputs(result, place)
-        part = read_loss(result)
-        saved[self.graph.output_stage].take_root(part.value)
-        return self._seen(part, self._backward(saved), place)
+        return self._seen(result, place, partial(self._backward, saved))
 
-    def _backward(self, saved: Sequence[Saved]) -> list[Tensor | None]:
-        """The gradient of each trainable parameter, summed over the stages."""
-        parameters = list(self._trainable.values())
+    def _backward(self, saved: Sequence[Saved], loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The gradient of each of these parameters, summed over the stages."""
+        saved[self.graph.output_stage].take_root(loss)
         found: list[Tensor | None] = [None] * len(parameters)
         returned: dict[Edge, Any] = {}
         for stage, kept in reversed(list(zip(self.graph, saved, strict=True))):
@@ -267,14 +263,24 @@ class _Trial:
             found = list(map(added, found, gradients))
         return found
 
-    def _seen(self, part: MicrobatchLoss, gradients: Sequence[Tensor | None], place: int) -> Seen:
+    def _seen(
+        self, result: Any, place: int, gradients: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]]
+    ) -> Seen:
+        """The loss and what ``gradients`` makes of it; in evaluation the tensors and numbers that are returned."""
+        if not self.request.training:
+            leaves, _ = pytree.tree_flatten_with_path(result)
+            numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, (Tensor, int, float))]
+            return {
+                Fact("the output", pytree.keystr(path), place): torch.as_tensor(leaf).detach() for path, leaf in numbers
+            }
+        part = read_loss(result)
+        found = gradients(part.value, list(self._trainable.values()))
         seen = Seen({Fact("the loss", "", place): part.value.detach()})
         if part.count is not None:
             seen[Fact("the count of the loss", "", place)] = torch.as_tensor(part.count).detach().clone()
         for name, value in part.metrics.items():
             seen[Fact("the loss's", repr(name), place)] = torch.as_tensor(value).detach().clone()
-        named_gradients = zip(self._trainable, gradients, strict=True)
-        return seen | {Fact(GRADIENT, name, place): gradient for name, gradient in named_gradients}
+        return seen | {Fact(GRADIENT, name, place): one for name, one in zip(self._trainable, found, strict=True)}
 
     def compare(self, got: Seen, wanted: Seen) -> None:
         """TraceError where the stages' values are not the model's.
@@ -306,13 +312,6 @@ class _Trial:
         where = f", at {list(map(int, torch.unravel_index(apart.argmax(), one.shape)))}" if one.dim() else ""
         mine, right = (value.flatten()[place].item() for value in (one, other))
         return f"{fact} is {mine:.6g} {ours} and {right:.6g} in the model{where}"
-
-
-def _outputs(result: Any, place: int) -> Seen:
-    """The tensors and numbers that evaluation returns, by where they are in it."""
-    leaves, _ = pytree.tree_flatten_with_path(result)
-    numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, (Tensor, int, float))]
-    return {Fact("the output", pytree.keystr(path), place): torch.as_tensor(leaf).detach() for path, leaf in numbers}
 
 
 _WRONG = "the captured stages do not compute what the model does"

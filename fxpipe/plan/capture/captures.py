@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -180,7 +179,7 @@ class Captures:
         self.kept = {pattern: captured for pattern, captured in self.kept.items() if pattern in used}
         self.questions.keep([captured.answers for captured in self.kept.values()])
         self.families = {
-            key: dataclasses.replace(family, general=tuple(entry for entry in family.general if entry[0] in used))
+            key: replace(family, general=tuple(entry for entry in family.general if entry[0] in used))
             for key, family in list(self.families.items())[-FAMILIES:]
         }
 
@@ -201,7 +200,7 @@ class Captures:
         """The pattern under which the capture for a micro-batch of ``pattern`` is kept."""
         # 1. A capture that holds: for any shape, with symbolic sizes, or for this shape, with answers that are given.
         shape, given = this.shape, this.answered
-        place = None if shape is None else (dataclasses.replace(this, shapes=(), answers=()), outline(shape))
+        place = None if shape is None else (replace(this, shapes=(), answers=()), outline(shape))
         family = self.families.get(place, Family())
         paths = dict.fromkeys(captured.answers for captured in self.kept.values())
         known = [this.for_any_shape(), *(this.for_answers(path) for path in paths if set(path) <= set(given))]
@@ -257,7 +256,7 @@ class Captures:
 
         def observe(request: Request) -> Request:
             del self.observed[seen_before:]  # of fewer regions
-            return dataclasses.replace(request, seen=self._seen(request, pattern, shape, sample))
+            return replace(request, seen=self._seen(request, pattern, shape, sample))
 
         def shares() -> Mapping[str, float]:
             return self._shares(accepted[-1][0], pattern, shape)
@@ -298,7 +297,7 @@ class Captures:
         # 3. What .stages says of it.
         head, *rest = made.graph.origin.splitlines()
         origin = "\n".join([f"{head}, {checked}", *rest, *beside])
-        made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, origin=origin))
+        made = replace(made, graph=replace(made.graph, origin=origin))
         calls = (call for part in cut.opaque.values() for call in opaque_calls(part))
         self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
@@ -334,7 +333,7 @@ class Captures:
             asks_numbers=self.asks_numbers,
         )
         if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:
-            return dataclasses.replace(request, answers=dict(this.answered), ask=self.questions.ask)
+            return replace(request, answers=dict(this.answered), ask=self.questions.ask)
         return request
 
     def _can_run(self, sample: Sample | str, shape: Description | None) -> TypeGuard[Sample]:
@@ -421,10 +420,10 @@ class Captures:
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
         kept = {
-            pattern: dataclasses.replace(captured, graph=captured.graph.with_tensors_of_module())
+            pattern: replace(captured, graph=captured.graph.with_tensors_of_module())
             for pattern, captured in self.kept.items()
         }
-        return dataclasses.replace(self, kept=kept)
+        return replace(self, kept=kept)
 
     def _cut(
         self, program: Program, pattern: Pattern, shape: Description | None, whole: Collection[Region]

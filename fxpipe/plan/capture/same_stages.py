@@ -9,8 +9,8 @@ is the group's.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -50,7 +50,7 @@ def like(graph: StageGraph, first: StageGraph) -> StageGraph:
         _relabelled(present[s.index], called, index=s.index, name=s.name) if s.index in present else _idle(s)
         for s in first
     ]
-    graph = dataclasses.replace(graph, stages=tuple(stages)).with_backward()
+    graph = replace(graph, stages=tuple(stages)).with_backward()
     # A stage that does nothing keeps its backward: its place in the row is where other replicas sum its gradients.
     return _with_backward(graph, [(s if s.index in present else first[s.index]).has_backward for s in graph])
 
@@ -85,7 +85,7 @@ def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
         names = {pair: iter(edges) for pair, edges in between.items()}
         called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
         stages = tuple(_relabelled(stage, called) for stage in graph)
-        found[id(graph)] = _with_backward(dataclasses.replace(graph, stages=stages), backward)
+        found[id(graph)] = _with_backward(replace(graph, stages=stages), backward)
     return [found[id(graph)] for graph in graphs]
 
 
@@ -95,11 +95,11 @@ def joint(graphs: Sequence[StageGraph]) -> StageGraph:
     if len(each) == 1 or graphs[0].gathers:  # with which all have the same
         return graphs[0]
     stages = tuple(_joint(stages) for stages in zip(*each, strict=True))
-    return dataclasses.replace(graphs[0], stages=stages)
+    return replace(graphs[0], stages=stages)
 
 
 def _joint(stages: Sequence[Stage]) -> Stage:
-    return dataclasses.replace(
+    return replace(
         max(stages, key=lambda stage: len(stage.inputs)),
         inputs=tuple(dict.fromkeys(entry for stage in stages for entry in stage.inputs)),
         outputs=tuple(dict.fromkeys(edge for stage in stages for edge in stage.outputs)),
@@ -117,8 +117,8 @@ def _edges_between(graph: StageGraph) -> dict[tuple[int, int], list[Edge]]:
 
 
 def _with_backward(graph: StageGraph, backward: Sequence[bool]) -> StageGraph:
-    stages = (dataclasses.replace(s, has_backward=has) for s, has in zip(graph, backward, strict=True))
-    return dataclasses.replace(graph, stages=tuple(stages))
+    stages = (replace(s, has_backward=has) for s, has in zip(graph, backward, strict=True))
+    return replace(graph, stages=tuple(stages))
 
 
 def _pair(edge: Edge) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def _facts(graph: StageGraph) -> list[tuple[object, ...]]:
 
 
 def _relabelled(stage: Stage, called: Mapping[Edge, Edge], **changes: Any) -> Stage:
-    return dataclasses.replace(
+    return replace(
         stage,
         inputs=tuple(called[entry] if isinstance(entry, Edge) else entry for entry in stage.inputs),
         outputs=tuple(called[edge] for edge in stage.outputs),
@@ -156,7 +156,7 @@ def _counterpart(stage: Stage, first: StageGraph) -> int | None:
 
 def _idle(stage: Stage) -> Stage:
     """The stage without its work."""
-    return dataclasses.replace(
+    return replace(
         stage,
         module=_nothing,
         function=_nothing,
@@ -200,7 +200,7 @@ def for_groups(captured: list[Captured], captures: Captures, pattern: Pattern, s
         places |= _places(captures, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
         merged = cache(partial(_with_stages, stages=stages))  # micro-batches of one capture remain one object
         captured = [merged(one, whole[place // size]) for place, one in enumerate(captured)]
-    return [dataclasses.replace(captured[0], places=places), *captured[1:]]
+    return [replace(captured[0], places=places), *captured[1:]]
 
 
 def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Places:
@@ -268,7 +268,7 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
         shapes.append(shape)
     groups = tuple(shapes)
     given = pattern.given[: len(groups)]
-    return dataclasses.replace(pattern, given=given, shapes=groups, everyone=(), answers=(), asks=False)
+    return replace(pattern, given=given, shapes=groups, everyone=(), answers=(), asks=False)
 
 
 def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | str:
@@ -276,7 +276,7 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
         return sample
     batches = sample.batches
     groups = [joined(batches[start : start + size], batch_dim) for start in range(0, len(batches), size)]
-    return dataclasses.replace(sample, batches=groups)
+    return replace(sample, batches=groups)
 
 
 def _with_stages(one: Captured, group: Captured, stages: Collection[int]) -> Captured:
@@ -290,8 +290,8 @@ def _with_stages(one: Captured, group: Captured, stages: Collection[int]) -> Cap
             "depends on how many rows there are out of the stages before it"
         )
     merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in one.graph)
-    graph = dataclasses.replace(one.graph, stages=merged)
-    return dataclasses.replace(one, graph=graph, text=f"{one.text}\nfor a group: {group.text}")
+    graph = replace(one.graph, stages=merged)
+    return replace(one, graph=graph, text=f"{one.text}\nfor a group: {group.text}")
 
 
 def _messages(graph: StageGraph) -> list[object]:

@@ -146,13 +146,12 @@ def _offsets_in_a_row(parts: Sequence[Any]) -> Any:
 
 def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
     """The description of a batch of so many rows; what is packed stays unchanged."""
-    rules = {name: (like, rule_at(batch_dim, name)) for name, like in example_of(description).items()}
     return _described(
         description,
         {
             name: pytree.tree_map_only(TensorLike, partial(resized, along=rule, size=rows), like)
-            for name, (like, rule) in rules.items()
-            if isinstance(rule, int)
+            for name, like in example_of(description).items()
+            if isinstance(rule := rule_at(batch_dim, name), int)
         },
     )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -104,7 +103,7 @@ class Pattern:
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
         return [
-            dataclasses.replace(self, given=(given,), shapes=shape, everyone=()).for_answers(answer)
+            replace(self, given=(given,), shapes=shape, everyone=()).for_answers(answer)
             for given, shape, answer in zip(self.given, shapes, answers, strict=True)
         ]
 
@@ -115,7 +114,7 @@ class Pattern:
 
     def for_answers(self, answers: Answers) -> Pattern:
         """That of one micro-batch with these."""
-        return dataclasses.replace(self, answers=(answers,) if answers else ())
+        return replace(self, answers=(answers,) if answers else ())
 
     @property
     def shape(self) -> Description | None:
@@ -124,7 +123,7 @@ class Pattern:
 
     def for_any_shape(self) -> Pattern:
         """The pattern without what only tracers that need shapes depend on."""
-        return dataclasses.replace(self, shapes=(), everyone=(), answers=())
+        return replace(self, shapes=(), everyone=(), answers=())
 
 
 def pattern_of(

@@ -142,10 +142,10 @@ def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> lis
 
     As a ``DataLoader`` makes them of strings, which it puts into tuples. A tuple of numbers is a shape, or a mean.
     """
-    lists = [each for path, one in entries_of(description, batch_dim).items() for each in _sequences(path, one.like)]
     return [
         path
-        for path, listed in lists
+        for name, one in entries_of(description, batch_dim).items()
+        for path, listed in _sequences(name, one.like)
         if len(listed) == rows
         and (isinstance(listed, list) or isinstance(listed[0], str))
         and not _is_named(path, batch_dim)
