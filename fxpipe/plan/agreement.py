@@ -46,6 +46,10 @@ KINDS = 256
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
+Key = tuple[int, ...]
+"""The number of each rank's proposal, or of each replica's rows."""
+Rows = tuple[int, ...]
+"""The rows of each micro-batch."""
 
 
 @admitted
@@ -72,7 +76,7 @@ class ReportedCall(NamedTuple):
     merged: list[Description]
     counts: Counts
     """The counts of packed inputs, for a batch that is cut."""
-    sizes: tuple[int, ...]
+    sizes: Rows
     """Rows of each micro-batch."""
     has_rows: bool
     """Whether any input gives how many rows there are."""
@@ -87,7 +91,7 @@ class ReportedCall(NamedTuple):
         return cut(given[0], batch_dim, self.sizes, self.counts) if self.proposals[0].split_evenly else given
 
 
-def _sizes_of(rows: Sequence[int | None], call: Proposal, wanted: int) -> tuple[int, ...]:
+def _sizes_of(rows: Sequence[int | None], call: Proposal, wanted: int) -> Rows:
     if not call.split_evenly:
         return tuple(1 if count is None else count for count in rows)
     return split_rows(rows[0], wanted if call.training else min(wanted, rows[0] or wanted))
@@ -132,7 +136,7 @@ class AgreedBatch:
     """A number for each micro-batch; those of one number, in any kind, make messages of the same layouts."""
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Rows:
         """Rows of each micro-batch."""
         return self.call.sizes
 
@@ -148,9 +152,9 @@ class Agreement:
         if planner.captures is not None:
             planner.captures.reads.begin()
         self._kinds = itertools.count()
-        self._reported: dict[tuple[int, ...], ReportedCall] = {}
-        self._rows: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._settled: dict[tuple[tuple[int, ...], tuple[int, ...] | None], AgreedBatch] = {}
+        self._reported: dict[Key, ReportedCall] = {}
+        self._rows: dict[Key, Rows] = {}
+        self._settled: dict[tuple[Key, Rows | None], AgreedBatch] = {}
         """The kinds, the least recently used first: all ranks of a pipe group have them in one order. Beside what was
         reported stand the rows of all replicas; None where the plan holds for any."""
         self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
@@ -274,7 +278,7 @@ class Agreement:
         Where forward asks something new about the inputs, all ranks of the pipe group find that out, answer it, and
         settle again.
         """
-        everyone: tuple[int, ...] | None = None
+        everyone: Rows | None = None
         while True:
             # 1. One number a rank: -1 for an error, which the others must read. Only a new set of numbers takes a full
             # exchange, and none where all ranks were given the same.
@@ -323,7 +327,7 @@ class Agreement:
                 )
         return reported
 
-    def _pattern(self, reported: ReportedCall, everyone: tuple[int, ...]) -> Pattern:
+    def _pattern(self, reported: ReportedCall, everyone: Rows) -> Pattern:
         """What the plan of a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
         where stages see them."""
         first = reported.proposals[0]
@@ -336,7 +340,7 @@ class Agreement:
         found = tuple(tuple(sorted(answer.items())) for answer in answers)
         return replace(pattern, everyone=everyone, answers=found)
 
-    def _rows_of_everyone(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    def _rows_of_everyone(self, sizes: Rows) -> Rows:
         """The rows of each micro-batch on all replicas together, where stages see them; else nothing.
 
         A collective call of the data axis: all replicas ask, whether or not captures of theirs depend on it by now.
@@ -360,7 +364,7 @@ class Agreement:
         batch_dim = self._options.batch_dim
         return Sample(self._planner.items.given(reported.parts(given, split, batch_dim)), batch_dim, later=True)
 
-    def _decide(self, reported: ReportedCall, everyone: tuple[int, ...], sample: Sample | str) -> AgreedBatch:
+    def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
         # 1. The plan. Where one rank fails none keeps it, so that all capture again in the next call.
         with phase("capture"), self._planner.rolled_back_on_error():

@@ -22,7 +22,7 @@ from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
-from fxpipe.plan.capture.same_stages import called_alike, for_groups, joint, like, places_of_rows
+from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.capture.sizes import outline
 from fxpipe.plan.inputs.label_count import Items
 from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
@@ -171,7 +171,7 @@ class Planner:
             stages = (replace(s, tensors={**s.tensors, **more.get(s.name, {})}) for s in graph)
             return replace(graph, stages=tuple(stages))
 
-        graphs = _each_once(first.graphs, wider)
+        graphs = each_once(first.graphs, wider)
         self.plans[key] = replace(first, graph=joint(graphs), graphs=graphs)
 
     def keep(self, wanted: Collection[Plan]) -> None:
@@ -223,14 +223,14 @@ class Planner:
         # All micro-batches run one table: so stages have the numbers of the first plan, values have one name, and the
         # stages that any micro-batch has are placed.
         found = [one.graph for one in captured]
-        graphs = called_alike(_each_once(found, lambda graph: like(graph, self.first.graph)) if self.plans else found)
+        graphs = called_alike(each_once(found, lambda graph: like(graph, self.first.graph)) if self.plans else found)
         every = joint(graphs)
         placement = place(every, self.ranks, self._wanted(every))
         read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read)
         placed = partial(replace, placement=placement, labels=labels)
         check_replicated(placed(every), self.options)
-        return _each_once(graphs, lambda graph: self._ready(placed(graph)))
+        return each_once(graphs, lambda graph: self._ready(placed(graph)))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
         """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
@@ -288,7 +288,7 @@ class Planner:
             plans={},
         )
         for pattern, plan in self.plans.items():
-            graphs = _each_once(plan.graphs, lambda graph: planner._ready(graph.with_tensors_of_module()))
+            graphs = each_once(plan.graphs, lambda graph: planner._ready(graph.with_tensors_of_module()))
             planner.plans[pattern] = replace(plan, graph=joint(graphs), graphs=graphs)
         return planner
 
@@ -331,7 +331,7 @@ class Planner:
         )
         order = execution_order(instructions, graph.edges, schedule.backward)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
-        graphs = _each_once(graphs, lambda one: replace(one, recomputed=again))
+        graphs = each_once(graphs, lambda one: replace(one, recomputed=again))
         return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
@@ -357,7 +357,7 @@ class Planner:
                 )
             return replace(graph, stages=tuple(stages))
 
-        return _each_once(graphs, halved)
+        return each_once(graphs, halved)
 
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """A later capture must leave every stage and every tensor where it is."""
@@ -375,10 +375,3 @@ class Planner:
 def _held(graph: StageGraph) -> set[int]:
     """The tensors that stages use, by identity."""
     return {id(tensor) for stage in graph for tensor in stage.tensors.values()}
-
-
-def _each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> tuple[StageGraph, ...]:
-    """Each graph changed; what was one object is one afterwards."""
-    different = {id(graph): graph for graph in graphs}
-    changed = {key: change(graph) for key, graph in different.items()}
-    return tuple(changed[id(graph)] for graph in graphs)

@@ -9,7 +9,7 @@ is the group's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -55,7 +55,14 @@ def like(graph: StageGraph, first: StageGraph) -> StageGraph:
     return _with_backward(graph, [(s if s.index in present else first[s.index]).has_backward for s in graph])
 
 
-def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
+def each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> tuple[StageGraph, ...]:
+    """Each graph changed; what was one object is one afterwards."""
+    different = {id(graph): graph for graph in graphs}
+    changed = {key: change(graph) for key, graph in different.items()}
+    return tuple(changed[id(graph)] for graph in graphs)
+
+
+def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
     """The graphs of a step's micro-batches, with their values called by the first one's names: they run one table.
 
     Where no stage gathers, a micro-batch may have fewer values between two stages than another. PartitionError where
@@ -63,7 +70,7 @@ def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
     """
     first, each = graphs[0], list({id(graph): graph for graph in graphs}.values())
     if len(each) == 1:
-        return list(graphs)
+        return tuple(graphs)
     gathers = any(graph.gathers for graph in each)
     for graph in each:
         same = _facts(graph) == _facts(first) if gathers else graph.names == first.names
@@ -79,14 +86,15 @@ def called_alike(graphs: Sequence[StageGraph]) -> list[StageGraph]:
         for pair, edges in _edges_between(graph).items():
             between[pair] = max(between.get(pair, []), edges, key=len)
     backward = [any(stage.has_backward for stage in stages) for stages in zip(*each, strict=True)]
-    # Any value between two stages may bear the name of any other, as both ends are of one graph.
-    found: dict[int, StageGraph] = {}
-    for graph in each:
+
+    def renamed(graph: StageGraph) -> StageGraph:
+        # Any value between two stages may bear the name of any other, as both ends are of one graph.
         names = {pair: iter(edges) for pair, edges in between.items()}
         called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
         stages = tuple(_relabelled(stage, called) for stage in graph)
-        found[id(graph)] = _with_backward(replace(graph, stages=stages), backward)
-    return [found[id(graph)] for graph in graphs]
+        return _with_backward(replace(graph, stages=stages), backward)
+
+    return each_once(graphs, renamed)
 
 
 def joint(graphs: Sequence[StageGraph]) -> StageGraph:

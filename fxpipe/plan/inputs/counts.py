@@ -16,11 +16,13 @@ from fxpipe.torch_compat import pytree
 from fxpipe.trace.state.contents import walk
 from fxpipe.validation import is_mapping, shown
 
-Counts = Mapping[str, tuple[int, ...]]
+Numbers = tuple[int, ...]
+"""A count for each row."""
+Counts = Mapping[str, Numbers]
 """Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
 
 
-def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, tuple[int, ...]]:
+def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbers]:
     """The counts that this rank can read from its inputs. RunError for numbers that are no counts."""
     read = {path: _read(path, rule, values, batch_dim) for path, rule in counted(batch_dim).items()}
     return {path: numbers for path, numbers in read.items() if numbers is not None}
@@ -59,7 +61,7 @@ def _has_numbers(leaf: Any) -> bool:
     return any(isinstance(part.value, Tensor) and part.value.dim() > 0 for part in inside)
 
 
-def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> tuple[int, ...] | None:
+def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> Numbers | None:
     if isinstance(rule, Offsets):
         return _lengths(path, _at(values, path))
     if isinstance(rule.counts, int):
@@ -93,7 +95,7 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _numbers(path: str, given: Any) -> tuple[int, ...]:
+def _numbers(path: str, given: Any) -> Numbers:
     """What was counted, as numbers of Python's: waits for a GPU."""
     try:
         tensor = torch.as_tensor(given).detach()
@@ -114,7 +116,7 @@ def _numbers(path: str, given: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _lengths(path: str, offsets: Any) -> tuple[int, ...] | None:
+def _lengths(path: str, offsets: Any) -> Numbers | None:
     """The lengths of the sequences between offsets."""
     if offsets is None:
         return None
@@ -129,7 +131,7 @@ def _lengths(path: str, offsets: Any) -> tuple[int, ...] | None:
 
 def merge_counts(everyone: Sequence[Counts]) -> Counts:
     """What the ranks of a pipe group have counted, taken together; RunError where they differ."""
-    merged: dict[str, tuple[int, tuple[int, ...]]] = {}
+    merged: dict[str, tuple[int, Numbers]] = {}
     for rank, counts in enumerate(everyone):
         for path, numbers in counts.items():
             known, mine = merged.setdefault(path, (rank, numbers))
