@@ -17,7 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from fxpipe.graph.opaque_call import OpaqueCall
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value, made_by
-from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.graph.stage_graph import own_tensors
 from fxpipe.torch_compat import (
     BATCH_STATISTICS,
     DROPOUTS,
@@ -192,7 +192,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
         return nodes_in(node.args[0])
     if name in _VIEWS_UNSAID:
         return node.all_input_nodes
-    if not isinstance(node.target, OpOverload) and _schemas(name) is None:
+    if not _overloads(node):
         # Without a schema nothing is known, so the result may be a view of any argument; Python arithmetic makes none.
         known = ("_operator", "builtins", "math", "fxpipe.graph.operators")
         return [] if getattr(node.target, "__module__", "") in known else node.all_input_nodes
@@ -238,18 +238,6 @@ def _draws_nothing(node: fx.Node) -> bool:
     is_off = any(given.get(key) is False for key in ("train", "training"))
     chances = (given.get(key) for key in ("p", "dropout", "dropout_p"))
     return is_off or any(isinstance(chance, (int, float)) and chance == 0 for chance in chances)
-
-
-def own_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
-    """The parameters and buffers that a node names, or that what it calls holds or is seen to use, by name."""
-    name = str(node.target)
-    if node.op == "get_attr":
-        return {} if name in program.constants else {name: program.attribute(name)}
-    if node.op != "call_module":
-        return {}
-    if name in program.opaque:
-        return {used: program.attribute(used) for used in program.effects[node.name].reads}
-    return all_tensors(program.attribute(name), name)
 
 
 def used_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
@@ -323,25 +311,21 @@ class _AliasedArgument(NamedTuple):
 
 
 @cache
-def _schemas(target: str | OpOverload) -> tuple[_AliasedArgument, ...] | None:
-    """Those of an operator, or of all overloads of a name; None where there is no operator of that name."""
+def _schemas(target: str | OpOverload) -> tuple[_AliasedArgument, ...]:
+    """Those of an operator, or of all overloads of a name."""
     overloads = [target] if isinstance(target, OpOverload) else _named(target)
-    return (
-        None
-        if not overloads
-        else tuple(
-            _AliasedArgument(None if argument.kwarg_only else position, argument.name, argument.alias_info.is_write)
-            for overload in overloads
-            for position, argument in enumerate(schema_of(overload).arguments)
-            if argument.alias_info is not None
-        )
+    return tuple(
+        _AliasedArgument(None if argument.kwarg_only else position, argument.name, argument.alias_info.is_write)
+        for overload in overloads
+        for position, argument in enumerate(schema_of(overload).arguments)
+        if argument.alias_info is not None
     )
 
 
 def _schema_arguments(node: fx.Node) -> Iterator[tuple[bool, Any]]:
     """(whether it is written, the value given) for each argument with alias information."""
     target = node.target if isinstance(node.target, OpOverload) else operator_name(node)
-    for argument in _schemas(target) or ():
+    for argument in _schemas(target):
         if argument.position is not None and argument.position < len(node.args):
             yield argument.is_write, node.args[argument.position]
         elif argument.name in node.kwargs:

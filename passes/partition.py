@@ -158,16 +158,18 @@ class _Flow:
 
     def _add_node(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
         sources = [source for source, _ in operands if source in self.units]
+        behind = frozenset[fx.Node]().union(*(crossed for _, crossed in operands))
         if node in self._checks and sources:
             latest = max(sources)  # which has the value before it crosses any boundary
             self._join([latest, node])
             self.edges += [_FlowEdge(source, node, True) for source in sources if source is not latest]
             self._add_arrows(node, [(source, frozenset()) for source in sources])
         elif node not in self.units:
-            self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
-        elif is_number(node) and len({self.units.find(s) for s in sources}) == 1 and not _gathered(operands):
+            self._behind[node] = behind
+        # behind a boundary that gathers, that boundary alone decides how many rows there are
+        elif is_number(node) and len({self.units.find(s) for s in sources}) == 1 and not any(map(gather_of, behind)):
             self._join([node, *sources])
-            self._behind[node] = frozenset().union(*(crossed for _, crossed in operands))
+            self._behind[node] = behind
         else:
             self.edges += [_FlowEdge(s, node, bool(crossed)) for s, crossed in operands if s in self.units]
             self._add_arrows(node, operands)
@@ -206,11 +208,6 @@ class _Flow:
                 now = found[end] | found[start]
                 changed, found[end] = changed or now != found[end], now
         return found
-
-
-def _gathered(operands: Iterable[tuple[fx.Node, frozenset[fx.Node]]]) -> bool:
-    """Whether a boundary that gathers is in front of one of them: how many rows there are is known behind it alone."""
-    return any(gather_of(marker) is not None for _, crossed in operands for marker in crossed)
 
 
 def _checks(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -27,9 +27,9 @@ from fxpipe.graph.program import (
     made_by,
 )
 from fxpipe.graph.stage_calls import check_shapes
-from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, own_tensors
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written, shared_memory
-from fxpipe.passes.effects import aliased, is_number, is_random, own_tensors
+from fxpipe.passes.effects import aliased, is_number, is_random
 from fxpipe.passes.gather import crossed, entering, readers_of, way
 
 SIZE = torch.ops.aten.sym_size.int
@@ -388,7 +388,8 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     sends no gradient back.
     """
     regions = [node for node in program.graph.nodes if is_kept(program, node)]
-    found = {program.stage_of[node.name] for node in regions}
+    own = {program.stage_of[node.name] for node in regions}
+    found, behind, unsure = set(own), set(own), set(own)
     # Before a region, backwards along the edges: whether a gradient comes back is known in the step alone.
     for stage in reversed(stages):
         if any(edge.target in found for edge in stage.outputs):
@@ -396,14 +397,12 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     # Behind a region: sizes that come out of it change from step to step.
     symbols = {name for node in regions for out in node.users for name in _symbols(out)}
     sizes = {node.name: _symbols(node) for node in program.graph.nodes}
-    behind = {program.stage_of[node.name] for node in regions}
     for stage in stages if program.tracer == "symbolic" or symbols else ():
         if any(isinstance(entry, Edge) and entry.source in behind for entry in stage.inputs):
             behind.add(stage.index)
             if program.tracer == "symbolic" or any(sizes[edge.value] & symbols for edge in stage.outputs):
                 found.add(stage.index)
     # A stage that trains nothing passes on whether its input needs a gradient.
-    unsure = {program.stage_of[node.name] for node in regions}
     for stage in stages:
         given = any(isinstance(entry, Edge) and entry.source in unsure for entry in stage.inputs)
         if given and not any(parameter.requires_grad for parameter in stage.parameters.values()):

@@ -17,7 +17,7 @@ from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.opaque_call import unwritten
 from fxpipe.graph.plain_data import admitted
-from fxpipe.graph.program import SizeOf
+from fxpipe.graph.program import Program, SizeOf
 from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
@@ -383,6 +383,18 @@ def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         **dict(module.named_parameters(prefix, remove_duplicate=False)),
         **dict(module.named_buffers(prefix, remove_duplicate=False)),
     }
+
+
+def own_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
+    """The parameters and buffers that a node names, or that what it calls holds or is seen to use, by name."""
+    name = str(node.target)
+    if node.op == "get_attr":
+        return {} if name in program.constants else {name: program.attribute(name)}
+    if node.op != "call_module":
+        return {}
+    if name in program.opaque:
+        return {used: program.attribute(used) for used in program.effects[node.name].reads}
+    return all_tensors(program.attribute(name), name)
 
 
 def first_names(module: nn.Module) -> dict[int, str]:

@@ -147,10 +147,9 @@ class Conversion:
             self._in_memory.setdefault(storage_of(tensor), {})[name] = tensor
         self._regions: dict[Hashable, fx.Node] = {}
         self._effects: dict[str, Effects] = {}
-        self._names: dict[fx.Node, str] = {}
-        """The model's parameters and buffers among the inputs of the exported graph."""
-        self._lifted: dict[fx.Node, str] = {}
-        """Other tensors that forward has met, by torch.export's names."""
+        self._held: dict[fx.Node, tuple[str, str]] = {}
+        """Inputs of the exported graph that are none of the batch: what the model calls its parameter or buffer, "" for
+        another tensor that forward has met; and torch.export's name."""
         self._given: list[fx.Node] = []
         """The tensors among the batch's inputs, and behind them the stand-ins."""
         self._sort_inputs()
@@ -288,13 +287,14 @@ class Conversion:
     def _sort_inputs(self) -> None:
         inputs = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(inputs, self.exported.graph_signature.input_specs, strict=True):
+            target, known = str(spec.target), ""
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                owner, _, name = target.removeprefix(f"{_ROOT}.").rpartition(".")
+                known = self._named[id(getattr(self.module.get_submodule(owner), name))]
             if spec.kind is InputKind.USER_INPUT:
                 self._given.append(node)
-            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                owner, _, name = str(spec.target).removeprefix(f"{_ROOT}.").rpartition(".")
-                self._names[node] = self._named[id(getattr(self.module.get_submodule(owner), name))]
             else:
-                self._lifted[node] = str(spec.target)
+                self._held[node] = known, target
 
     def _read(self, node: fx.Node) -> fx.Node:
         """The node of the program that a node of the exported graph has become."""
@@ -306,8 +306,9 @@ class Conversion:
             return self._returned_by(*self._stand_ins[node])
         if node in self._paths:
             made = self._part(self._paths[node])
-        elif node in self._names or node in self._lifted:
-            made = self._source(node, self._names.get(node) or self._constant(node, self._lifted[node]))
+        elif node in self._held:
+            known, target = self._held[node]
+            made = self._source(node, known or self._constant(node, target))
         else:
             raise TraceError(f"{node.format_node()} is no operation that stages can hold")
         self._built[node] = made

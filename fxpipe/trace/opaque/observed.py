@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.errors import RunError, TopologyError, TraceError
@@ -19,7 +19,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import within
 from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure, unwritten
 from fxpipe.graph.program import Program
-from fxpipe.graph.stage_graph import all_tensors, first_names
+from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching
@@ -241,22 +241,10 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
     of = {node: (kept.name, program.stage_of.get(node.name)) for node, kept in calls.items()}
     for node, kept in calls.items():
         others = (other for other in program.graph.nodes if of.get(other) != of[node])
-        read = {name for other in others for name in _read_by(program, other)}
+        read = {name for other in others for name in own_tensors(program, other)}
         # what it was seen to write is ordered by the graph; anything else must stay as it is
         names = sorted(read - set(program.effects[node.name].writes))
         kept.watch = partial(_unchanged, kept.name, program.module, names, changed)
-
-
-def _read_by(program: Program, node: fx.Node) -> Sequence[str]:
-    """The tensors of the model that a node reads."""
-    target = str(node.target)
-    if node.name in program.effects:
-        return program.effects[node.name].reads
-    if node.op == "get_attr" and target not in program.constants:
-        return [target]
-    if node.op == "call_module" and target not in program.opaque:
-        return list(all_tensors(program.module.get_submodule(target), target))
-    return []
 
 
 @contextlib.contextmanager

@@ -246,14 +246,13 @@ class Calls:
 
     def _call_method(self, path: str, module: nn.Module, name: str, args: Args, kwargs: Kwargs) -> Any:
         """A method that cannot be recorded, as one call; NeedsValues where it cannot be that, either."""
-        frame = Frame(self._recorder, f"{path}.{name}".lstrip("."), None, args, kwargs)
-        frame.module = Method(module, name, path, self._cuts)
         target = f"{name}_{len(self.opaque)}"
-        self.opaque[target] = frame.module
+        part = self.opaque[target] = Method(module, name, path, self._cuts)
+        frame = Frame(self._recorder, f"{path}.{name}".lstrip("."), part, args, kwargs)
         needs = NeedsValues(self._plan.methods[path, name])  # as an earlier run has met it
         needs.method = path, name
         try:
-            return self._rehearsed(frame, frame.module, args, kwargs, target, needs)
+            return self._rehearsed(frame, part, args, kwargs, target, needs)
         except NeedsValues as error:
             if error is needs or isinstance(error.__cause__, FxpipeError):
                 raise
