@@ -173,17 +173,12 @@ class _StrictChain:
     seat: Seat
     steps: Sequence[Collective]
     what: str
-    ended: Callable[[], object] | None
     done: int = 0
 
     def go_on(self) -> None:
         """A step is over."""
-        then = self.steps[self.done].then
-        if then is not None:
-            then()
+        self.steps[self.done].then()
         self.done += 1
-        if self.done == len(self.steps) and self.ended is not None:
-            self.ended()
 
     def wait(self) -> None:
         if self.done < len(self.steps):
@@ -271,8 +266,8 @@ class StrictTransport:
     def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
         return OnceAwaited(partial(self.broadcast, scope, tensor, source))
 
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        chain = _StrictChain(self._seat, steps, what, ended)
+    def start(self, steps: Sequence[Collective], what: str) -> Work:
+        chain = _StrictChain(self._seat, steps, what)
         for place, step in enumerate(steps):
             self._lanes.setdefault(step.scope, deque()).append((chain, place))
         self._advance()

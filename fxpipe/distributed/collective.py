@@ -80,12 +80,16 @@ class Collective(NamedTuple):
     output: Tensor
     input: Tensor | None = None
     root: int = 0
-    then: Callable[[], object] | None = None
+    then: Callable[[], object] = lambda: None
 
     @property
     def whole(self) -> Tensor:
         """The longest of its buffers: what the group as a whole works on."""
         return self.output if self.input is None or self.operation == "all_gather" else self.input
+
+    def followed_by(self, call: Callable[[], object]) -> Collective:
+        """The same, with ``call`` behind what follows it."""
+        return self._replace(then=lambda: [self.then(), call()])
 
     def alone(self) -> None:
         """What it comes to where the group is one rank."""
@@ -104,16 +108,10 @@ function that it yields is called now and then, and raises where the wait is to 
 class ThreadedChain:
     """Collectives that run one after another, each on the thread of its scope."""
 
-    def __init__(
-        self,
-        steps: Sequence[Collective],
-        what: str,
-        ended: Callable[[], object] | None,
-        waiting: LooksUp,
-    ) -> None:
+    def __init__(self, steps: Sequence[Collective], what: str, waiting: LooksUp) -> None:
         self._steps: list[Collective | None] = list(steps)
         self._named = [(f"{step} ({what})", step.scope) for step in steps]
-        self._ended, self._waiting = ended, waiting
+        self._waiting = waiting
         self._done = [threading.Event() for _ in steps]
         self._error: Exception | None = None
 
@@ -129,10 +127,7 @@ class ThreadedChain:
                     perform(step)
                 except RuntimeError as error:
                     raise PeerLost(self._named[place][0], reason=error) from None
-                if step.then is not None:
-                    step.then()
-                if self._ended is not None and place == len(self._steps) - 1:
-                    self._ended()
+                step.then()
         # An error is raised where the chain is waited for. Later steps run nothing, but pass: their threads must go on.
         except Exception as error:
             self._error = without_frames(error)
@@ -202,8 +197,8 @@ class Threads:
         self._chains: WeakSet[ThreadedChain] = WeakSet()
         weakref.finalize(self, _end, self._lanes)
 
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        chain = ThreadedChain(steps, what, ended, self._waiting)
+    def start(self, steps: Sequence[Collective], what: str) -> Work:
+        chain = ThreadedChain(steps, what, self._waiting)
         self._chains.add(chain)
         for place, step in enumerate(steps):
             self._lane(step.scope).put(partial(chain.run, place, self._perform))
@@ -251,7 +246,7 @@ class Streams:
         self._perform = perform
         self._streams: dict[Scope, torch.cuda.Stream] = {}
 
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+    def start(self, steps: Sequence[Collective], what: str) -> Work:
         # Each step begins behind the one before it, on whatever stream that is; the first one behind what the caller
         # has put on its own stream, which makes the buffers.
         before = torch.cuda.current_stream().record_event()
@@ -260,10 +255,7 @@ class Streams:
             stream.wait_event(before)
             with torch.cuda.stream(stream):
                 self._perform(step)
-                if step.then is not None:
-                    step.then()
-                if ended is not None and step is steps[-1]:
-                    ended()
+                step.then()
             before = stream.record_event()
         return OnceAwaited(partial(self._wait, before, steps))
 

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -43,8 +42,7 @@ TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # documented, but n
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ProcessPlace:
+class ProcessPlace(NamedTuple):
     """Where this process stands among all of them, and where they meet."""
 
     rank: int
@@ -120,9 +118,8 @@ def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
     world_size = _number(environ, "WORLD_SIZE", 1)
     # With one node, one agent counts the restarts; its store, and keys of those that died, live on from one to the
     # next.
-    one_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("LOCAL_WORLD_SIZE") == str(
-        world_size
-    )
+    is_alone = environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    one_agent = is_alone and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return ProcessPlace(
         rank=_number(environ, "RANK", 0, world_size - 1),
         world_size=world_size,

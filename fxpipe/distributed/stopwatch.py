@@ -122,11 +122,10 @@ class Stopwatch:
             self._moments.append(self._now())
             self._actions.append(action)
 
-    def started(self, what: str) -> Callable[[], None] | None:
-        """Marks that collectives are started, and gives what marks their end, for ``Transport.start``; None without
-        a clock."""
+    def started(self, what: str) -> Callable[[], None]:
+        """Marks that collectives are started, and gives what marks their end, which is to follow the last one."""
         if self._now is None:
-            return None
+            return lambda: None
         now = self._now
         entry = [what, now()]
         self._started.append(entry)

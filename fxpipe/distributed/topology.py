@@ -231,7 +231,10 @@ class Topology(Tabular):
 
     def crosses_nodes(self, axis: str) -> bool:
         """Whether any group of ``axis`` (or of ``"model"``) has ranks in more than one node."""
-        return any(group[0] // self._node != group[-1] // self._node for group in self.groups(axis))
+        return self._cross_nodes(self.groups(axis))
+
+    def _cross_nodes(self, groups: list[list[int]]) -> bool:
+        return any(group[0] // self._node != group[-1] // self._node for group in groups)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -286,11 +289,9 @@ class Topology(Tabular):
             from torch.distributed.device_mesh import DeviceMesh
 
             # Groups of all ranks are made on every rank, as torch wants; the mesh holds this rank's data group alone.
-            shards, replicas = self.shard_groups(), self.replica_groups()
-            if zero_scope == "data":
-                shards, replicas = self.groups("data"), [[rank] for rank in range(self._world_size)]
-            groups = [_new_group(replicas), _new_group(shards)]
-            rows = by_node(self._mine("data"), self._node) if zero_scope == "node" else [self._mine("data")]
+            nodes = self if zero_scope == "node" else Topology(self._axes)  # as if all ranks were one node
+            groups = [_new_group(nodes.replica_groups()), _new_group(nodes.shard_groups())]
+            rows = by_node(self._mine("data"), nodes._node)
             live.data_meshes[zero_scope] = DeviceMesh.from_group(
                 groups, served_device_type(), rows, mesh_dim_names=("replica", "shard")
             )
@@ -394,8 +395,7 @@ class Topology(Tabular):
         for name, found in groups.items():
             # Shard and replica groups can differ: one data group fits into a node, and the next straddles two.
             lengths = " or ".join(map(str, sorted(set(map(len, found)))))
-            crosses = any(group[0] // self._node != group[-1] // self._node for group in found)
-            rows.append((name, lengths, listed(found), "yes" if crosses else "no"))
+            rows.append((name, lengths, listed(found), "yes" if self._cross_nodes(found) else "no"))
         table = tabulate(rows, headers=("axis", "size", "groups", "crosses nodes"), colalign=("left", "right"))
         return f"{self._world_size} ranks, {nodes}\n{table}"
 

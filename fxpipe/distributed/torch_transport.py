@@ -90,13 +90,12 @@ class DistributedTransport:
         self.number = _made[world] = _made.get(world, 0) + 1
         self._explained = False
         self._closed = ""  # why, once it is
-        self._everyone = tuple(range(dist.get_world_size()))
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{self.number}", default_store())
         self._pipes = topology.groups("pipe")
         coordinate = {"pipe": self._pipes, "data": topology.groups("data")}
-        self._ranks: dict[Scope, list[int]] = {
-            scope: next(group for group in groups if self.rank in group) for scope, groups in coordinate.items()
-        }
+        self._ranks: dict[Scope, list[int]] = {"all": list(range(dist.get_world_size()))}
+        for scope, groups in coordinate.items():
+            self._ranks[scope] = next(group for group in groups if self.rank in group)
         self.pipe_rank: int | None = self._ranks["pipe"].index(self.rank)
         self.data_rank = self._ranks["data"].index(self.rank)
         self.data_size = len(self._ranks["data"])
@@ -123,7 +122,7 @@ class DistributedTransport:
         self.watchdog.take_up(self.number, topology)
         # Through the store, before there are connections: ranks of two topologies would open different ones. The first
         # rank compares, and writes how they differ for the others.
-        keys = [f"facts/{rank}" for rank in self._everyone]
+        keys = [f"facts/{rank}" for rank in self._ranks["all"]]
         self._store.set(keys[self.rank], json.dumps(facts_of(topology, options)))
         if self.rank == 0:
             self._await_keys(keys)
@@ -200,7 +199,7 @@ class DistributedTransport:
                 self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)
 
     def ranks(self, scope: Scope) -> tuple[int, ...]:
-        return self._everyone if scope not in self._ranks and scope == "all" else tuple(self._ranks[scope])
+        return tuple(self._ranks[scope])
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
         # Every rank makes every group of every pipeline, in one order: torch's new_group is a call of the whole world.
@@ -212,12 +211,10 @@ class DistributedTransport:
         self._check_open()
         mine = [pair for pair in sorted(pairs) if self.pipe_rank in pair]  # in one order on all: nobody waits in a ring
         self._apart(lambda: self._new_links(mine))
-        works = []
-        for pair in mine:
-            token = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            # A byte each way now: torch connects lazily, and a step must not wait for that.
-            works.append(((self.send if self.pipe_rank == pair[0] else self.receive)(pair, token), token))
-        for work, _ in works:
+        # A byte each way now: torch connects lazily, and a step must not wait for that.
+        sent = torch.zeros(len(mine), 1, dtype=torch.uint8, device=self.device)
+        starts = (self.send if self.pipe_rank == pair[0] else self.receive for pair in mine)
+        for work in [start(pair, byte) for start, pair, byte in zip(starts, mine, sent, strict=True)]:
             work.wait()
 
     def _new_links(self, pairs: Sequence[Pair]) -> None:
@@ -310,10 +307,10 @@ class DistributedTransport:
         if len(sent) > _LONGEST:
             sent = encode_for_all((entered.name, {}))
         everyone = zip(self._ranks[scope], self._gathered_bytes(scope, sent, _LONGEST), strict=True)
-        found = {rank: decode(each, f"rank {rank}") for rank, each in everyone}
-        facts = {rank: facts for rank, (_, facts) in found.items()}
+        names, facts = {}, {}
+        for rank, each in everyone:
+            names[rank], facts[rank] = decode(each, f"rank {rank}")
         text = f"in {entered.name}: {self.watchdog.difference(facts)}; give all ranks the same"
-        names = {rank: name for rank, (name, _) in found.items()}
         if len(set(names.values())) > 1:
             text = self.watchdog.apart(names)
         self.watchdog.judge(self.number, Ending(text))
@@ -360,8 +357,8 @@ class DistributedTransport:
             except RuntimeError as error:
                 raise PeerLost(words, [rank for rank in self.ranks(scope) if rank != self.rank], error) from None
 
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        return self._beside.start(steps, what, ended)
+    def start(self, steps: Sequence[Collective], what: str) -> Work:
+        return self._beside.start(steps, what)
 
     def _perform(self, step: Collective) -> None:
         """Runs a collective to its end, or puts it on the current stream."""
@@ -373,13 +370,14 @@ class DistributedTransport:
         calls = {
             "all_reduce": partial(dist.all_reduce, step.output),
             "maximum": partial(dist.all_reduce, step.output, dist.ReduceOp.MAX),
-            "reduce_scatter": partial(dist.all_reduce, step.input),  # gloo's own copies, and its wait cannot be left
+            # gloo's own copies, and its wait cannot be left
+            "reduce_scatter": partial(reduce_scatter_single, step.output, step.input)
+            if self._on_cuda
+            else partial(dist.all_reduce, step.input),
             "all_gather": partial(all_gather_single, step.output, step.input),
             "reduce": partial(dist.reduce, step.output, root),
             "broadcast": partial(dist.broadcast, step.output, root),
         }
-        if self._on_cuda:
-            calls["reduce_scatter"] = partial(reduce_scatter_single, step.output, step.input)
         work: Any = calls[step.operation](group=group, async_op=True)
         if self._on_cuda:
             work.wait()

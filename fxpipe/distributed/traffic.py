@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from tabulate import tabulate
 from torch import Tensor
@@ -18,6 +17,8 @@ from fxpipe.distributed.stopwatch import Clock
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.notebook import Tabular
+
+T = TypeVar("T")
 
 DATA_AXIS = ("shard", "replica", "gather")
 """The scopes on which gradients and parameters travel over the data axis."""
@@ -119,18 +120,7 @@ def _size(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-# What each rank of a ring of k sends to work on n bytes in all is this many times n(k − 1)/k. To or from a root it is
-# so on average: one end of the chain sends nothing. What gather carries is a few bytes.
-_RING = {
-    "all_reduce": 2,
-    "maximum": 2,
-    "reduce_scatter": 1,
-    "all_gather": 1,
-    "reduce": 1,
-    "broadcast": 1,
-    "gather": 0,
-    "gather_int": 1,
-}
+_TWO_ROUNDS = ("all_reduce", "maximum")
 _INT = 16  # with the number of the call
 
 Key = tuple[str, Scope]
@@ -187,11 +177,11 @@ class Metered:
         return self._counted(("broadcast", scope), tensor.nbytes, self._inner.tell(scope, tensor, source))
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        return cast(list[Any], self._together("gather", scope, 0, self._inner.gather, item))
+        return self._together("gather", scope, 0, self._inner.gather, item)
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
         size = _INT * len(self._inner.ranks(scope))
-        return cast(tuple[int, ...], self._together("gather_int", scope, size, self._inner.gather_int, item))
+        return self._together("gather_int", scope, size, self._inner.gather_int, item)
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
         self._together("all_reduce", scope, tensor.nbytes, self._inner.all_reduce, tensor)
@@ -199,7 +189,7 @@ class Metered:
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
         self._together("broadcast", scope, tensor.nbytes, self._inner.broadcast, tensor, source)
 
-    def _together(self, operation: str, scope: Scope, size: int, call: Callable[..., Any], *args: Any) -> Any:
+    def _together(self, operation: str, scope: Scope, size: int, call: Callable[..., T], *args: Any) -> T:
         """A call that this rank stands still for."""
         key = (operation, scope)
         before = self.mark()
@@ -208,19 +198,14 @@ class Metered:
         self._count(key, size)
         return result
 
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
+    def start(self, steps: Sequence[Collective], what: str) -> Work:
         ends: list[Any] = []
-        marked = [step._replace(then=partial(self._follow, step.then, ends)) for step in steps[:-1]]
-        work = self._inner.start([*marked, *steps[-1:]], what, ended)
+        marked = [step.followed_by(lambda: ends.append(self.mark())) for step in steps[:-1]]
+        work = self._inner.start([*marked, *steps[-1:]], what)
         keys = [(step.operation, step.scope) for step in steps]
         for key, step in zip(keys, steps, strict=True):
             self._count(key, step.whole.nbytes)
         return _Timed(work, self, keys, ends)
-
-    def _follow(self, then: Callable[[], object] | None, ends: list[Any]) -> None:
-        if then is not None:
-            then()
-        ends.append(self.mark())
 
     def _counted(self, key: Key, size: int, work: Work) -> Work:
         self._count(key, size)
@@ -265,7 +250,9 @@ class Metered:
                 group = tuple(pipe[int(end)] for end in key[1])
             else:
                 group = self._inner.ranks(key[1])
-                sent = _RING[key[0]] * size * (len(group) - 1) / len(group)
+                # What each rank of a ring of k sends to work on n bytes in all: n(k − 1)/k in each round. To or from a
+                # root it is so on average: one end of the chain sends nothing.
+                sent = (1 + (key[0] in _TWO_ROUNDS)) * size * (len(group) - 1) / len(group)
             nodes = {member // self._per_node for member in group}
             leaving = sent * self._edges(group, rank, data)
             rows.append(Moved(*key, group, len(nodes) > 1, count, sent, exposed.get(key, 0.0), leaving))

@@ -82,17 +82,14 @@ class Transport(Protocol):
         scope only one is under way."""
         return OnceAwaited(lambda: None)
 
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Work:
-        """Starts collectives that run one after another, beside the caller; ``ended`` follows the last of them.
+    def start(self, steps: Sequence[Collective], what: str) -> Work:
+        """Starts collectives that run one after another, beside the caller.
 
         Each scope takes them in the order in which they were started, which must be the same on all ranks of a group.
         """
         for step in steps:
             step.alone()
-            if step.then is not None:
-                step.then()
-        if ended is not None:
-            ended()
+            step.then()
         return OnceAwaited(lambda: None)
 
     def abort(self, reason: str) -> None:

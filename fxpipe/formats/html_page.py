@@ -158,7 +158,7 @@ def html(timeline: Timeline) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>{escape(headline(timeline).what)}</title>
+<title>{escape(headline(timeline)[0])}</title>
 <style>{STYLE}</style>
 </head>
 <body>

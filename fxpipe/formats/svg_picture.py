@@ -58,8 +58,8 @@ def svg(timeline: Timeline) -> str:
         f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"/>',
         '<g class="pinned">',
         *_labels(layout),
-        _text(MARGIN, 28, what, "ink", INK, 'font-size="16" font-weight="600"'),
-        _text(MARGIN, 48, figures, "ink", INK, 'font-size="13"'),
+        _text(MARGIN, 28, what, 'font-size="16" font-weight="600"'),
+        _text(MARGIN, 48, figures, 'font-size="13"'),
         *_legend(timeline),
         "</g>",
         "</svg>\n",
@@ -73,8 +73,9 @@ def ops(timeline: Timeline) -> list[Op]:
     return [op for op in Op if op in used]
 
 
-def _text(x: float, y: float, text: str, kind: str, fill: str, more: str = "") -> str:
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{fill}" {more}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, more: str = "", dim: bool = False) -> str:
+    kind, colour = ("dim", DIM) if dim else ("ink", INK)
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{colour}" {more}>{escape(text)}</text>'
 
 
 # --- fills ---
@@ -115,21 +116,21 @@ def _legend(timeline: Timeline) -> Iterator[str]:
         swatches.append(("reduction", f'class="reduction" fill="{REDUCTION}"'))
     for text, style in swatches:
         yield f'<rect x="{x:g}" y="60.5" width="22" height="13" {style}/>'
-        yield _text(x + 28, 71, text, "ink", INK)
+        yield _text(x + 28, 71, text)
         x += 28 + text_width(text) + 16
 
 
 def _tracks(layout: PictureLayout) -> Iterator[str]:
     """The rows' background, which shows wherever a rank idles, and how much of its time that is."""
     idle = layout.left + layout.plot + 22
-    yield _text(idle, HEAD - 10, "bubble", "dim", DIM)
+    yield _text(idle, HEAD - 10, "bubble", dim=True)
     for rank, bubble in enumerate(layout.timeline.bubbles):
         y = layout.y(rank)
         yield (
             f'<rect class="track" x="{layout.left:g}" y="{y}" width="{layout.track:g}" height="{layout.height}"'
             f' fill="{TRACK}"/>'
         )
-        yield _text(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", "dim", DIM)
+        yield _text(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", dim=True)
 
 
 def _axis(layout: PictureLayout) -> Iterator[str]:
@@ -138,7 +139,7 @@ def _axis(layout: PictureLayout) -> Iterator[str]:
     lines = [f"M{layout.x(time / unit.scale):g} {HEAD - 6}V{layout.bottom:g}" for time in times]
     yield f'<path class="grid" d="{"".join(lines)}" stroke="{GRID}" fill="none"/>'
     for time in times:
-        yield _text(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", "dim", DIM, 'text-anchor="middle"')
+        yield _text(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", 'text-anchor="middle"', dim=True)
 
 
 def _labels(layout: PictureLayout) -> Iterator[str]:
@@ -148,15 +149,15 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
         f' fill="{PAPER}"/>'
     )
     unit = unit_of(layout.timeline).name
-    yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", "dim", DIM, 'text-anchor="end"')
+    yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
     for rank in range(len(layout.stages)):
         middle = layout.y(rank) + layout.height / 2
-        yield _text(MARGIN, middle + 4, f"rank {rank}", "ink", INK, 'font-weight="600"')
+        yield _text(MARGIN, middle + 4, f"rank {rank}", 'font-weight="600"')
         for stage, x, y, text in layout.labels(rank):
             # Left the tone of F, right that of B: the stage's hue, whatever it runs.
             for op, offset in ((Op.F, 0), (Op.B, 5)):
                 yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, op)}"/>'
-            yield _text(x + SWATCH, y + 11, text, "ink", INK)
+            yield _text(x + SWATCH, y + 11, text)
 
 
 # --- the rows ---
@@ -290,12 +291,8 @@ class PictureLayout:
             yield stage, x, y, truncated(self.timeline.schedule.label(stage), room)
 
 
-Lanes = tuple[tuple[Reduction, ...], ...]
-"""Reductions of one rank; those of a lane do not overlap."""
-
-
-def lanes(timeline: Timeline, rank: int) -> Lanes:
-    """The reductions of a rank on as few lanes as hold them, each on the first that is free."""
+def lanes(timeline: Timeline, rank: int) -> list[list[Reduction]]:
+    """The reductions of a rank on as few lanes as hold them, each on the first that is free: they do not overlap."""
     free: list[list[Reduction]] = []
     for reduction in sorted((one for one in timeline.reductions if one.rank == rank), key=lambda one: one.start):
         lane = next((lane for lane in free if lane[-1].end <= reduction.start), None)
@@ -303,7 +300,7 @@ def lanes(timeline: Timeline, rank: int) -> Lanes:
             free.append([reduction])
         else:
             lane.append(reduction)
-    return tuple(map(tuple, free))
+    return free
 
 
 def ticks(end: float, most: int) -> list[float]:

@@ -54,23 +54,13 @@ def unit_of(timeline: Timeline) -> TimeUnit:
     return TimeUnit(name, scale, (4 if timeline.measured else 5) - size)
 
 
-class Headline(NamedTuple):
+def headline(timeline: Timeline) -> tuple[str, str]:
     """What the picture is of, and its figures."""
-
-    what: str
-    figures: str
-
-
-def headline(timeline: Timeline) -> Headline:
     schedule, unit = timeline.schedule, unit_of(timeline)
-    counts = (
-        _count(len(schedule.placement), "stage"),
-        "on",
-        _count(len(schedule.rows), "rank") + ",",
-        _count(schedule.microbatches, "micro-batch", "es"),
-    )
-    return Headline(
-        f"{schedule.name}: {' '.join(counts)}, {'measured' if timeline.measured else 'planned'}",
+    stages, ranks = _count(len(schedule.placement), "stage"), _count(len(schedule.rows), "rank")
+    batches = _count(schedule.microbatches, "micro-batch", "es")
+    return (
+        f"{schedule.name}: {stages} on {ranks}, {batches}, {'measured' if timeline.measured else 'planned'}",
         f"bubble {timeline.bubble:.1%}, makespan {unit.time(timeline.makespan)}"
         f" (lower bound {unit.time(timeline.lower_bound)})",
     )

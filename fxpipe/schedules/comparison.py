@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain
 from typing import NamedTuple
 
 from tabulate import tabulate
@@ -125,18 +125,17 @@ class Comparison:
         path = self.real.critical_path
         if path:
             yield "before the first action", 0.0, self.real.spans[path[0]].start
-        for before, action in pairwise((None, *path)):
-            if before is not None and action is not None:
+        for before, action in zip((None, *path), path, strict=False):
+            if before is not None:
                 gap = self.real.spans[action].start - self.real.spans[before].end
                 here, there = map(self.real.schedule.rank, (before, action))
                 if here == there:
                     yield f"rank {here}, between actions", 0.0, gap
                 else:
                     yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
-            if action is not None:
-                what = f"{action.op.value} of stage {self.real.schedule.label(action.stage)}"
-                planned, real = (one.spans.get(action, Span(0.0, 0.0)) for one in (self.planned, self.real))
-                yield what, planned.duration, real.duration
+            what = f"{action.op.value} of stage {self.real.schedule.label(action.stage)}"
+            planned, real = (one.spans.get(action, Span(0.0, 0.0)) for one in (self.planned, self.real))
+            yield what, planned.duration, real.duration
 
     def _share(self, rank: int) -> Share:
         def parts(timeline: Timeline) -> tuple[float, float, float]:
@@ -148,7 +147,7 @@ class Comparison:
         # What is neither compute, waiting nor the end is left: it is not measured by itself.
         planned, real = parts(self.planned), parts(self.real)
         between = self.real.makespan - real[0] - real[1] - real[2]
-        return Share(rank, planned[0], real[0], planned[1], real[1], planned[2], real[2], between)
+        return Share._make([rank, *chain(*zip(planned, real, strict=True)), between])
 
     def __str__(self) -> str:
         # The headline, the critical path, the ranks' shares, and the longest waits, where some are longer than planned.

@@ -99,11 +99,15 @@ class Dependencies:
             # The usual case by itself: tables of 10,000 actions ask this for each of them, several times.
             if count == 1:
                 return [Action(source, Op.F, microbatch) for source in sources]
-            return [made for source in sources for made in self._forwards(source, action.microbatches)]
-        if op is Op.W:
-            return [Action(stage, Op.I, microbatch, count)]
-        if op is Op.R:
-            return [Action(stage, Op.F, microbatch, count)]
+            # The forwards of a source that make its values of these micro-batches.
+            sizes = [(source, self.groups.get(source, 1)) for source in sources]
+            return [
+                Action(source, Op.F, first, size)
+                for source, size in sizes
+                for first in range(microbatch - microbatch % size, microbatch + count, size)
+            ]
+        if op is Op.W or op is Op.R:
+            return [Action(stage, Op.I if op is Op.W else Op.F, microbatch, count)]
         own = Action(stage, Op.R if (stage, microbatch) in self.recomputed else Op.F, microbatch, count)
         return [own, *[self.gradient(target, microbatch) for target in self.targets.get(stage, ())]]
 
@@ -111,12 +115,6 @@ class Dependencies:
         """The action that makes the gradients of a stage's inputs, for this micro-batch or the group that it is in."""
         first = group_of(self.groups, stage, microbatch)
         return Action(stage, Op.I if (stage, first) in self.halves else Op.B, first, self.groups.get(stage, 1))
-
-    def _forwards(self, stage: int, microbatches: range) -> list[Action]:
-        """The forwards of a stage that make its values of these micro-batches."""
-        size = self.groups.get(stage, 1)
-        first = group_of(self.groups, stage, microbatches.start)
-        return [Action(stage, Op.F, microbatch, size) for microbatch in range(first, microbatches.stop, size)]
 
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
@@ -157,7 +155,6 @@ def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> li
     """The rows with a cell for each step, each action as early as its row and its dependencies allow; None where a
     rank idles. A table that deadlocks has steps too: what cannot run stands at the end of its row."""
     stepped: list[list[Action | None]] = [[] for _ in rows]
-    ran = [0] * len(rows)
     after: dict[Action, int] = {}  # action → the step behind it
     # A step later than the last of its needs; what the rank idles until then are empty cells.
     for rank, action, before in in_order(rows, dependencies):
@@ -165,9 +162,8 @@ def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> li
         cells += [None] * (max((after[other] for other in before), default=0) - len(cells))
         cells.append(action)
         after[action] = len(cells)
-        ran[rank] += 1
-    for row, cells, count in zip(rows, stepped, ran, strict=True):
-        cells += row[count:]
+    for row, cells in zip(rows, stepped, strict=True):
+        cells += row[len(cells) - cells.count(None) :]
     width = max(map(len, stepped), default=0)
     return [cells + [None] * (width - len(cells)) for cells in stepped]
 

@@ -111,11 +111,7 @@ def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> I
 def _period(step: Step, place: int, shift: int, steps: Sequence[Step], places: dict[Action, int]) -> int:
     """After how many steps a step comes again for micro-batches ``shift`` further on; 0 where it does not."""
     # The first action of the step says when: all others must come again in the same later step.
-    again = place
-    for action in step:
-        if action is not None:
-            again = places.get(_later(action, shift), place)
-            break
+    again = next((places.get(_later(action, shift), place) for action in step if action is not None), place)
     if again <= place:
         return 0
     pairs = zip(step, steps[again], strict=True)

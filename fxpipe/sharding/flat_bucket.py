@@ -190,7 +190,8 @@ class FlatBucket:
         if steps:
             what = str(self)
             with label(f"reduce {what}"):
-                self._works.append(self.transport.start(steps, what, self.stopwatch.started(what)))
+                last = steps[-1].followed_by(self.stopwatch.started(what))
+                self._works.append(self.transport.start([*steps[:-1], last], what))
 
     def _in_place(self, flat: Tensor) -> list[Collective]:
         """zero=0: all of it, in place."""

@@ -83,7 +83,8 @@ def hierarchical(chains: int) -> tuple[list[list[float]], list[str]]:
             Collective("all_reduce", "replica", part, then=lambda n=number: log.append(f"{n} across")),
             Collective("all_gather", "gather", buffer, part, then=lambda n=number: log.append(f"{n} out")),
         ]
-        works.append(transport.start(steps, f"chain {number}", ended=lambda n=number: log.append(f"{n} ended")))
+        steps[-1] = steps[-1].followed_by(lambda n=number: log.append(f"{n} ended"))
+        works.append(transport.start(steps, f"chain {number}"))
         buffers.append(buffer)
     for work in reversed(works):
         work.wait()
@@ -127,6 +128,6 @@ def test_a_group_of_one_has_nothing_to_wait_for() -> None:
     log: list[str] = []
     output = torch.empty(2)
     steps = [Collective("all_gather", "gather", output, torch.ones(2), then=lambda: log.append("then"))]
-    LocalTransport().start(steps, "a test", ended=lambda: log.append("ended")).wait()
+    LocalTransport().start([steps[0].followed_by(lambda: log.append("ended"))], "a test").wait()
     assert output.tolist() == [1, 1]
     assert log == ["then", "ended"]

@@ -53,9 +53,9 @@ class Still(LocalTransport):
 
     receive = send
 
-    def start(self, steps: Sequence[Collective], what: str, ended: Callable[[], object] | None = None) -> Slow:
+    def start(self, steps: Sequence[Collective], what: str) -> Slow:
         self.steps += steps
-        self.works.append(Slow([step.then for step in steps], ended))
+        self.works.append(Slow([step.then for step in steps]))
         return self.works[-1]
 
 
@@ -78,16 +78,13 @@ CLOCK = Ticks()
 class Slow:
     """A work that ends ``takes`` seconds after its wait began, of a chain each step so long after the one before."""
 
-    def __init__(self, follow: Sequence[Any] = (None,), ended: Any = None) -> None:
-        self.takes, self._follow, self._ended = [0.0] * len(follow), follow, ended
+    def __init__(self, follow: Sequence[Any] = (lambda: None,)) -> None:
+        self.takes, self._follow = [0.0] * len(follow), follow
 
     def wait(self) -> str:
         for seconds, follow in zip(self.takes, self._follow, strict=True):
             CLOCK.now += seconds
-            if follow is not None:
-                follow()
-        if self._ended is not None:
-            self._ended()
+            follow()
         return "waited"
 
 
@@ -296,7 +293,8 @@ def test_of_a_chain_each_step_is_exposed_while_it_runs() -> None:
         Collective("all_reduce", "replica", filled(4)),
         Collective("all_gather", "gather", filled(8), filled(4), then=lambda: followed.append("gathered")),
     ]
-    work = transport.start(steps, "bucket 0", lambda: followed.append("ended"))
+    steps[-1] = steps[-1].followed_by(lambda: followed.append("ended"))
+    work = transport.start(steps, "bucket 0")
     takes(transport, 0.25, 4.0, 0.5)
     work.wait()
     assert followed == ["scattered", "gathered", "ended"]
@@ -314,7 +312,7 @@ def test_what_of_a_chain_was_done_before_the_wait_is_not_exposed() -> None:
     CLOCK.now = 1.0
     transport.steps[0].then()  # ends beside the caller, in its second 1
     CLOCK.now = 3.0
-    transport.works[-1]._follow = (None, None)
+    transport.works[-1]._follow = (lambda: None,) * 2
     takes(transport, 0.0, 2.0)
     work.wait()
     exposed = {row.operation: row.exposed for row in transport.traffic().rows}
@@ -366,7 +364,8 @@ def between_processes() -> tuple[Traffic, list[float], list[Any]]:
         Collective("all_reduce", "replica", part),
         Collective("all_gather", "gather", gathered, part),
     ]
-    transport.start(steps, "bucket 0", stopwatch.started("bucket 0")).wait()
+    steps[-1] = steps[-1].followed_by(stopwatch.started("bucket 0"))
+    transport.start(steps, "bucket 0").wait()
     traffic = transport.traffic()
     transport.close()
     return traffic, gathered.tolist(), stopwatch.reductions()

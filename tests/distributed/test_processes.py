@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import traceback
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -310,10 +309,10 @@ def test_another_job_at_the_same_port_is_not_met() -> None:
     first = _store(place, 30.0)
     assert first is not None
     first.set("address", "of job 7")
-    found = {job: _store(replace(place, rank=1, job=job), 30.0) for job in ("7.0", "7.1")}
+    found = {job: _store(place._replace(rank=1, job=job), 30.0) for job in ("7.0", "7.1")}
     assert [store.check(["address"]) for store in found.values() if store is not None] == [True, False]
     with pytest.raises(RuntimeError, match=r"(?i)address already in use"):
-        _store(replace(place, job="8.0"), 30.0)
+        _store(place._replace(job="8.0"), 30.0)
 
 
 def test_what_is_started_again_does_not_meet_those_that_have_died() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
@@ -98,9 +97,8 @@ def cached(problem: Problem) -> tuple[Row, ...]:
     return best.rows
 
 
-GATHERED: Mapping[str, Maker] = MappingProxyType(
-    {"store_all": store_all, "group_interleaved": group_interleaved, "cached": cached}
-)
+GATHERED = ("store_all", "group_interleaved", "cached")
+"""The names of the families for gathered stages alone."""
 
 
 def fastest(problem: Problem) -> Chosen:
@@ -109,8 +107,7 @@ def fastest(problem: Problem) -> Chosen:
     makers = (group_interleaved, store_all, cached) if _several(problem) else (store_all, cached)
     choice = shortest_within_limits(problem, makers)
     maker = choice.maker if choice else cached
-    name = next(name for name, family in GATHERED.items() if family is maker)
-    return Chosen.of(choice.rows if choice else cached(problem), name)
+    return Chosen.of(choice.rows if choice else cached(problem), maker.__name__)
 
 
 def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]:
