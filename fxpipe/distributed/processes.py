@@ -108,6 +108,7 @@ def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
                 "torchrun, or unset WORLD_SIZE to run in one process"
             )
         return None
+    number = partial(_number, environ)
     required = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in required if not environ.get(name)]
     if missing:
@@ -115,39 +116,39 @@ def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
             f'RANK is "{environ["RANK"]}", but {", ".join(missing)} has no value: start the script with '
             f"torchrun, or set {', '.join(required)}"
         )
-    world_size = _number(environ, "WORLD_SIZE", 1)
+    world_size = number("WORLD_SIZE", 1)
     # With one node, one agent counts the restarts; its store, and keys of those that died, live on from one to the
     # next.
     is_alone = environ.get("LOCAL_WORLD_SIZE") == str(world_size)
     one_agent = is_alone and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return ProcessPlace(
-        rank=_number(environ, "RANK", 0, world_size - 1),
+        rank=number("RANK", 0, world_size - 1),
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK", 0, world_size - 1),
+        local_rank=number("LOCAL_RANK", 0, world_size - 1),
         address=environ["MASTER_ADDR"],
-        port=_number(environ, "MASTER_PORT", 1, 65535),
-        restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0, default=0) if one_agent else 0,
+        port=number("MASTER_PORT", 1, 65535),
+        restarts=number("TORCHELASTIC_RESTART_COUNT", 0, default=0) if one_agent else 0,
     )
 
 
 def slurm_place(environ: Mapping[str, str]) -> ProcessPlace | None:
     """What SLURM's variables say, or None where this process is not one of several srun tasks."""
-    if "SLURM_PROCID" not in environ or _number(environ, "SLURM_NTASKS", 1, default=1) == 1:
+    number = partial(_number, environ)
+    if "SLURM_PROCID" not in environ or (world_size := number("SLURM_NTASKS", 1, default=1)) == 1:
         return None
-    world_size = _number(environ, "SLURM_NTASKS", 1)
     address = environ.get("MASTER_ADDR")
     if not address:
         variable = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
         address = first_host(environ.get(variable, ""), variable)
     if environ.get("MASTER_PORT"):
-        port, job = _number(environ, "MASTER_PORT", 1, 65535), ""
+        port, job = number("MASTER_PORT", 1, 65535), ""
     else:
-        number, step = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0, default=0)
-        port, job = slurm_port(number, step), f"{number}.{step}"
+        job_id, step = number("SLURM_JOB_ID", 0), number("SLURM_STEP_ID", 0, default=0)
+        port, job = slurm_port(job_id, step), f"{job_id}.{step}"
     return ProcessPlace(
-        rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),
+        rank=number("SLURM_PROCID", 0, world_size - 1),
         world_size=world_size,
-        local_rank=_number(environ, "SLURM_LOCALID", 0, world_size - 1),
+        local_rank=number("SLURM_LOCALID", 0, world_size - 1),
         address=address,
         port=port,
         gpu_may_be_private=True,

@@ -144,9 +144,8 @@ class Stopwatch:
             return []
         # Those without an end are still under way.
         done = [entry for entry in self._started if len(entry) == 3]
-        moments = [moment - ahead for moment in self._clock.seconds([mark for _, *marks in done for mark in marks])]
-        whats = [what for what, *_ in done]
-        return [Reduced(*each) for each in zip(whats, moments[::2], moments[1::2], strict=True)]
+        moments = iter(self._clock.seconds([mark for _, *marks in done for mark in marks]))
+        return [Reduced(what, next(moments) - ahead, next(moments) - ahead) for what, *_ in done]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -169,11 +169,10 @@ class Topology(Tabular):
                 f"rank {rank} is outside {shape(self._axes)}: its ranks are 0 to {self._world_size - 1}"
             )
         # The innermost axis varies fastest, so its index is the first remainder.
-        indices: list[int] = []
-        for size in reversed(self._sizes):
-            rest, index = divmod(rest, size)
-            indices.append(index)
-        return {name: index for (name, _), index in zip(self._axes, reversed(indices), strict=True)}
+        innermost_first: dict[str, int] = {}
+        for name, size in reversed(self._axes):
+            rest, innermost_first[name] = divmod(rest, size)
+        return dict(reversed(innermost_first.items()))
 
     def rank(self, **coordinate: int) -> int:
         """The rank at an index along every axis: ``topo.rank(pipe=1, data=0)``; ``coordinate``'s inverse.

@@ -79,17 +79,11 @@ class Traffic(Tabular):
     def __str__(self) -> str:
         if not self.rows:
             return f"rank {self.rank} moved nothing"
-        rows = [
-            (
-                row.operation,
-                _label(row),
-                "between" if row.between_nodes else "inside",
-                row.count,
-                _size(row.bytes),
-                f"{row.exposed * 1e3:.2f}",
-            )
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            nodes = "between" if row.between_nodes else "inside"
+            exposed = f"{row.exposed * 1e3:.2f}"
+            rows.append((row.operation, _label(row), nodes, row.count, _size(row.bytes), exposed))
         table = tabulate(
             rows,
             headers=("operation", "group", "nodes", "count", "bytes", "ms exposed"),

@@ -182,12 +182,8 @@ def _data(timeline: Timeline) -> str:
     actions = {}
     for action, (start, end) in timeline.spans.items():
         cause = timeline.cause(action)
-        actions[str(action)] = (
-            unit.interval(start, end),
-            unit.time(end - start),
-            waited(timeline, action, unit),
-            str(cause.action) if cause else "",
-        )
+        times = unit.interval(start, end), unit.time(end - start)
+        actions[str(action)] = *times, waited(timeline, action, unit), str(cause.action) if cause else ""
     data = {
         "words": {op.value: words for op, words in IN_WORDS.items()},
         "names": [f"{timeline.schedule.label(s)}, {named(timeline.schedule.placement[s])}" for s in stages],

@@ -68,8 +68,8 @@ def headline(timeline: Timeline) -> tuple[str, str]:
 
 def waited(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
     """What an action waited for, and how long."""
-    cause, lost = timeline.cause(action), unit.number(timeline.waited(action))
-    time = f"{lost} {unit.name}".rstrip() if lost != "0" else None
+    cause, lost = timeline.cause(action), timeline.waited(action)
+    time = unit.time(lost) if unit.number(lost) != "0" else None
     if cause is None:
         return f"waited {time}, for no other action" if time else "waited for nothing"
     if cause.crosses:

@@ -82,15 +82,11 @@ def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
 def tabulated(spells: Sequence[Spell]) -> str:
     """A row for each process, in ms; below it what stands outside of actions, in the mean over processes."""
     each = spent(spells)
-    rows = [
-        [
-            one.label,
-            milliseconds(one.wall),
-            *(milliseconds(one.seconds[category]) for category in CATEGORIES),
-            ", ".join(f"{what} {milliseconds(seconds)}" for what, seconds in list(one.waits.items())[:_LONGEST]),
-        ]
-        for one in each
-    ]
+    rows = []
+    for one in each:
+        times = map(milliseconds, [one.wall, *map(one.seconds.__getitem__, CATEGORIES)])
+        longest = [f"{what} {milliseconds(seconds)}" for what, seconds in one.waits.items()][:_LONGEST]
+        rows.append([one.label, *times, ", ".join(longest)])
     headers = ["rank", "step ms", *CATEGORIES, "longest waits"]
     drawn = tabulate(rows, headers, disable_numparse=True, colalign=["left", *["right"] * 6, "left"])
     names = dict.fromkeys(name for one in each for name in one.outside)

@@ -145,8 +145,7 @@ class Machine:
         self._done: set[Event] = set()
         self._come: defaultdict[Reduce, set[int]] = defaultdict(set)  # reduction → the ranks that have come to it
         # (sender, receiver) → what is sent and what is posted, and has not met yet
-        self._queues: defaultdict[tuple[int, int], tuple[deque[Message], deque[Message]]]
-        self._queues = defaultdict(lambda: (deque(), deque()))
+        self._queues = defaultdict[tuple[int, int], tuple[deque[Message], deque[Message]]](lambda: (deque(), deque()))
         self._takers = {use_of(action): action for action in self._home}
         self._awaited: defaultdict[Use | None, list[Message]] = defaultdict(list)
         for step in chain.from_iterable(instructions):
