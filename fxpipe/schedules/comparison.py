@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 from tabulate import tabulate
@@ -147,7 +146,7 @@ class Comparison:
         # What is neither compute, waiting nor the end is left: it is not measured by itself.
         planned, real = parts(self.planned), parts(self.real)
         between = self.real.makespan - real[0] - real[1] - real[2]
-        return Share._make([rank, *chain(*zip(planned, real, strict=True)), between])
+        return Share(rank, planned[0], real[0], planned[1], real[1], planned[2], real[2], between)
 
     def __str__(self) -> str:
         # The headline, the critical path, the ranks' shares, and the longest waits, where some are longer than planned.
