@@ -103,8 +103,9 @@ class Example:
     @property
     def has_numbers(self) -> bool:
         """Whether a model can be run on it: none of its tensors is on the meta device."""
-        leaves = pytree.tree_leaves(self.microbatches) if self.options.has_example else ()
-        return self.options.has_example and not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+        if not self.options.has_example:
+            return False
+        return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(self.microbatches))
 
     @property
     def sample(self) -> Sample | str:

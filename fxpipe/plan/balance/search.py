@@ -194,12 +194,12 @@ class Found:
 
     def of_blocks(self, piece_of: Sequence[int], how: str) -> Found:
         """The same for what the pieces were put together from. ``how``: words for the way in which they were."""
-        found = []
-        for one in (self.best, *self.others):
+
+        def of_blocks(one: LayoutOutcome) -> LayoutOutcome:
             stage_of = tuple(one.layout.stage_of[piece] for piece in piece_of)
-            layout = StageLayout(stage_of, one.layout.rank_of, one.layout.origin + how)
-            found.append(replace(one, layout=layout))
-        return Found(found[0], tuple(found[1:]))
+            return replace(one, layout=StageLayout(stage_of, one.layout.rank_of, one.layout.origin + how))
+
+        return Found(of_blocks(self.best), tuple(map(of_blocks, self.others)))
 
     def unless(self, other: Found | None, gain: float) -> Found:
         """This, unless it is not faster than the other by so great a part; with the best that was found else."""

@@ -13,7 +13,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.question import Answers
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.inputs.batch import Description
+from fxpipe.plan.inputs.batch import Description, example_of
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.precision import Precision
 from fxpipe.trace.request import Place
@@ -102,10 +102,9 @@ def with_sizes(
     """The micro-batches, with the sizes that stages are given of inputs: all ranks know them, by the descriptions."""
     if not any(graph.sizes for graph in graphs):
         return list(batches)
-    likes = [{name: given.like for name, given in shape} for shape in shapes]
     return [
         batch | {size: size.of(like) for size in graph.sizes}
-        for batch, like, graph in zip(batches, likes, graphs, strict=True)
+        for batch, like, graph in zip(batches, map(example_of, shapes), graphs, strict=True)
     ]
 
 
