@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fxpipe.graph.stage_graph import Edge, all_tensors
+from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.notebook import listed
 from fxpipe.parameters.ownership import ownership
@@ -22,7 +22,7 @@ from fxpipe.plan.capture.sizes import bytes_of_inputs
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.preview import Preview, RankPreview
 from fxpipe.schedules.action import Op
-from fxpipe.schedules.dependency import groups_of
+from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.simulate import peak_bytes
 
@@ -111,9 +111,12 @@ class _Forecast:
         known = self.staged is not None
         activations = peak_bytes(self.schedule, self.timeline.costs) if known else ()
         sizes = bytes_of_inputs(self.pattern.shapes, self.options.precision)
+        stages: list[list[Stage]] = [[] for _ in self._tensors]
+        for stage in self.graph:
+            for rank in self.graph.ranks(stage.index):
+                stages[rank].append(stage)
         found = []
-        for rank, tensors in enumerate(self._tensors):
-            mine = [stage for stage in self.graph if rank in self.graph.ranks(stage.index)]
+        for rank, (tensors, mine) in enumerate(zip(self._tensors, stages, strict=True)):
             inputs = {name for stage in mine for name in stage.batch_inputs}
             found.append(
                 RankPreview(
@@ -163,9 +166,12 @@ class _Forecast:
     def _size(self, message: Message) -> float:
         return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
 
+    @cached_property
+    def _groups(self) -> Groups:
+        return groups_of(self.schedule.rows)
+
     def _most_under_way(self, row: Sequence[Instruction]) -> float:
         """The most bytes of buffers that a rank holds for messages at once."""
-        groups = groups_of(self.schedule.rows)
         now = most = 0.0
         # A buffer to receive into is held from its post until the action that uses it begins, one to send from until
         # the receiver is known to have the message.
@@ -173,7 +179,7 @@ class _Forecast:
         for instruction in row:
             match instruction:
                 case Receive(message):
-                    coming[user_of(message, self.graph.edges, groups)] += self._size(message)
+                    coming[user_of(message, self.graph.edges, self._groups)] += self._size(message)
                     now += self._size(message)
                 case Compute(action):
                     now -= coming.pop(use_of(action), 0.0)

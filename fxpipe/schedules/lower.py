@@ -193,10 +193,13 @@ class _Lowering:
         self.sent = [[tuple(self._made_by(action)) for action in row] for row in rows]
         self._sent_at = {one: place for row in self.sent for place, messages in enumerate(row) for one in messages}
         self._used_at = {message: self._first_use(message) for message in self._sent_at}
-        # (sender, receiver) → its messages in the order in which the sender makes them, which is that of the queue
-        self._between: dict[tuple[int, int], list[Message]] = {}
+        # sender → receiver, and receiver → sender → the messages between them in the order in which the sender makes
+        # them, which is that of the queue
+        self._from: list[dict[int, list[Message]]] = [{} for _ in rows]
+        self._to: list[dict[int, list[Message]]] = [{} for _ in rows]
         for message in sorted(self._sent_at, key=lambda message: (message.sender, message.receiver)):
-            self._between.setdefault((message.sender, message.receiver), []).append(message)
+            self._from[message.sender].setdefault(message.receiver, []).append(message)
+            self._to[message.receiver].setdefault(message.sender, []).append(message)
 
     def _made_by(self, action: Action) -> Iterator[Message]:
         """The messages that an action makes: of a value that several edges carry to one rank, one alone."""
@@ -227,9 +230,7 @@ class _Lowering:
     def posts(self, rank: int) -> dict[int, list[Message]]:
         """Place in the row → receives to post before it: an action ahead, and in each sender's own order."""
         posts: dict[int, list[Message]] = {}
-        for (_, receiver), messages in self._between.items():
-            if receiver != rank:
-                continue
+        for messages in self._to[rank].values():
             # From the last to the first: none may be posted behind one that the sender sends later.
             latest, placed = len(self._rows[rank]), []
             for message in reversed(messages):
@@ -254,10 +255,8 @@ class _Lowering:
         Whoever got a message that the peer sent after it used ours knows that ours has arrived.
         """
         releases: dict[int, list[Message]] = {}
-        for (sender, peer), messages in self._between.items():
-            if sender != rank:
-                continue
-            answers = self._between.get((peer, rank), [])
+        for peer, messages in self._from[rank].items():
+            answers = self._to[rank].get(peer, [])
             made = [self._sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
             soonest = list(accumulate((self._used_at[answer] for answer in reversed(answers)), min))[::-1]
             for message in messages:

@@ -126,7 +126,7 @@ def test_images_and_boxes_in_lists_train_as_in_plain_pytorch(pipe: int, data: in
 def test_a_last_batch_of_fewer_images_trains_too() -> None:
     """A region that returns a dict for each image is captured by export for as many as there are; symbolic says so."""
     batch = {name: value[:3] for name, value in batch_of(1).items()}
-    with pytest.raises(fxpipe.RunError, match=r'each number of them by tracer="export"'):
+    with pytest.raises(fxpipe.RunError, match=r'where tracer="export" sees its length'):
         compiled(4, 1, tracer="symbolic")(**batch)
     forward_backward, model = compiled(4, 1, tracer="export"), built()
     wanted = accumulate(lambda _, part: model(**part), parts_of(batch), [1.0] * 3)[0]
