@@ -73,7 +73,8 @@ def check_grows_linearly(run: Callable[[int], object], size: int) -> None:
     """``run(size)`` against ``run(TIMES * size)``."""
     run(size)  # what is imported and cached once
     small, large = counted(lambda: run(size)), counted(lambda: run(TIMES * size))
-    assert sum(large.values()) > 2 * sum(small.values()) > 100 * size
+    # Looking through the modules of this process costs the same for each size, however much it is.
+    assert sum(small[code] for code, count in large.items() if count > 2 * small[code]) > 100 * size
     steep = {
         f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}": (small[code], count)
         for code, count in large.items()
