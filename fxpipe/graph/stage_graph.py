@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -357,6 +358,10 @@ def _made_in_input(stage: Stage) -> str:
     return f"{stage.name}: I makes the gradients of {shown_names}, too ({share:.0%} of its parameters)"
 
 
+def _is_name(value: Any) -> bool:
+    return is_text(value) and value.isidentifier() and not keyword.iskeyword(value)
+
+
 _KINDS: Mapping[str, Expected] = {
     "stages": Expected(
         lambda value: (
@@ -371,7 +376,7 @@ _KINDS: Mapping[str, Expected] = {
         'a list of pairs of names, [("image", "loss")]',
     ),
     "inputs": Expected(
-        lambda value: is_mapping(value) and all(map(list_of(is_text), value.values())),
+        lambda value: is_mapping(value) and all(map(list_of(_is_name), value.values())),
         'a dict name -> list of the inputs that a call gives it by name, {"image": ["pixels"]}',
     ),
 }

@@ -286,12 +286,12 @@ class ForwardBackward:
                     "give them a parameter group, or freeze them with requires_grad_(False)"
                 )
         if self._transport.data_size > 1 and self._steps.has_unsummed:
-            fact = f"{called} comes behind a call that has not summed its gradients over the replicas"
+            fact = f"{called} comes behind a call with set_requires_gradient_sync(False)"
             if self._reducer.shards:
-                raise RunError(f"{fact}, of which each steps a part; set_requires_gradient_sync(True) before the last")
+                raise RunError(f"{fact}, and each replica steps a part; set it to True before the last call")
             if not self._logged_drift:
                 self._logged_drift = True
-                log(f"fxpipe: {fact}, whose parameters drift apart; set_requires_gradient_sync(True) before the last")
+                log(f"fxpipe: {fact}: the replicas' parameters drift apart; set it to True before the last call")
         return self._alone(called)
 
     # what ran

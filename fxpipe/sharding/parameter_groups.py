@@ -34,7 +34,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         raise RunError(f"params is a {type(params).__name__}; write a list of parameters, or of groups of them")
     entries = list(held) if params is None else _listed(params)
     groups: list[Any] = entries if any(isinstance(one, Mapping) for one in entries) else [{"params": entries}]
-    names = _Names(held, whole)
+    names, has_names = _Names(held, whole), True
     resolved: list[dict[str, Any]] = []
     home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
@@ -43,7 +43,9 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         if "params" not in group:
             raise RunError(f"parameter group {number} has {shown(list(group))}, and no 'params'; write {_GROUP}")
         mine: dict[int, Tensor] = {}
-        for name, tensor in (one for entry in _listed(group["params"]) for one in names.meant_by(entry, number)):
+        entries = _listed(group["params"])
+        has_names = has_names and bool(entries) and all(isinstance(entry, tuple) for entry in entries)
+        for name, tensor in (one for entry in entries for one in names.meant_by(entry, number)):
             # A parameter that another rank holds has a name here, and no tensor to step.
             if home.setdefault(name or id(tensor), number) != number:
                 raise RunError(
@@ -54,6 +56,8 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
             if here is not None:
                 mine[id(here)] = here
         resolved.append({**group, "params": list(mine.values())})
+    for group in resolved if has_names else ():  # as torch keeps the names of pairs
+        group["param_names"] = [names.of.get(id(parameter), "") for parameter in group["params"]]
     return resolved
 
 

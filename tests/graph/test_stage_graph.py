@@ -19,6 +19,7 @@ STAGES = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "end": lambda x, y: (x * y
         ([("a", "end"), ("b", "end"), ("end", "a")], {"b": ["x"]}, r"cycle through \['a', 'end'\]"),
         ([("a", "end"), ("a", "end"), ("b", "end")], {"a": ["x"]}, r"given twice"),
         ([("a", "end"), ("b", "end")], {"c": ["x"]}, r"inputs= names 'c'"),
+        ([("a", "end"), ("b", "end")], {"a": ["my image"]}, "my image"),
     ],
 )
 def test_callables_that_make_no_stage_graph_are_refused(

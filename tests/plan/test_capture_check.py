@@ -97,17 +97,6 @@ def test_a_buffer_that_the_stages_leave_as_it_is_is_found() -> None:
         compiled(Lost(), tracer="symbolic")
 
 
-def test_autocast_that_forward_turns_on_without_a_block_is_found() -> None:
-    def halved(h: Any) -> Any:
-        torch.set_autocast_enabled("cpu", True)
-        h = h.matmul(h.t()).matmul(h).float()
-        torch.set_autocast_enabled("cpu", False)
-        return h
-
-    with pytest.raises(TraceError, match="the loss on micro-batch 0 is"):
-        compiled(Hidden(halved, halved), tracer="symbolic")
-
-
 def test_a_cache_that_a_capture_has_filled_is_told() -> None:
     """Or the model would compute with what has no numbers."""
     ones: dict[int, Tensor] = {}

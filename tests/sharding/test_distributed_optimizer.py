@@ -327,6 +327,12 @@ def test_all_by_default_each_once_and_bare_lists_are_one_group() -> None:
         assert names_in(resolve_groups(params, held(model), held(model)), model) == [everything]
 
 
+def test_pairs_keep_their_names_as_in_torch() -> None:
+    model = Tied()
+    for optimizer in both(model, torch.optim.SGD, list(model.named_parameters()), lr=0.1):
+        assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+
+
 def test_what_other_ranks_hold_leaves_a_group_empty() -> None:
     model = Tied()
     mine = {name: p for name, p in held(model).items() if name.startswith("norm")}

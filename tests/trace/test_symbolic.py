@@ -68,6 +68,13 @@ def autocast_off(m: Any, x: Tensor) -> Any:
         return m.a(x)
 
 
+def autocast_set(m: Any, x: Tensor) -> Any:
+    torch.set_autocast_enabled("cpu", True)
+    h = m.a(x)  # here
+    torch.set_autocast_enabled("cpu", False)
+    return h
+
+
 def inference_mode(m: Any, x: Tensor) -> Any:
     with torch.inference_mode():  # here
         return m.a(x)
@@ -184,6 +191,7 @@ def hook_on_an_activation(m: Any, x: Tensor) -> Any:
 
 REFUSED = {
     autocast: "autocast is changed",
+    autocast_set: "autocast is changed",
     autocast_off: "autocast is changed",
     inference_mode: "inference mode is entered",
     attribute_of_a_submodule_carried: "sets inner.part.last",

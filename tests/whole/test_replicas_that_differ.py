@@ -193,7 +193,7 @@ def test_an_optimizers_step_behind_an_unsummed_call_is_told_or_refused(
         return ""
 
     told = run_strict(body, 2)
-    fact = "optimizer.step() comes behind a call that has not summed its gradients over the replicas"
+    fact = "optimizer.step() comes behind a call with set_requires_gradient_sync(False)"
     assert [fact in each for each in told] == [zero > 0] * 2
     assert (fact in capsys.readouterr().err) == (zero == 0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -29,6 +29,7 @@ from fxpipe.trace.patching import (
     ONCE,
     UNREGISTERED,
     backward_hooks,
+    devices,
     refuse,
     refuse_backward,
 )
@@ -303,6 +304,7 @@ class _SymbolicGuard(CaptureGuard):
         super().__init__(request)
         tensors = [*request.module.parameters(), *request.module.buffers()]
         self._state = _StateMode(frozenset(storage_of(tensor) for tensor in tensors) - {0})
+        self._autocast = _autocast()
 
     @contextlib.contextmanager
     def tracing(self, factories: list[Patch]) -> Iterator[None]:
@@ -338,7 +340,9 @@ class _SymbolicGuard(CaptureGuard):
         self._state.names.setdefault(storage_of(tensor), "a tensor that the program uses already")
 
     def check(self) -> None:
-        """Refuses a draw of random numbers that nothing has recorded."""
+        """Refuses autocast that was set without a block, and a draw of random numbers that nothing has recorded."""
+        if _autocast() != self._autocast:
+            _refuse_autocast()
         if RandomState() != self.random:
             raise refuse(
                 DRAWN.format(where="while tracing"),
@@ -405,9 +409,13 @@ def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _refuse_autocast(self: Any) -> None:
+def _refuse_autocast(self: Any = None) -> NoReturn:
     """Even where it changes nothing now: ``enabled=False`` means something under the autocast of a later call."""
     raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _AROUND)
+
+
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
 
 
 _AROUND = "enter it around the call of forward_backward instead"
