@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,21 @@ from fxpipe.sharding.gradients import Piece, held
 from fxpipe.torch_compat import ZERO
 
 
-@dataclass(eq=False)
+@dataclass
+class Member:
+    """A parameter of a bucket. ``mark``: what stands in its ``.grad`` for a gradient that lies in sections."""
+
+    slot: Slot
+    parameter: nn.Parameter
+    mark: Tensor
+    view: Tensor | None = None
+    """Its gradient in the bucket."""
+    present: bool = False
+    """Whether it has a gradient: while a call runs on this rank, behind it on any."""
+    had: bool = False
+    """Whether it has one of earlier calls that stands aside and is summed."""
+
+
 class FlatBucket:
     """One bucket of this rank, from the first gradient that arrives to their sum over all replicas and owners.
 
@@ -29,94 +43,78 @@ class FlatBucket:
     those of calls without synchronisation, which are not summed yet. In a call the earlier ones may stand aside.
     """
 
-    layout: BucketLayout
-    parameters: Sequence[nn.Parameter]
-    way: GradientSums
-    transport: Transport
-    claim: int = 0
-    part: Tensor | None = None
-    """zero=1 and 2: this rank's section of the gradient."""
-    present: list[bool] = field(default_factory=list)
-    """Which parameters have a gradient: while a call runs on this rank, behind it on any."""
-
-    def __post_init__(self) -> None:
-        first = self.parameters[0]
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        way: GradientSums,
+        transport: Transport,
+        claim: int,
+    ) -> None:
+        first = parameters[0]
         self.dtype: torch.dtype = first.grad_dtype or first.dtype
         self.device = first.device
+        self.stage, self.owners = layout.kind.stage, layout.kind.owners
+        self.size, self.root, self.way, self.transport, self.claim = layout.size, layout.root, way, transport, claim
         # begins to ends: this rank's section of the sum. _steps: the part of it that this rank steps.
-        self.begins, self.ends = self._steps = self.layout.section(self.way.rank, self.way.shards)
-        owners = self.layout.kind.owners
+        self.begins, self.ends = self._steps = layout.section(way.rank, way.shards) if way.sharded else (0, self.size)
         # The owners of tied parameters have the same section of the sum. Each of them steps an equal part of it.
-        if self.way.sharded and self.transport.pipe_rank in owners and self.layout.root is None:
-            length = (self.ends - self.begins) // len(owners)
-            begins = self.begins + owners.index(self.transport.pipe_rank) * length
+        if way.sharded and transport.pipe_rank in self.owners and self.root is None:
+            length = (self.ends - self.begins) // len(self.owners)
+            begins = self.begins + self.owners.index(transport.pipe_rank) * length
             self._steps = begins, begins + length
-        self.values: Tensor | None = None
-        if self.way.sharded:
-            # One tensor holds all parameters, so that a single all-gather brings what every rank has stepped.
-            self.values = torch.zeros(self.layout.size, dtype=first.dtype, device=self.device)
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+        # One tensor holds all parameters, so that a single all-gather brings what every rank has stepped.
+        self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device) if way.sharded else None
+        self.members: list[Member] = []
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            if self.values is not None:
                 parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
-        self._marks = [
-            _Mark.of(
-                torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False),
-                f"zero={self.way.zero} {_IN_PARTS.format(slot.name)}",
-                self.device,
-            )
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
-        ]
+            like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
+            mark = _Mark.of(like, f"zero={way.zero} {_IN_PARTS.format(slot.name)}", self.device)
+            self.members.append(Member(slot, parameter, mark))
         self.stopwatch = Stopwatch()
         self._works: list[Work] = []
-        self._no_buffer()
+        self._flat: Tensor | None = None
         self.forget()
 
-    def _no_buffer(self) -> None:
-        self._flat: Tensor | None = None
-        self._views: list[Tensor | None] = [None] * len(self.parameters)
-
     def __str__(self) -> str:
-        return f"{self.layout.slots[0].name} …, {self.layout.size * self.dtype.itemsize / 2**20:.3g} MiB"
+        return f"{self.members[0].slot.name} …, {self.size * self.dtype.itemsize / 2**20:.3g} MiB"
 
     # between calls
 
     def forget(self) -> None:
         """Drops all gradients; the buffers stay."""
-        self.part = None
+        self.part: Tensor | None = None  # zero=1 and 2: this rank's section of the gradient
         self._summed = False  # whether what is here is the sum over all ranks
         self._aside: Tensor | None = None  # in a call: what earlier calls have left
-        self._had = [False] * len(self.parameters)  # whose gradients stand aside and are summed
-        self.present = [False] * len(self.parameters)
-        for parameter in self.parameters:
-            parameter.grad = None
+        for one in self.members:
+            one.present = one.had = False
+            one.parameter.grad = None
 
     def begin(self, scales: bool) -> None:
         """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
-        for parameter, mark in zip(self.parameters, self._marks, strict=True):
-            if vars(mark).pop("cleared", False) and parameter.grad is mark:
-                parameter.grad = None
-        if all(parameter.grad is None for parameter in self.parameters):
+        for one in self.members:
+            if vars(one.mark).pop("cleared", False) and one.parameter.grad is one.mark:
+                one.parameter.grad = None
+        if all(one.parameter.grad is None for one in self.members):
             self.forget()
             return
-        for place, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                self._drop(place)
-            elif parameter.grad is self._marks[place]:
-                parameter.grad = None
+        for one in self.members:
+            if one.parameter.grad is None:  # the user has cleared it, of this parameter alone
+                if self.part is not None:
+                    self._overlap(one, self.part, (self.begins, self.ends)).zero_()
+                one.present = False
+            elif one.parameter.grad is one.mark:
+                one.parameter.grad = None
             else:
-                self.collect(place)
+                self.collect(one)
         # What is summed must not be summed again, and what is not of this call must not be scaled with it.
         if self._summed or scales:
             self._aside = self._take()
         if self._summed:  # gradients that are not summed yet count as used until they are
-            self._had, self.present = self.present, [False] * len(self.parameters)
+            for one in self.members:
+                one.had, one.present = one.present, False
         self._summed = False
-
-    def _drop(self, place: int) -> None:
-        """The user has cleared the gradient of this parameter alone."""
-        if self.part is not None:
-            start, stop = self._overlap(place, (self.begins, self.ends))
-            self.part[start - self.begins : stop - self.begins].zero_()
-        self.present[place] = False
 
     def _take(self) -> Tensor:
         """What is here from earlier calls; what comes now is collected apart from it."""
@@ -124,41 +122,40 @@ class FlatBucket:
             content, self.part = self._content(self._summed), None
             return content
         content = self._collected().clone()
-        for parameter in self.parameters:
-            parameter.grad = None
+        for one in self.members:
+            one.parameter.grad = None
         return content
 
     # collecting
 
-    def collect(self, place: int) -> None:
+    def collect(self, one: Member) -> None:
         """A gradient has arrived: it becomes a view into the bucket."""
-        parameter, view = self.parameters[place], self._view(place)
-        if parameter.grad is not view and parameter.grad is not None:
-            if parameter.grad.layout != torch.strided:
+        gradient, view = one.parameter.grad, self._view(one)
+        if gradient is not view and gradient is not None:
+            if gradient.layout != torch.strided:
                 raise RunError(
-                    f"the gradient of {self.layout.slots[place].name} is sparse, and cannot be summed over replicas; "
+                    f"the gradient of {one.slot.name} is sparse, and cannot be summed over replicas; "
                     "write nn.Embedding(..., sparse=False)"
                 )
-            view.copy_(parameter.grad.detach())
-            parameter.grad = view
-        self.present[place] = True
+            view.copy_(gradient.detach())
+            one.parameter.grad = view
+        one.present = True
 
-    def _view(self, place: int) -> Tensor:
+    def _view(self, one: Member) -> Tensor:
         if self._flat is None:
-            self._flat = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
-        view = self._views[place]
-        if view is None:
-            view = view_of(self._flat, self.layout.slots[place], self.parameters[place])
-            view = self._views[place] = held(view) if len(self.transport.ranks("pipe")) > 1 else view
-        return view
+            self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        if one.view is None:
+            view = view_of(self._flat, one.slot, one.parameter)
+            one.view = held(view) if len(self.transport.ranks("pipe")) > 1 else view
+        return one.view
 
     def _collected(self) -> Tensor:
         """This rank's flat gradient; zero where there is none."""
-        for place, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                self._view(place).zero_()
-            elif parameter.grad is not self._views[place]:  # a hook of the user's has put another in its place
-                self.collect(place)
+        for one in self.members:
+            if one.parameter.grad is None:
+                self._view(one).zero_()
+            elif one.parameter.grad is not one.view:  # a hook of the user's has put another in its place
+                self.collect(one)
         assert self._flat is not None
         return self._flat
 
@@ -175,9 +172,9 @@ class FlatBucket:
             self._works.pop(0).wait()
         self._go(self._to_section(flat, last) if self.way.sharded else self._in_place(flat))
         if self.way.zero == 2:
-            self._no_buffer()
-            for parameter in self.parameters:
-                parameter.grad = None
+            self._flat = None
+            for one in self.members:
+                one.view = one.parameter.grad = None
 
     def start_across(self) -> None:
         """zero=2: what is left to do behind micro-batches that were not known to be the last."""
@@ -199,7 +196,7 @@ class FlatBucket:
         steps: list[Collective] = []
         # Across nodes only 1/shards of the bucket travels from each rank: scatter, sum the section across, gather.
         if self.way.replicas > 1:
-            part = wire.new_empty(self.layout.size // self.way.shards)
+            part = wire.new_empty(self.size // self.way.shards)
             steps.append(Collective("reduce_scatter", "shard", part, wire))
             steps += self.all_reduces(part)
             steps.append(Collective("all_gather", "gather", wire, part))
@@ -213,7 +210,7 @@ class FlatBucket:
 
     def _to_section(self, flat: Tensor, last: bool) -> list[Collective]:
         """zero=1 and 2: the sum over the shard group; each rank adds its section to what it has."""
-        wire, root = self.way.on_wire(flat), self.layout.root
+        wire, root = self.way.on_wire(flat), self.root
         if root is not None and root != self.way.rank:
             return [Collective("reduce", "shard", wire, root=root)]
         # Sections of several micro-batches (zero=2) add up in the gradients' own type, not in the wire's.
@@ -254,7 +251,7 @@ class FlatBucket:
     def all_reduces(self, tensor: Tensor) -> list[Collective]:
         """Over the ranks of other nodes that hold the same section, and over the owners of tied parameters."""
         scopes: list[Scope] = ["replica"] if self.way.replicas > 1 else []
-        scopes += [self.layout.kind.owners] if self.layout.kind.owners else []
+        scopes += [self.owners] if self.owners else []
         return [Collective("all_reduce", scope, tensor) for scope in scopes]
 
     def wait(self) -> None:
@@ -273,17 +270,17 @@ class FlatBucket:
         if self._aside is None:
             return
         content, share = self._content(summed), 1.0
-        if any(self._had) and not summed:
+        if any(one.had for one in self.members) and not summed:
             # All ranks will be summed, so each gets a share: over shards, where each has all of it, nodes and owners.
             shards = 1 if self.way.sharded else self.way.shards
-            share /= shards * self.way.replicas * max(len(self.layout.kind.owners), 1)
+            share /= shards * self.way.replicas * max(len(self.owners), 1)
         # With zero=1 summed gradients are a section, and unsummed ones the whole buffer.
         is_section = self._aside.numel() < content.numel()
         (content[self.begins : self.ends] if is_section else content).add_(self._aside, alpha=share)
         self._aside = None
         if content is self._flat:
-            for place, parameter in enumerate(self.parameters):
-                parameter.grad = self._view(place) if self.present[place] or self._had[place] else None
+            for one in self.members:
+                one.parameter.grad = self._view(one) if one.present or one.had else None
 
     def _content(self, summed: bool) -> Tensor:
         """Where this call's gradients are: the buffer, or this rank's section."""
@@ -299,49 +296,42 @@ class FlatBucket:
     def finish(self, summed: bool) -> None:
         """Gives each parameter that has a gradient its own, or the mark that there is one."""
         self._summed = summed
-        self.present = [now or before for now, before in zip(self.present, self._had, strict=True)]
-        self._had = [False] * len(self.parameters)
         # A sum that lies in sections is no tensor that .grad could show.
         shows = not self.way.sharded or (self.way.zero == 1 and not summed)
-        for place, parameter in enumerate(self.parameters):
-            is_there = self.present[place]
-            parameter.grad = (self._view(place) if shows else self._marks[place]) if is_there else None
+        for one in self.members:
+            one.present, one.had = one.present or one.had, False
+            one.parameter.grad = (self._view(one) if shows else one.mark) if one.present else None
 
     # for the optimizer
 
     def pieces(self) -> list[Piece]:
         """What this rank steps."""
+        # Owners that step equal parts all count theirs; where each has all of it, the first one counts it.
+        is_apart = not self.owners or self._steps != (self.begins, self.ends)
+        counts = is_apart or self.owners[0] == self.transport.pipe_rank
         found = []
-        for place, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
-            start, stop = self._overlap(place, self._steps)
-            if start < stop or (self.layout.root in (None, self.way.rank) and not slot.numel):
-                data = parameter.detach()
-                if self.values is not None and self.layout.root is None:
-                    data = self.values[start:stop]
-                owners = self.layout.kind.owners
-                # Owners that step equal parts all count theirs; where each has all of it, the first one counts it.
-                is_apart = not owners or self._steps != (self.begins, self.ends)
-                counts = is_apart or owners[0] == self.transport.pipe_rank
-                read = partial(self._gradient, place)
+        for one in self.members:
+            slot, parameter = one.slot, one.parameter
+            start, stop = _within(slot, self._steps)
+            if start < stop or (self.root in (None, self.way.rank) and not slot.numel):
+                data = self.values[start:stop] if self.values is not None and self.root is None else parameter.detach()
+                read = partial(self._gradient, one)
                 found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
         return found
 
-    def _gradient(self, place: int) -> Tensor | None:
+    def _gradient(self, one: Member) -> Tensor | None:
         if not self.way.sharded:
-            return self.parameters[place].grad
-        if self.part is None or not self.present[place]:
+            return one.parameter.grad
+        if self.part is None or not one.present:
             return None
-        if self.layout.root is not None:
-            return view_of(self.part, self.layout.slots[place], self.parameters[place])
-        start, stop = self._overlap(place, self._steps)
-        return self.part[start - self.begins : stop - self.begins]
+        if self.root is not None:
+            return view_of(self.part, one.slot, one.parameter)
+        return self._overlap(one, self.part, self._steps)
 
-    def _overlap(self, place: int, section: tuple[int, int]) -> tuple[int, int]:
-        """What of a parameter lies in a section, in elements of the bucket."""
-        slot, (begins, ends) = self.layout.slots[place], section
-        if not self.way.sharded:
-            return slot.start, slot.stop
-        return max(slot.start, begins), max(min(slot.stop, ends), slot.start, begins)
+    def _overlap(self, one: Member, part: Tensor, section: tuple[int, int]) -> Tensor:
+        """What of a parameter's gradient lies in a section, out of this rank's part."""
+        start, stop = _within(one.slot, section)
+        return part[start - self.begins : stop - self.begins]
 
     def gather(self) -> Work | None:
         """Starts all-gathers over the owners and the shard group: each rank has stepped its section of the values."""
@@ -351,9 +341,9 @@ class FlatBucket:
         steps: list[Collective] = []
         if self._steps != (self.begins, self.ends):
             section, mine = (self.values[slice(*ends)] for ends in ((self.begins, self.ends), self._steps))
-            steps.append(Collective("all_gather", self.layout.kind.owners, section, mine))
-        if self.layout.root is not None and self.way.shards > 1:
-            steps.append(Collective("broadcast", "gather", self.values, root=self.layout.root))
+            steps.append(Collective("all_gather", self.owners, section, mine))
+        if self.root is not None and self.way.shards > 1:
+            steps.append(Collective("broadcast", "gather", self.values, root=self.root))
         elif self.way.shards > 1:
             steps.append(Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends]))
         if not steps:
@@ -378,6 +368,12 @@ class _Mark(Elsewhere):
             return super().__torch_dispatch__(func, types, args, kwargs)
         args[0].cleared = True
         return args[0]
+
+
+def _within(slot: Slot, section: tuple[int, int]) -> tuple[int, int]:
+    """What of a parameter lies in a section, in elements of the bucket."""
+    begins, ends = section
+    return max(slot.start, begins), max(min(slot.stop, ends), slot.start, begins)
 
 
 def view_of(flat: Tensor, slot: Slot, like: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Reducer(Gradients):
         self._sync = self._hold = self._last = False
         self._complete: set[FlatBucket] = set()  # those on their way for good
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
-        self._awaited: dict[FlatBucket, set[int]] = {}  # what the backward that runs has still to give to a bucket
+        self._awaited: dict[FlatBucket, set[str]] = {}  # what the backward that runs has still to give to a bucket
         self._asked: WhoUsed | None = None
         self._add_buckets(shared, 0, whole=False)
 
@@ -91,8 +91,8 @@ class Reducer(Gradients):
             parameters = [self._shared[slot.name].parameter for slot in layout.slots]
             self._buckets.append(FlatBucket(layout, parameters, self.way, self._transport, claim))
         place = {name: number for number, name in enumerate(self._shared)}
-        self._buckets.sort(key=lambda bucket: place[bucket.layout.slots[-1].name])
-        self._home = {slot.name: (b, n) for b in self._buckets for n, slot in enumerate(b.layout.slots)}
+        self._buckets.sort(key=lambda bucket: place[bucket.members[-1].slot.name])
+        self._home = {one.slot.name: (bucket, one) for bucket in self._buckets for one in bucket.members}
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         """With ``whole``, parameters are balanced over the ranks by size.
@@ -133,10 +133,12 @@ class Reducer(Gradients):
         self._hold = sync and scales and self._unsummed
         # what was frozen since a call that was not summed has gradients of it
         self._live = [
-            bucket for bucket in self._buckets if self._unsummed or any(one.requires_grad for one in bucket.parameters)
+            bucket
+            for bucket in self._buckets
+            if self._unsummed or any(one.parameter.requires_grad for one in bucket.members)
         ]
         self._lasts = last_backwards(row) if self._live else {}
-        self._queue = [bucket for bucket in self._live if not bucket.layout.kind.owners]
+        self._queue = [bucket for bucket in self._live if not bucket.owners]
         self._complete.clear()
         # What the call before has asked may not have been waited for: its flags are still under way.
         if self._asked is not None:
@@ -157,33 +159,32 @@ class Reducer(Gradients):
         # those of the last one, in the queue of all.
         self._last = self._lasts[action.stage] == action and self._sync and not self._hold
         if self.way.zero == 2 or self._last:
-            mine = [bucket for bucket in self._live if bucket.layout.kind.stage == action.stage]
+            mine = [bucket for bucket in self._live if bucket.stage == action.stage]
             if self.way.zero == 2:
                 self._queue = list(mine)
             for bucket in mine:
-                trained = (place for place, parameter in enumerate(bucket.parameters) if parameter.requires_grad)
-                self._awaited[bucket] = set(trained)
+                self._awaited[bucket] = {one.slot.name for one in bucket.members if one.parameter.requires_grad}
 
     def arrived(self, name: str) -> None:
         """A gradient is there. Its bucket goes once another one comes: the user's own hooks may follow this one."""
-        bucket, place = self._home[name]
+        bucket, one = self._home[name]
         if bucket in self._complete:
             raise RunError(
                 f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
                 "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         self._go()
-        bucket.collect(place)
+        bucket.collect(one)
         if bucket in self._awaited:
-            self._awaited[bucket].discard(place)
+            self._awaited[bucket].discard(name)
 
     def _go(self) -> None:
         """Starts the buckets at the head of the queue that nothing is missing from."""
-        while self._queue and self._awaited.get(self._queue[0], {0}) == set():
+        while self._queue and self._awaited.get(self._queue[0]) == set():
             bucket = self._queue.pop(0)
             del self._awaited[bucket]
             # a sum over owners is for ``flush``: in an order that is the same on all pipe ranks
-            last = (self.way.zero < 2 or self._last) and not bucket.layout.kind.owners
+            last = (self.way.zero < 2 or self._last) and not bucket.owners
             bucket.start(last)
             self._complete |= {bucket} if last else set()
 
@@ -192,7 +193,7 @@ class Reducer(Gradients):
         if not self._live:
             return
         for bucket in self._awaited:
-            if bucket.layout.kind.stage == action.stage:
+            if bucket.stage == action.stage:
                 self._awaited[bucket].clear()
         self._go()
 
@@ -203,21 +204,17 @@ class Reducer(Gradients):
             if bucket in self._complete:
                 continue
             # With zero=2 a bucket of one stage was scattered behind each of its backwards.
-            if self.way.zero < 2 or bucket.layout.kind.stage not in self._lasts:
+            if self.way.zero < 2 or bucket.stage not in self._lasts:
                 if last or self.way.zero == 2:
                     bucket.start(last)
-            elif last and bucket.layout.kind.owners:
+            elif last and bucket.owners:
                 bucket.wait()
                 bucket.start_across()
         self._queue.clear()
         self._awaited.clear()
         if self._sync or self.way.zero == 2:
             self._asked = WhoUsed(
-                {
-                    slot.name: (bucket.layout.kind.owners, used)
-                    for bucket in self._live
-                    for slot, used in zip(bucket.layout.slots, bucket.present, strict=True)
-                },
+                {one.slot.name: (bucket.owners, one.present) for bucket in self._live for one in bucket.members},
                 self._transport,
             )
 
@@ -232,10 +229,11 @@ class Reducer(Gradients):
             for bucket in self._live:
                 bucket.wait()
         # waits only where this rank has not used all
-        if self._asked is not None and not all(all(bucket.present) for bucket in self._live):
+        members = [one for bucket in self._live for one in bucket.members]
+        if self._asked is not None and not all(one.present for one in members):
             used = self._asked.wait()
-            for bucket in self._live:
-                bucket.present = [slot.name in used for slot in bucket.layout.slots]
+            for one in members:
+                one.present = one.slot.name in used
         for bucket in self._live:
             bucket.finish(self._sync)
         self._unsummed = not self._sync
@@ -269,7 +267,7 @@ class Reducer(Gradients):
         # Each bucket is waited for where the next forward first uses it, so that gathers run beside other stages.
         for entry in list(self._gathering):
             bucket, work = entry
-            users = {user for slot in bucket.layout.slots for user in self._shared[slot.name].stages}
+            users = {user for one in bucket.members for user in self._shared[one.slot.name].stages}
             if stage is None or stage in users:
                 work.wait()
                 self._gathering.remove(entry)

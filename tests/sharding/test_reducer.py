@@ -356,7 +356,7 @@ def test_gathered_parameters_are_waited_for_where_the_next_forward_first_uses_th
         optimizer.step()
         events: list[str] = []
         gathering = step._reducer._gathering
-        gathering[:] = [(b, Log(work, b.layout.slots[0].name.partition(".")[0], events)) for b, work in gathering]
+        gathering[:] = [(b, Log(work, b.members[0].slot.name.partition(".")[0], events)) for b, work in gathering]
         one.register_forward_pre_hook(lambda *_: events.append("one"))
         two.register_forward_pre_hook(lambda *_: events.append("two"))
         step(torch.ones(4, 16))
