@@ -287,24 +287,19 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     >>> boxes((4, 3), 2, 10)
     [Box(offsets=(0, 2), sizes=(1, 1)), Box(offsets=(1, 0), sizes=(2, 3)), Box(offsets=(3, 0), sizes=(1, 1))]
     """
-    if start >= stop:
-        return []
     if not shape:
-        return [Box((), ())]
-    # The rows first to last are whole, and one box. What comes before and behind them lies in one row each, and is cut
-    # in the same way along the next dimension.
-    length = math.prod(shape[1:])
-    first, last = -(-start // length), stop // length
-    if first > last:  # it begins and ends in one row
-        return _in_row(shape, last, start - last * length, stop - last * length)
-    found = _in_row(shape, first - 1, start - (first - 1) * length, length) if start < first * length else []
-    if first < last:
-        found.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return found + _in_row(shape, last, 0, stop - last * length)
-
-
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes(shape[1:], start, stop)]
+        return [Box((), ())] * (start < stop)
+    lengths = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # of a row, in elements
+    found = []
+    while start < stop:
+        # Whole rows of the outermost dimension in which one begins here: as many as end before the run, and in one row
+        # of the dimension outside of it.
+        offsets = tuple(start // length % size for length, size in zip(lengths, shape, strict=True))
+        dim, length = next(one for one in enumerate(lengths) if start % one[1] == 0 and start + one[1] <= stop)
+        rows = min((stop - start) // length, shape[dim] - offsets[dim])
+        found.append(Box(offsets, (*[1] * dim, rows, *shape[dim + 1 :])))
+        start += rows * length
+    return found
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
