@@ -157,10 +157,10 @@ def make_rank_state(
     options, parallel, originals = planner.options, None, dict[str, Tensor]()
     gradients: Gradients
     if options.zero == 3 and transport.data_size > 1:
-        from fxpipe.sharding.fsdp import fully_sharded  # it imports FSDP2, which takes its time
+        from fxpipe.sharding.fsdp import FullyShardedGradients  # it imports FSDP2, which takes its time
 
         mesh = topology.data_mesh(options.zero_scope)
-        gradients = fully_sharded(planner.module, planner.graphs, mesh, transport, owners, options.precision)
+        gradients = FullyShardedGradients(planner.module, planner.graphs, mesh, transport, owners, options.precision)
         planner = planner.with_tensors_of_module()
         module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
     else:

@@ -216,31 +216,34 @@ class FsdpUnit(_FsdpModules):
         self._reduced = False
 
 
+@dataclass(eq=False)
 class _Through:
     """A collective of FSDP2's, through the transport, so that it is ordered, counted and aborted like all others.
 
     ``waits``: FSDP2 uses the result at once; else it runs beside the caller, and who needs it waits.
     """
 
-    def __init__(self, transport: Transport, operation: str, scope: str, what: str, waits: bool = True) -> None:
-        self._transport, self._operation, self._scope = transport, operation, scope
-        self._what, self._waits = what, waits
-        self._work: Work | None = None
+    transport: Transport
+    operation: str
+    scope: str
+    what: str
+    waits: bool = True
+    work: Work | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor | None = None, **options: Any) -> None:
         """``options``: its group, what it sums by and whether it waits, which are the transport's to say."""
-        step = Collective(self._operation, self._scope, output_tensor, input_tensor)
-        self._work = self._transport.start([step], self._what)
-        if self._waits:
+        step = Collective(self.operation, self.scope, output_tensor, input_tensor)
+        self.work = self.transport.start([step], self.what)
+        if self.waits:
             self.wait()
 
     def wait(self) -> None:
-        if self._work is not None:  # none where a shard group is one rank
-            self._work.wait()
-        self._work = None
+        if self.work is not None:  # none where a shard group is one rank
+            self.work.wait()
+        self.work = None
 
 
 def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:
@@ -252,62 +255,51 @@ def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Pa
     return parameter
 
 
-def fully_sharded(
-    model: nn.Module,
-    graphs: Sequence[StageGraph],
-    mesh: DeviceMesh,
-    transport: Transport,
-    owners: Ownership,
-    precision: Precision | None = None,
-) -> FullyShardedGradients:
-    """Shards the parameters of this rank's stages, both in ``model`` and in the modules of all ``graphs``' stages.
-
-    A collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``. ``transport``
-    has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage uses, stays
-    whole. Afterwards, the model's old parameters are in use nowhere, and an optimizer must be made of the new ones.
-    """
-    assert transport.pipe_rank is not None
-    every, kept = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
-    names = {id(parameter): name for name, parameter in reversed(every.items())}
-    for name in kept & every.keys():
-        data = every[name].detach()
-        if precision is not None and data.is_floating_point():
-            data = data.to(precision.master)
-        every[name].data = data.contiguous()  # plain strides are all that FSDP2 can shard
-    # A unit's parameters have the same users, so that all of them are needed from the same action to the same action.
-    users: dict[nn.Parameter, set[int]] = {}
-    for stage in _stages_of(graphs[0], transport.pipe_rank):
-        for parameter in stage.parameters.values():
-            users.setdefault(parameter, set()).add(stage.index)
-    grouped: dict[tuple[frozenset[int], torch.dtype], dict[str, nn.Parameter]] = {}  # in order of use
-    for parameter, stages in users.items():
-        if parameter.ndim:
-            group = grouped.setdefault((frozenset(stages), parameter.dtype), {})
-            group[names[id(parameter)]] = parameter
-    units = [FsdpUnit(stages, group, mesh, transport, precision) for (stages, _), group in grouped.items()]
-    # One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has.
-    share_comm_ctx([unit.shell for unit in units])
-    for unit in units:
-        fsdp_set_up(unit.shell)
-    shards = {id(every[name]): shard for unit in units for name, shard in unit.shards.items()}
-    for module in [model, *_modules_of(graphs, transport.pipe_rank)]:
-        replace_tensors(module, shards)
-    held = {name: parameter for name, parameter in model.named_parameters() if name in kept}
-    return FullyShardedGradients(held, units, mesh, transport, owners, precision)
-
-
 class FullyShardedGradients(Gradients):
-    """``Gradients`` of a rank whose parameters are sharded."""
+    """``Gradients`` of a rank whose parameters are sharded, both in ``model`` and in all ``graphs``' stages' modules.
+
+    Made by a collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``.
+    ``transport`` has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage
+    uses, stays whole. Afterwards, the model's old parameters are in use nowhere, and an optimizer must be made of the
+    new ones.
+    """
 
     def __init__(
         self,
-        held: dict[str, nn.Parameter],
-        units: Sequence[FsdpUnit],
+        model: nn.Module,
+        graphs: Sequence[StageGraph],
         mesh: DeviceMesh,
         transport: Transport,
         owners: Ownership,
-        precision: Precision | None,
+        precision: Precision | None = None,
     ) -> None:
+        assert transport.pipe_rank is not None
+        every, kept = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
+        names = {id(parameter): name for name, parameter in reversed(every.items())}
+        for name in kept & every.keys():
+            data = every[name].detach()
+            if precision is not None and data.is_floating_point():
+                data = data.to(precision.master)
+            every[name].data = data.contiguous()  # plain strides are all that FSDP2 can shard
+        # A unit's parameters have the same users, so that all are needed from the same action to the same action.
+        users: dict[nn.Parameter, set[int]] = {}
+        for stage in _stages_of(graphs[0], transport.pipe_rank):
+            for parameter in stage.parameters.values():
+                users.setdefault(parameter, set()).add(stage.index)
+        grouped: dict[tuple[frozenset[int], torch.dtype], dict[str, nn.Parameter]] = {}  # in order of use
+        for parameter, stages in users.items():
+            if parameter.ndim:
+                group = grouped.setdefault((frozenset(stages), parameter.dtype), {})
+                group[names[id(parameter)]] = parameter
+        units = [FsdpUnit(stages, group, mesh, transport, precision) for (stages, _), group in grouped.items()]
+        # One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has.
+        share_comm_ctx([unit.shell for unit in units])
+        for unit in units:
+            fsdp_set_up(unit.shell)
+        shards = {id(every[name]): shard for unit in units for name, shard in unit.shards.items()}
+        for module in [model, *_modules_of(graphs, transport.pipe_rank)]:
+            replace_tensors(module, shards)
+        held = {name: parameter for name, parameter in model.named_parameters() if name in kept}
         way = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
         super().__init__(held, transport, way, owners.tied)
         self._units, self._precision = units, precision
@@ -372,12 +364,12 @@ class FullyShardedGradients(Gradients):
     def after(self, action: Action) -> None:
         """What no later action needs is reduced and freed."""
         for unit in self._of(action):
-            if self._call.last[unit] == action:
+            if self._call.last.get(unit) == action:
                 self._let_go(unit)
 
     def flush(self) -> None:
         """A stage without backward still has its parameters whole."""
-        for unit in [unit for unit in self._units if unit in self._call.last and unit not in self._call.over]:
+        for unit in list(self._call.last):
             self.settle(min(unit.stages))
             self._let_go(unit)
 
@@ -419,7 +411,7 @@ class FullyShardedGradients(Gradients):
 
     def _let_go(self, unit: FsdpUnit) -> None:
         call = self._call
-        call.over.add(unit)
+        del call.last[unit]
         call.used |= {name for name in unit.shards if call.now[name].grad is not None}
         for name, shard in unit.shards.items():
             self._swap(name, shard)
@@ -466,9 +458,9 @@ class _CallState:
     homes: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     """Where a parameter is registered."""
     last: dict[FsdpUnit, Action] = field(default_factory=dict)
+    """The units that are still needed, in the order of their first use, each with its last action."""
     waiting: list[FsdpUnit] = field(default_factory=list)
     ready: set[FsdpUnit] = field(default_factory=set)
-    over: set[FsdpUnit] = field(default_factory=set)
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     """What stands in a parameter's place."""
     used: set[str] = field(default_factory=set)
