@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -173,9 +173,7 @@ def make_rank_state(
         graph, rows, rank = planner.first.graph, planner.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
         way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
-        make: Callable[..., Reducer] = Reducer
-        if parallel is not None:
-            make = partial(ParallelGradients, parallel=parallel, owners=owners, module=module)
+        make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
         gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes, make)
     device = _device_of(planner.first, owners, transport)
     return RankState(planner, module, gradients, originals, owners, device, seed)

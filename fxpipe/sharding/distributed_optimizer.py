@@ -165,7 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_alone(self) -> None:
         """Refuses, on all ranks, a step that looks at all parameters together where a rank steps only some."""
         # Looked for in the class alone, on small tensors, so that every rank comes to the same answer.
-        in_parts = len(self._transport.ranks("pipe")) > 1 or (self._store.way.sharded and self._store.way.shards > 1)
+        in_parts = len(self._transport.ranks("pipe")) > 1 or self._store.shards
         options = options_of(self.param_groups[0]) if self.param_groups else {}
         if in_parts and not self._elementwise and looks_across(self._make, options):
             raise RunError(

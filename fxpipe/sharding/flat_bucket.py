@@ -72,6 +72,8 @@ class FlatBucket:
             like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
             mark = _Mark.of(like, f"zero={way.zero} {_IN_PARTS.format(slot.name)}", self.device)
             self.members.append(Member(slot, parameter, mark))
+        self.complete = False  # whether its sum is on its way, and takes no gradient any more
+        self.awaited: set[str] | None = None  # what the backward that runs has still to give
         self.stopwatch = Stopwatch()
         self._works: list[Work] = []
         self._flat: Tensor | None = None
@@ -295,7 +297,7 @@ class FlatBucket:
 
     def finish(self, summed: bool) -> None:
         """Gives each parameter that has a gradient its own, or the mark that there is one."""
-        self._summed = summed
+        self._summed, self.complete = summed, False
         # A sum that lies in sections is no tensor that .grad could show.
         shows = not self.way.sharded or (self.way.zero == 1 and not summed)
         for one in self.members:

@@ -57,16 +57,15 @@ def parallelise_stages(
     Raises:
         RunError: a stage's module cannot be copied; or what ``parallelize`` did cannot run in a pipeline.
     """
-    mine = [
-        stage
+    copies = {
+        stage.index: _copy_of(stage, graph)
         for stage in graph
         if transport.pipe_rank in (None, *graph.ranks(stage.index)) and isinstance(stage.module, nn.Module)
-    ]
-    copies = {stage.index: _copy_of(stage, graph) for stage in mine}
+    }
     mesh = None if transport.pipe_rank is None else topology.mesh
     for copied in copies.values():
         parallelize(copied.module, mesh)
-    changed = _changed([(stage, copies[stage.index]) for stage in mine])
+    changed = _changed(graph, copies)
     _check_meshes(changed, graph, topology, transport)
     replace_tensors(graph.module, changed)
     _check_tied(graph.module, owners, transport)
@@ -125,11 +124,12 @@ def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
 # --- what it has done to them
 
 
-def _changed(copies: Sequence[tuple[Stage, _StageCopy]]) -> dict[int, Tensor]:
+def _changed(graph: StageGraph, copies: Mapping[int, _StageCopy]) -> dict[int, Tensor]:
     """id of a tensor of the model → what has taken its place in the stages of this rank."""
     changed: dict[int, Tensor] = {}
     users: dict[int, str] = {}
-    for stage, copied in copies:
+    for index, copied in copies.items():
+        stage = graph[index]
         for name, old in stage.tensors.items():
             new = copied.held(name)
             if not isinstance(new, Tensor) or isinstance(new, nn.Parameter) != isinstance(old, nn.Parameter):
@@ -248,25 +248,28 @@ class Parallel:
         return dataclasses.replace(stage, function=self._adopted[module])
 
 
+@dataclass(eq=False)
 class _StageFunction:
     """A stage's function: a call of its module, so that hooks on it run, too.
 
     ``code``: the forward of the capture that it is for; None: the module's own, whose result goes out ``uses`` times.
     """
 
-    def __init__(self, name: str, module: nn.Module, code: Callable[..., Any] | None, uses: int) -> None:
-        self._name, self._module, self._code, self._uses = name, module, code, uses
+    name: str
+    module: nn.Module
+    code: Callable[..., Any] | None
+    uses: int
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        if self._code is None:
-            outputs = (self._module(*inputs),) * self._uses
+        if self.code is None:
+            outputs = (self.module(*inputs),) * self.uses
         else:
             # Several captures share the module: each call sets its own code, and goes through the module's hooks.
-            self._module.__dict__["forward"] = self._code
-            outputs = self._module(*inputs)
+            self.module.__dict__["forward"] = self.code
+            outputs = self.module(*inputs)
         if any(is_dtensor(leaf) for leaf in pytree.tree_leaves(outputs)):
             raise RunError(
-                f"stage {self._name} returns a DTensor, but what passes between stages, and the loss, is the same "
+                f"stage {self.name} returns a DTensor, but what passes between stages, and the loss, is the same "
                 "plain tensor on all ranks of a tensor group; give the last module of the plan "
                 "output_layouts=Replicate(), use_local_output=True"
             )
@@ -332,10 +335,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
 
 
 class ParallelGradients(Reducer):
-    """The gradients of a rank some of whose parameters are DTensors, which lie in no bucket.
-
-    ``module``: this rank's part of the model.
-    """
+    """The gradients of a rank some of whose parameters are DTensors, which lie in no bucket."""
 
     def __init__(
         self,
@@ -344,12 +344,10 @@ class ParallelGradients(Reducer):
         transport: Transport,
         way: GradientSums,
         capacity: int,
+        tied: Mapping[tuple[int, ...], Sequence[str]],
         parallel: Parallel,
-        owners: Ownership,
-        module: nn.Module,
     ) -> None:
-        spread: dict[str, Any] = {name: one for name, one in module.named_parameters() if is_dtensor(one)}
-        super().__init__(shared, {**alone, **spread}, transport, way, capacity, owners.tied)
+        super().__init__(shared, alone, transport, way, capacity, tied)
         self._sharded = parallel.sharded
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}

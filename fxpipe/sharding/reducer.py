@@ -60,9 +60,9 @@ class Reducer(Gradients):
         transport: Transport,
         way: GradientSums,
         capacity: int,
-        tied: Mapping[tuple[int, ...], Sequence[str]] | None = None,
+        tied: Mapping[tuple[int, ...], Sequence[str]],
     ) -> None:
-        super().__init__(alone, transport, way, tied or {})
+        super().__init__(alone, transport, way, tied)
         self._shared, self._capacity = {one.name: one for one in shared}, capacity
         self._buckets: list[FlatBucket] = []
         self._hooks: dict[str, Any] = {}
@@ -70,9 +70,7 @@ class Reducer(Gradients):
         self._gathering: list[tuple[FlatBucket, Work]] = []
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
-        self._complete: set[FlatBucket] = set()  # those on their way for good
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
-        self._awaited: dict[FlatBucket, set[str]] = {}  # what the backward that runs has still to give to a bucket
         self._asked: WhoUsed | None = None
         self._add_buckets(shared, 0, whole=False)
 
@@ -139,12 +137,12 @@ class Reducer(Gradients):
         ]
         self._lasts = last_backwards(row) if self._live else {}
         self._queue = [bucket for bucket in self._live if not bucket.owners]
-        self._complete.clear()
         # What the call before has asked may not have been waited for: its flags are still under way.
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
         for bucket in self._live:
+            bucket.complete = False
             bucket.begin(scales)
         self._set_earlier_aside(scales)
 
@@ -163,45 +161,43 @@ class Reducer(Gradients):
             if self.way.zero == 2:
                 self._queue = list(mine)
             for bucket in mine:
-                self._awaited[bucket] = {one.slot.name for one in bucket.members if one.parameter.requires_grad}
+                bucket.awaited = {one.slot.name for one in bucket.members if one.parameter.requires_grad}
 
     def arrived(self, name: str) -> None:
         """A gradient is there. Its bucket goes once another one comes: the user's own hooks may follow this one."""
         bucket, one = self._home[name]
-        if bucket in self._complete:
+        if bucket.complete:
             raise RunError(
                 f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
                 "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         self._go()
         bucket.collect(one)
-        if bucket in self._awaited:
-            self._awaited[bucket].discard(name)
+        if bucket.awaited is not None:
+            bucket.awaited.discard(name)
 
     def _go(self) -> None:
         """Starts the buckets at the head of the queue that nothing is missing from."""
-        while self._queue and self._awaited.get(self._queue[0]) == set():
+        while self._queue and self._queue[0].awaited == set():
             bucket = self._queue.pop(0)
-            del self._awaited[bucket]
+            bucket.awaited = None
             # a sum over owners is for ``flush``: in an order that is the same on all pipe ranks
-            last = (self.way.zero < 2 or self._last) and not bucket.owners
-            bucket.start(last)
-            self._complete |= {bucket} if last else set()
+            bucket.complete = (self.way.zero < 2 or self._last) and not bucket.owners
+            bucket.start(bucket.complete)
 
     def after(self, action: Action) -> None:
         """A backward is over, or was left out: what it has not filled goes unfilled."""
-        if not self._live:
-            return
-        for bucket in self._awaited:
-            if bucket.stage == action.stage:
-                self._awaited[bucket].clear()
+        for bucket in self._live:
+            if bucket.stage == action.stage and bucket.awaited is not None:
+                bucket.awaited.clear()
         self._go()
 
     def flush(self) -> None:
         """Asks, too, who has used what."""
         last = self._sync and not self._hold
         for bucket in self._live:
-            if bucket in self._complete:
+            bucket.awaited = None
+            if bucket.complete:
                 continue
             # With zero=2 a bucket of one stage was scattered behind each of its backwards.
             if self.way.zero < 2 or bucket.stage not in self._lasts:
@@ -211,7 +207,6 @@ class Reducer(Gradients):
                 bucket.wait()
                 bucket.start_across()
         self._queue.clear()
-        self._awaited.clear()
         if self._sync or self.way.zero == 2:
             self._asked = WhoUsed(
                 {one.slot.name: (bucket.owners, one.present) for bucket in self._live for one in bucket.members},
@@ -237,7 +232,6 @@ class Reducer(Gradients):
         for bucket in self._live:
             bucket.finish(self._sync)
         self._unsummed = not self._sync
-        self._complete.clear()
         self._finish_own(factor)
         self._leave_gradients()
 
@@ -302,8 +296,9 @@ def reducer_for(
     capacity: int,
     make: Callable[..., Reducer] = Reducer,
 ) -> Reducer:
-    """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors are left to ``make``."""
+    """The reducer of a rank that runs ``row``, and holds ``module``'s parameters; DTensors lie in no bucket."""
     parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not is_dtensor(p)}
+    spread = {name: parameter for name, parameter in module.named_parameters() if is_dtensor(parameter)}
     names = {id(parameter): name for name, parameter in reversed(parameters.items())}
     # Gradients come stage by stage in the order of the last backwards in this row, and in a stage those of the last
     # parameters first. Buckets are filled in that order.
@@ -327,4 +322,5 @@ def reducer_for(
     # What several stages use is complete behind all of them. Owners of tied parameters see different rows: they agree
     # on the order of names.
     shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.owners, one.name if one.owners else ""))
-    return make(shared, dict(reversed(alone.items())), transport, way, capacity)
+    own = {**dict(reversed(alone.items())), **spread}  # the DTensors in an order that is the same on all ranks
+    return make(shared, own, transport, way, capacity, owners.tied)

@@ -22,7 +22,7 @@ WAYS = {(0, 2): False, (1, 2): True, (1, 1): False, (3, 2): True}
 
 def base(names: Iterable[str] = ("a", "b", "c"), zero: int = 0, shards: int = 1) -> Gradients:
     own = {name: nn.Parameter(torch.zeros(2)) for name in names}
-    return Reducer([], own, LocalTransport(), GradientSums(zero, shards, 0, 1), capacity=1)
+    return Reducer([], own, LocalTransport(), GradientSums(zero, shards, 0, 1), capacity=1, tied={})
 
 
 @pytest.mark.parametrize(("zero", "shards"), WAYS)

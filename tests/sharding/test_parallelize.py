@@ -583,7 +583,7 @@ def test_captures_that_are_dropped_are_let_go_of(monkeypatch: pytest.MonkeyPatch
         seen.update(stage.module for graph in planner.graphs for stage in graph)
         kept = {id(stage.module) for graph in planner.graphs for stage in graph}
         gc.collect()
-        homes = [stage.function._module for stage in planner.first.graph]  # type: ignore[attr-defined]
+        homes = [stage.function.module for stage in planner.first.graph]  # type: ignore[attr-defined]
         assert sum("_of_capture_" in name for home in homes for name in dir(home)) <= 2
     assert len(kept) < 10
     assert {id(module) for module in seen} == kept, "what was dropped is gone"
