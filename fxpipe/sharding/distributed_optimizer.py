@@ -12,7 +12,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -46,7 +46,6 @@ from fxpipe.sharding.optimizer_state import (
     originals_of,
     read_state_dict,
     refuse_torchs_helpers,
-    target_of,
 )
 from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_groups, whole_groups
 from fxpipe.validation import shown
@@ -117,8 +116,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # torch's constructor makes groups of the model's own parameters; the inner optimizer has the pieces of them.
         super().__init__(self._resolved(params), {})
         self._check_alone()
-        self._targets = self._claim(self.param_groups)
-        self._inner = settle_foreach(made_by(cls, self._inner_groups(self.param_groups, self._targets), kw))
+        self._targets: list[list[Target]] = []
+        self._inner = settle_foreach(made_by(cls, self._claimed(self.param_groups), kw))
         self.made = type(self._inner).__name__
         self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
@@ -189,20 +188,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         (group,) = self._resolved([param_group])
         super().add_param_group(group)
-        (targets,) = self._claim([group])
-        self._inner.add_param_group(*self._inner_groups([group], [targets]))
-        self._targets.append(targets)
+        self._inner.add_param_group(*self._claimed([group]))
         self._exchange(settle_foreach(self._inner).param_groups, self.param_groups)
         self._take_over()
 
-    @staticmethod
-    def _inner_groups(groups: Iterable[Mapping[str, Any]], targets: Iterable[list[Target]]) -> list[dict[str, Any]]:
-        """Groups as the inner optimizer is given them."""
-        pairs = zip(groups, targets, strict=True)
-        return [{**options_of(group), "params": [target.tensor for target in mine]} for group, mine in pairs]
-
-    def _claim(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Target]]:
-        """What this rank steps of these groups' parameters, group by group."""
+    def _claimed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """These groups as the inner optimizer is given them: with what this rank steps of their parameters."""
         names = [name for group in groups for parameter in group["params"] for name in self._names[id(parameter)]]
         claim = self._store.claim(names, not self._elementwise)
         self._claims.append(claim)
@@ -217,12 +208,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def target(piece: Piece) -> Target:
             original = originals_of(self._originals, self._names[id(piece.parameter)])
-            return target_of(piece, original, self._precision, self._offload, self._store.way.sharded)
+            return Target(piece, original, self._precision, self._offload, self._store.way.sharded)
 
         made = [[target(piece) for p in group["params"] for piece in pieces.get(id(p), ())] for group in groups]
         for name in names:
             self._originals.pop(name, None)
-        return made
+        self._targets += made
+        pairs = zip(groups, made, strict=True)
+        return [{**options_of(group), "params": [target.tensor for target in targets]} for group, targets in pairs]
 
     @staticmethod
     def _exchange(source: Sequence[Mapping[str, Any]], sink: Sequence[dict[str, Any]]) -> None:

@@ -12,7 +12,6 @@ import copy
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,15 +31,29 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 
-@dataclass(frozen=True)
 class Target:
-    """``tensor`` is stepped. ``is_copy``: it is one, of another type or on another device, to be written back.
-    ``saves_master``: whether a state dict has its values, too, since parameters may be rounded."""
+    """What an optimizer steps of a parameter: ``tensor``. ``is_copy``: it is one, of another type or on another device,
+    to be written back. ``saves_master``: whether a state dict has its values, too, since parameters may be rounded.
 
-    piece: Piece
-    tensor: Tensor
-    is_copy: bool
-    saves_master: bool
+    ``original``: the parameter before it was rounded. ``offload``: a copy on the CPU is stepped. ``sharded``: ranks
+    step parts, so that ``parameter.grad`` is not what is stepped with.
+    """
+
+    def __init__(
+        self, piece: Piece, original: Tensor | None, precision: Precision | None, offload: bool, sharded: bool
+    ) -> None:
+        self.piece, data = piece, piece.data
+        self.saves_master = precision is not None and data.is_floating_point()
+        dtype = precision.master if precision is not None and self.saves_master else data.dtype
+        self.is_copy = offload or dtype != data.dtype
+        self.tensor: Tensor = piece.parameter if precision is None and not sharded else data
+        if self.is_copy:
+            self.tensor = torch.empty_like(data, dtype=dtype, device="cpu" if offload else data.device)
+            if offload and data.device.type == "cuda":
+                self.tensor = self.tensor.pin_memory()
+            with torch.no_grad():
+                self.tensor.copy_(data if original is None else piece.part_of(original))
+                self.refresh(None)  # where the parameter has been written since, it counts
 
     @property
     def whole(self) -> bool:
@@ -88,28 +101,6 @@ class Target:
         if self.is_copy:
             values = self.piece.data if original is None else self.piece.part_of(original)
             self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
-
-
-def target_of(
-    piece: Piece, original: Tensor | None, precision: Precision | None, offload: bool, sharded: bool
-) -> Target:
-    """``original``: the parameter before it was rounded. ``offload``: a copy on the CPU is stepped. ``sharded``: ranks
-    step parts, so that ``parameter.grad`` is not what is stepped with."""
-    data = piece.data
-    saves_master = precision is not None and data.is_floating_point()
-    dtype = precision.master if precision is not None and saves_master else data.dtype
-    if dtype == data.dtype and not offload:
-        plain = precision is None and not sharded
-        return Target(piece, piece.parameter if plain else data, False, saves_master)
-    device = torch.device("cpu") if offload else data.device
-    tensor = torch.empty_like(data, dtype=dtype, device=device)
-    if offload and data.device.type == "cuda":
-        tensor = tensor.pin_memory()
-    target = Target(piece, tensor, True, saves_master)
-    with torch.no_grad():
-        tensor.copy_(data if original is None else piece.part_of(original))
-        target.refresh(None)  # where the parameter has been written since, it counts
-    return target
 
 
 def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | None:

@@ -10,6 +10,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,8 @@ class _Summed:
 
 
 def _item_message(item: WriteItem) -> Message:
-    index, data = item.index, item.tensor_data
-    message = [index.fqn, index.offset, index.index, item.type.name]
+    data = item.tensor_data
+    message = [*astuple(item.index), item.type.name]
     if data is not None:
         dtype = str(data.properties.dtype).removeprefix("torch.")
         message += [data.chunk.offsets, data.chunk.sizes, dtype, data.size]
@@ -182,8 +183,8 @@ def _item_of(name: str, offset: Any, index: Any, kind: str, *tensor: Any) -> Wri
 
 
 def _result_message(result: WriteResult) -> Message:
-    index, place = result.index, result.storage_data
-    return [index.fqn, index.offset, index.index, place.relative_path, place.offset, place.length]
+    place = result.storage_data
+    return [*astuple(result.index), place.relative_path, place.offset, place.length]
 
 
 def _result_of(name: str, offset: Any, index: Any, file: str, start: int, length: int) -> WriteResult:
