@@ -116,11 +116,7 @@ class Slot:
 
     name: str
     start: int
-    numel: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.numel
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> 
     step = max(ALIGNMENT // kind.element, 1)
     slots, end = [], 0
     for item in items:
-        slots.append(Slot(item.name, end, item.numel))
+        slots.append(Slot(item.name, end, end + item.numel))
         end = _up(end + item.numel, step)
     # A bucket divides into a section for each shard rank, and a section into a part for each owner, all aligned.
     sections = ranks * max(len(kind.owners), 1)

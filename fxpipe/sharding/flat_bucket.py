@@ -76,6 +76,7 @@ class FlatBucket:
         self.awaited: set[str] | None = None  # what the backward that runs has still to give
         self.stopwatch = Stopwatch()
         self._works: list[Work] = []
+        self.gathering: Work | None = None  # the values that others have stepped are under way
         self._flat: Tensor | None = None
         self.forget()
 
@@ -315,7 +316,7 @@ class FlatBucket:
         for one in self.members:
             slot, parameter = one.slot, one.parameter
             start, stop = _within(slot, self._steps)
-            if start < stop or (self.root in (None, self.way.rank) and not slot.numel):
+            if start < stop or (self.root in (None, self.way.rank) and slot.start == slot.stop):
                 data = self.values[start:stop] if self.values is not None and self.root is None else parameter.detach()
                 read = partial(self._gradient, one)
                 found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
@@ -335,10 +336,10 @@ class FlatBucket:
         start, stop = _within(one.slot, section)
         return part[start - self.begins : stop - self.begins]
 
-    def gather(self) -> Work | None:
+    def gather(self) -> None:
         """Starts all-gathers over the owners and the shard group: each rank has stepped its section of the values."""
         if self.values is None:
-            return None
+            return
         # The owners' parts make a section, and the sections the bucket.
         steps: list[Collective] = []
         if self._steps != (self.begins, self.ends):
@@ -348,9 +349,8 @@ class FlatBucket:
             steps.append(Collective("broadcast", "gather", self.values, root=self.root))
         elif self.way.shards > 1:
             steps.append(Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends]))
-        if not steps:
-            return None
-        return self.transport.start(steps, f"parameters of {self}")
+        if steps:
+            self.gathering = self.transport.start(steps, f"parameters of {self}")
 
 
 _IN_PARTS = (

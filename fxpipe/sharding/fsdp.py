@@ -344,8 +344,8 @@ class FullyShardedGradients(Gradients):
 
     def settle(self, stage: int | None = None) -> None:
         """In a call: what a stage needs lies whole in its modules. Between calls nothing is under way."""
-        for unit in self._units if stage is not None else ():
-            if stage not in unit.stages or unit not in self._call.last or unit in self._call.ready:
+        for unit in self._call.last:
+            if stage not in unit.stages or unit in self._call.ready:
                 continue
             self._call.ready.add(unit)
             # All replicas gather in the order of first use, also what this one needs earlier.

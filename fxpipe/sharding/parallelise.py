@@ -29,7 +29,6 @@ from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import last_backwards
 from fxpipe.sharding.reducer import Reducer, Shared
 from fxpipe.torch_compat import pytree
 
@@ -355,12 +354,10 @@ class ParallelGradients(Reducer):
         # A DTensor that lies on all of the data axis is summed by its own mesh: by FSDP2, or by redistribution.
         data = set(transport.ranks("data")) if transport.data_size > 1 else set()
         self._to_sum = [n for n, p in self._own.items() if is_dtensor(p) and not data <= ranks_of(p)]
-        self._ends: dict[int, Action] = {}  # the last backward of each stage
         self._used: set[str] = set()
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         super().begin(graphs, row, sync, scales)
-        self._ends = last_backwards(row)
         self._used.clear()
         self._take_flags()
 
@@ -380,7 +377,7 @@ class ParallelGradients(Reducer):
     def after(self, action: Action) -> None:
         """Behind a stage's last backward, what FSDP2 shards of it is reduced."""
         super().after(action)
-        if self._ends[action.stage] == action and action.stage in self._sharded:
+        if self._lasts[action.stage] == action and action.stage in self._sharded:
             self._used |= {self._names[id(shard)] for shard in self._sharded[action.stage].reduce()}
 
     def flush(self) -> None:

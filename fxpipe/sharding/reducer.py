@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.distributed.collective import Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
@@ -67,7 +66,6 @@ class Reducer(Gradients):
         self._buckets: list[FlatBucket] = []
         self._hooks: dict[str, Any] = {}
         self._claims: set[int] = set()
-        self._gathering: list[tuple[FlatBucket, Work]] = []
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
@@ -135,7 +133,7 @@ class Reducer(Gradients):
             for bucket in self._buckets
             if self._unsummed or any(one.parameter.requires_grad for one in bucket.members)
         ]
-        self._lasts = last_backwards(row) if self._live else {}
+        self._lasts = last_backwards(row)
         self._queue = [bucket for bucket in self._live if not bucket.owners]
         # What the call before has asked may not have been waited for: its flags are still under way.
         if self._asked is not None:
@@ -251,20 +249,16 @@ class Reducer(Gradients):
         if claim.number not in self._claims:
             raise RunError("another optimizer has been made for the same parameters since; step that one")
         for bucket in self._buckets:
-            work = bucket.gather() if bucket.claim == claim.number else None
-            if work is not None:
-                self._gathering.append((bucket, work))
+            if bucket.claim == claim.number:
+                bucket.gather()
 
     def settle(self, stage: int | None = None) -> None:
-        if not self._gathering:
-            return
         # Each bucket is waited for where the next forward first uses it, so that gathers run beside other stages.
-        for entry in list(self._gathering):
-            bucket, work = entry
-            users = {user for one in bucket.members for user in self._shared[one.slot.name].stages}
-            if stage is None or stage in users:
-                work.wait()
-                self._gathering.remove(entry)
+        for bucket in self._buckets:
+            users = (self._shared[one.slot.name].stages for one in bucket.members)
+            if bucket.gathering is not None and (stage is None or any(stage in stages for stages in users)):
+                bucket.gathering.wait()
+                bucket.gathering = None
 
 
 def _arrived(reducer: weakref.ref[Reducer], name: str, parameter: nn.Parameter) -> None:

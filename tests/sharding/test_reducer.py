@@ -355,8 +355,8 @@ def test_gathered_parameters_are_waited_for_where_the_next_forward_first_uses_th
         step(torch.ones(4, 16))
         optimizer.step()
         events: list[str] = []
-        gathering = step._reducer._gathering
-        gathering[:] = [(b, Log(work, b.members[0].slot.name.partition(".")[0], events)) for b, work in gathering]
+        for bucket in step._reducer._buckets:
+            bucket.gathering = Log(bucket.gathering, bucket.members[0].slot.name.partition(".")[0], events)
         one.register_forward_pre_hook(lambda *_: events.append("one"))
         two.register_forward_pre_hook(lambda *_: events.append("two"))
         step(torch.ones(4, 16))
