@@ -22,7 +22,7 @@ from fxpipe.torch_compat import ZERO
 
 
 @dataclass
-class Member:
+class InBucket:
     """A parameter of a bucket. ``mark``: what stands in its ``.grad`` for a gradient that lies in sections."""
 
     slot: Slot
@@ -65,13 +65,13 @@ class FlatBucket:
             self._steps = begins, begins + length
         # One tensor holds all parameters, so that a single all-gather brings what every rank has stepped.
         self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device) if way.sharded else None
-        self.members: list[Member] = []
+        self.members: list[InBucket] = []
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if self.values is not None:
                 parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
             like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
             mark = _Mark.of(like, f"zero={way.zero} {_IN_PARTS.format(slot.name)}", self.device)
-            self.members.append(Member(slot, parameter, mark))
+            self.members.append(InBucket(slot, parameter, mark))
         self.complete = False  # whether its sum is on its way, and takes no gradient any more
         self.awaited: set[str] | None = None  # what the backward that runs has still to give
         self.stopwatch = Stopwatch()
@@ -131,7 +131,7 @@ class FlatBucket:
 
     # collecting
 
-    def collect(self, one: Member) -> None:
+    def collect(self, one: InBucket) -> None:
         """A gradient has arrived: it becomes a view into the bucket."""
         gradient, view = one.parameter.grad, self._view(one)
         if gradient is not view and gradient is not None:
@@ -144,7 +144,7 @@ class FlatBucket:
             one.parameter.grad = view
         one.present = True
 
-    def _view(self, one: Member) -> Tensor:
+    def _view(self, one: InBucket) -> Tensor:
         if self._flat is None:
             self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         if one.view is None:
@@ -322,7 +322,7 @@ class FlatBucket:
                 found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
         return found
 
-    def _gradient(self, one: Member) -> Tensor | None:
+    def _gradient(self, one: InBucket) -> Tensor | None:
         if not self.way.sharded:
             return one.parameter.grad
         if self.part is None or not one.present:
@@ -331,7 +331,7 @@ class FlatBucket:
             return view_of(self.part, one.slot, one.parameter)
         return self._overlap(one, self.part, self._steps)
 
-    def _overlap(self, one: Member, part: Tensor, section: tuple[int, int]) -> Tensor:
+    def _overlap(self, one: InBucket, part: Tensor, section: tuple[int, int]) -> Tensor:
         """What of a parameter's gradient lies in a section, out of this rank's part."""
         start, stop = _within(one.slot, section)
         return part[start - self.begins : stop - self.begins]
