@@ -8,8 +8,7 @@ from typing import Any
 
 from fxpipe.formats.svg_picture import lanes
 from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of, waited
-from fxpipe.schedules.action import Action
-from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.schedule import Timeline, ran
 from fxpipe.schedules.simulate import held
 from fxpipe.schedules.step_breakdown import BETWEEN, COMPUTE, WAITING
 
@@ -27,19 +26,16 @@ def chrome_trace(timeline: Timeline) -> str:
     counts in microseconds. Measured times, which are seconds, are turned into them; of a plan, one unit of the costs is
     shown as 1 ms.
     """
-    nanoseconds = 1e9 if timeline.measured else 1e6
-    ranks = enumerate(timeline.schedule.rows)
-    ran = [(rank, [action for action in row if action in timeline.spans]) for rank, row in ranks]
     # Within one instant a viewer keeps the order of the file: a slice stands before the arrows that end in it.
     events = [
         *_metadata(timeline),
-        *(event for rank, row in ran for event in _slices(timeline, rank, row, nanoseconds)),
-        *_around(timeline, nanoseconds),
-        *_reductions(timeline, nanoseconds),
-        *_arrows(timeline, nanoseconds),
-        *(event for rank, row in ran for event in _counters(timeline, rank, row, nanoseconds)),
+        *_slices(timeline),
+        *_around(timeline),
+        *_reductions(timeline),
+        *_arrows(timeline),
+        *_counters(timeline),
     ]
-    begin = round(min((spell.start for spell in timeline.spells), default=0.0) * nanoseconds)
+    begin = _nanoseconds(timeline, min((spell.start for spell in timeline.spells), default=0.0))
     for event in events:
         if "ts" in event and begin < 0:  # a viewer shows nothing before 0
             event["ts"] = (round(event["ts"] * 1000) - begin) / 1000
@@ -64,34 +60,39 @@ def _thread(number: int, name: str) -> Iterator[Event]:
     yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
-def _slice(thread: int, name: str, category: str, span: Iterable[float], nanoseconds: float) -> Event:
-    start, end = (round(time * nanoseconds) for time in span)
+def _nanoseconds(timeline: Timeline, time: float) -> int:
+    return round(time * (1e9 if timeline.measured else 1e6))
+
+
+def _slice(timeline: Timeline, thread: int, name: str, category: str, span: Iterable[float]) -> Event:
+    start, end = (_nanoseconds(timeline, time) for time in span)
     where = {"pid": PROCESS, "tid": FIRST_THREAD + thread}
     return {"ph": "X", "name": name, "cat": category, **where, "ts": start / 1000, "dur": (end - start) / 1000}
 
 
-def _slices(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float) -> Iterator[Event]:
+def _slices(timeline: Timeline) -> Iterator[Event]:
     unit = unit_of(timeline)
-    for action in row:
-        args = {
-            "stage": timeline.schedule.label(action.stage),
-            "op": IN_WORDS[action.op],
-            "microbatch": action.microbatch if action.count == 1 else numbers(action),
-            "waited_for": waited(timeline, action, unit),
-            "waited_us": round(timeline.waited(action) * nanoseconds) / 1000,
-        }
-        yield {**_slice(rank, str(action), IN_WORDS[action.op], timeline.spans[action], nanoseconds), "args": args}
+    for rank, row in enumerate(ran(timeline)):
+        for action in row:
+            args = {
+                "stage": timeline.schedule.label(action.stage),
+                "op": IN_WORDS[action.op],
+                "microbatch": action.microbatch if action.count == 1 else numbers(action),
+                "waited_for": waited(timeline, action, unit),
+                "waited_us": _nanoseconds(timeline, timeline.waited(action)) / 1000,
+            }
+            yield {**_slice(timeline, rank, str(action), IN_WORDS[action.op], timeline.spans[action]), "args": args}
 
 
-def _around(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
+def _around(timeline: Timeline) -> Iterator[Event]:
     """What a process did beside its actions: slices of the first rank that it plays."""
     for spell in timeline.spells:
         if spell.category != COMPUTE:
             name = {WAITING: f"waiting for {spell.what}", BETWEEN: "between actions"}.get(spell.category, spell.what)
-            yield _slice(spell.ranks[0], name, spell.category, (spell.start, spell.end), nanoseconds)
+            yield _slice(timeline, spell.ranks[0], name, spell.category, (spell.start, spell.end))
 
 
-def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
+def _reductions(timeline: Timeline) -> Iterator[Event]:
     """Threads behind those of the ranks, as many for a rank as it has reductions under way at once: slices of one
     thread may not overlap."""
     number = len(timeline.schedule.rows)
@@ -100,19 +101,19 @@ def _reductions(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
         for lane in lanes(timeline, rank):
             yield from _thread(number, f"rank {rank}: reductions")
             for _, what, *span in lane:
-                yield {**_slice(number, what, "reduction", span, nanoseconds), "args": {"rank": rank}}
+                yield {**_slice(timeline, number, what, "reduction", span), "args": {"rank": rank}}
             number += 1
 
 
-def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
+def _arrows(timeline: Timeline) -> Iterator[Event]:
     """A flow for each dependency between ranks: from the end of what it needs to an action's start."""
     rank, number = timeline.schedule.rank, 0
     for action, span in timeline.spans.items():
         for other in timeline.schedule.dependencies.needs(action):
             if other not in timeline.spans or rank(other) == rank(action):
                 continue
-            began, ended = (round(time * nanoseconds) for time in timeline.spans[other])
-            arrival = round(span.start * nanoseconds)
+            began, ended = (_nanoseconds(timeline, time) for time in timeline.spans[other])
+            arrival = _nanoseconds(timeline, span.start)
             # An arrow belongs to the slice that is open where it starts: just before its end. Clocks of two ranks
             # may disagree, and an arrow cannot go back in time.
             departure = max(began, min(ended - 1, arrival))
@@ -125,16 +126,17 @@ def _arrows(timeline: Timeline, nanoseconds: float) -> Iterator[Event]:
             yield {"ph": "f", "bp": "e", **flow, "tid": target, "ts": arrival / 1000}
 
 
-def _counters(timeline: Timeline, rank: int, row: list[Action], nanoseconds: float) -> Iterator[Event]:
+def _counters(timeline: Timeline) -> Iterator[Event]:
     """Per stage, the micro-batches whose forward has run and whose backward has not ended."""
-    in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}
-    # A counter without a first value would begin only with its first change.
-    counts = [(stage, 0.0, 0) for stage in in_flight]
-    for action in row:
-        if change := held(timeline.schedule, action):
-            in_flight[action.stage] += change
-            counts.append((action.stage, timeline.spans[action].end, in_flight[action.stage]))
-    for stage, time, count in counts:
-        name = f"rank {rank}: in flight in stage {timeline.schedule.label(stage)}"
-        at = {"pid": PROCESS, "ts": round(time * nanoseconds) / 1000}
-        yield {"ph": "C", "name": name, **at, "args": {"microbatches": count}}
+    for rank, row in enumerate(ran(timeline)):
+        in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}
+        # A counter without a first value would begin only with its first change.
+        counts = [(stage, 0.0, 0) for stage in in_flight]
+        for action in row:
+            if change := held(timeline.schedule, action):
+                in_flight[action.stage] += change
+                counts.append((action.stage, timeline.spans[action].end, in_flight[action.stage]))
+        for stage, time, count in counts:
+            name = f"rank {rank}: in flight in stage {timeline.schedule.label(stage)}"
+            at = {"pid": PROCESS, "ts": _nanoseconds(timeline, time) / 1000}
+            yield {"ph": "C", "name": name, **at, "args": {"microbatches": count}}

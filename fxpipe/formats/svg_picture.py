@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.schedule import Reduction, Timeline
+from fxpipe.schedules.schedule import Reduction, Timeline, ran
 
 # Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"
@@ -166,12 +166,11 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
 def _cells(layout: PictureLayout) -> Iterator[str]:
     """The cells of each rank, those of one fill together, and the numbers in them."""
     gap = _gap(layout)
-    for rank, row in enumerate(layout.timeline.schedule.rows):
+    for rank, row in enumerate(ran(layout.timeline)):
         y = layout.y(rank)
         groups: dict[tuple[int, Op], list[Action]] = {}
         for action in row:
-            if action in layout.timeline.spans:
-                groups.setdefault((action.stage, action.op), []).append(action)
+            groups.setdefault((action.stage, action.op), []).append(action)
         for (stage, op), actions in groups.items():
             yield f'<g class="cells" fill="{_paint(stage, op)}" stroke="{PAPER}" stroke-width="{gap:g}">'
             texts = []

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Span, Timeline
+from fxpipe.schedules.schedule import Span, Timeline, ran
 from fxpipe.schedules.step_breakdown import milliseconds
 from fxpipe.validation import shown
 
@@ -138,9 +138,8 @@ class Comparison:
 
     def _share(self, rank: int) -> Share:
         def parts(timeline: Timeline) -> tuple[float, float, float]:
-            row = timeline.schedule.rows[rank]
-            ends = (timeline.spans[action].end for action in row if action in timeline.spans)
-            rest = timeline.makespan - max(ends, default=0.0)
+            row = ran(timeline)[rank]
+            rest = timeline.makespan - max((timeline.spans[action].end for action in row), default=0.0)
             return timeline.busy[rank], sum(map(timeline.waited, row)), rest
 
         # What is neither compute, waiting nor the end is left: it is not measured by itself.

@@ -304,9 +304,7 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes."""
-        return tuple(
-            sum(self.spans[action].duration for action in row if action in self.spans) for row in self.schedule.rows
-        )
+        return tuple(sum(self.spans[action].duration for action in row) for row in ran(self))
 
     @cached_property
     def overlapped(self) -> tuple[Reduction, ...]:
@@ -409,8 +407,7 @@ class Timeline:
     @cached_property
     def _ahead(self) -> Mapping[Action, Action]:
         """Action → the one in front of it on its rank."""
-        rows = ([action for action in row if action in self.spans] for row in self.schedule.rows)
-        return {second: first for row in rows for first, second in pairwise(row)}
+        return {second: first for row in ran(self) for first, second in pairwise(row)}
 
     def __str__(self) -> str:
         from fxpipe.schedules.table import table
@@ -432,3 +429,8 @@ class Timeline:
         from fxpipe.formats.html_page import pictured
 
         return pictured(self, lambda: self)
+
+
+def ran(timeline: Timeline) -> list[list[Action]]:
+    """Each rank's actions that ran, in order; a micro-batch without weight has no backward."""
+    return [[action for action in row if action in timeline.spans] for row in timeline.schedule.rows]
