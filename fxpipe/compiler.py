@@ -23,7 +23,6 @@ from fxpipe.hardware import Hardware
 from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
 from fxpipe.packed import BatchDim
 from fxpipe.parameters.materialise import weights_of
-from fxpipe.parameters.ownership import ownership
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
 from fxpipe.plan.example import check_model, with_previewed_plan
@@ -34,7 +33,7 @@ from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
 from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward
-from fxpipe.run.rank_state import base_seed, make_rank_state, open_groups, take_own_part
+from fxpipe.run.rank_state import make_rank_state
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
@@ -202,13 +201,7 @@ def compile(
         planner = first_plan_together(transport, planner, options)
         if over := over_the_limit(planner):
             log(f"fxpipe: {over}")
-        # All ranks have the same plan now. Groups are opened in one order on all of them, and before any rank lets go
-        # of the parameters of others.
-        owners = ownership(planner.first.graph)
-        open_groups(planner.first, options, owners, topology, transport)
-        seed = base_seed(topology, transport)
-        planner = take_own_part(planner, topology, transport, owners, init_fn, weights, seed)
-        state = make_rank_state(planner, topology, transport, owners, seed)
+        state = make_rank_state(planner, topology, transport, init_fn, weights)
     return ForwardBackward(topology, transport, state)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,11 +14,9 @@ from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.options import Options
 from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise
-from fxpipe.parameters.ownership import Ownership, RankModule, release, replace_tensors, why_elsewhere
+from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release, replace_tensors, why_elsewhere
 from fxpipe.parameters.weights import Weights
-from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.precision import cast_parameters
 from fxpipe.run.actions.group_inputs import SCOPE
@@ -45,7 +43,7 @@ class RankState:
     """The first rank's, for all; what random numbers come from."""
 
 
-def base_seed(topology: Topology, transport: Transport) -> int:
+def _base_seed(topology: Topology, transport: Transport) -> int:
     """The first rank's seed, for all. A collective call of all ranks."""
     seed = torch.initial_seed()
     # The first of each group decides, one axis after another: behind the last all ranks have the first rank's.
@@ -54,10 +52,11 @@ def base_seed(topology: Topology, transport: Transport) -> int:
     return int(seed)
 
 
-def open_groups(plan: Plan, options: Options, owners: Ownership, topology: Topology, transport: Transport) -> None:
+def _open_groups(planner: Planner, topology: Topology, transport: Transport, owners: Ownership) -> None:
     """Connects the ranks that the plan lets meet. A collective call of all ranks."""
     if transport.pipe_rank is None:
         return
+    plan, options = planner.first, planner.options
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups("data")
@@ -68,7 +67,7 @@ def open_groups(plan: Plan, options: Options, owners: Ownership, topology: Topol
         check_ties(topology, transport, owners)
 
 
-def take_own_part(
+def _take_own_part(
     planner: Planner,
     topology: Topology,
     transport: Transport,
@@ -79,7 +78,7 @@ def take_own_part(
 ) -> Planner:
     """The planner, once this rank's parameters and buffers have values, equal wherever they are held, and those of
     others are gone. A collective call of all ranks."""
-    rank, device = transport.pipe_rank, _device_of(planner.first, owners, transport)
+    rank, device = transport.pipe_rank, _device_of(planner, owners, transport)
     names = _own_names(planner, owners, transport)
     held = all_tensors(planner.module)
     unmade = sorted(name for name in names if held[name].is_meta)
@@ -95,9 +94,10 @@ def take_own_part(
                 replace_tensors(module, made)
                 check_no_meta(module, name)
     if rank is not None:
-        _make_equal(planner, topology, transport, owners)
+        held = {name: tensor for name, tensor in all_tensors(planner.module).items() if name in names}
+        _make_equal(held, topology, transport, owners)
         # frees the memory of what other ranks hold
-        own = {id(tensor) for name, tensor in all_tensors(planner.module).items() if name in names}
+        own = set(map(id, held.values()))
         release(planner.module, names, why_elsewhere(planner.first.graph, owners), device)
         for _, module, ranks in _stages_with_modules(planner):
             if rank not in ranks:  # what it shares with this rank's may have another name there
@@ -113,10 +113,8 @@ def _stages_with_modules(planner: Planner) -> Iterator[tuple[str, nn.Module, Col
                 yield stage.name, stage.module, graph.ranks(stage.index)
 
 
-def _make_equal(planner: Planner, topology: Topology, transport: Transport, owners: Ownership) -> None:
+def _make_equal(held: Mapping[str, Tensor], topology: Topology, transport: Transport, owners: Ownership) -> None:
     """The same values with all that hold a tensor: the first owner's, of the first replica."""
-    mine = _own_names(planner, owners, transport)
-    held = {name: tensor for name, tensor in all_tensors(planner.module).items() if name in mine}
     for holders, names in owners.tied.items():
         if transport.pipe_rank in holders:
             broadcast([held[name] for name in names], transport, holders, 0)
@@ -133,12 +131,11 @@ def _own_names(planner: Planner, owners: Ownership, transport: Transport) -> fro
     return frozenset(all_tensors(planner.module)) if rank is None else owners.names[rank]
 
 
-def _device_of(plan: Plan, owners: Ownership, transport: Transport) -> torch.device:
+def _device_of(planner: Planner, owners: Ownership, transport: Transport) -> torch.device:
     """The device that this rank computes on. All ranks must agree on its type, or messages would miss each other."""
-    rank = transport.pipe_rank
-    everything = all_tensors(plan.graph.module).items()
-    held = [t.device for name, t in everything if not t.is_meta and (rank is None or name in owners.names[rank])]
-    if rank is None:
+    names, everything = _own_names(planner, owners, transport), all_tensors(planner.module).items()
+    held = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
+    if transport.pipe_rank is None:
         return held[0] if held else transport.device
     mine = {device.type for device in held}
     # Over both axes: a replica may hold on CPU what another holds on a GPU.
@@ -151,29 +148,34 @@ def _device_of(plan: Plan, owners: Ownership, transport: Transport) -> torch.dev
 
 
 def make_rank_state(
-    planner: Planner, topology: Topology, transport: Transport, owners: Ownership, seed: int
+    planner: Planner, topology: Topology, transport: Transport, init_fn: InitFn | None, weights: Weights | None
 ) -> RankState:
-    """This rank's parameters and buffers, sharded, wrapped and rounded as asked for. A collective call of all ranks."""
-    options, parallel, originals = planner.options, None, dict[str, Tensor]()
-    gradients: Gradients
+    """This rank's parameters and buffers, with values, sharded, wrapped and rounded as asked for. A collective call of
+    all ranks, once all have the same plan."""
+    # Groups are opened in one order on all ranks, and before any rank lets go of the parameters of others.
+    owners, options, parallel = ownership(planner.first.graph), planner.options, None
+    _open_groups(planner, topology, transport, owners)
+    seed = _base_seed(topology, transport)
+    planner = _take_own_part(planner, topology, transport, owners, init_fn, weights, seed)
+    gradients: Gradients | None = None
     if options.zero == 3 and transport.data_size > 1:
         from fxpipe.sharding.fsdp import FullyShardedGradients  # it imports FSDP2, which takes its time
 
         mesh = topology.data_mesh(options.zero_scope)
         gradients = FullyShardedGradients(planner.module, planner.graphs, mesh, transport, owners, options.precision)
         planner = planner.with_tensors_of_module()
-        module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
-    else:
-        if options.parallelize is not None:
-            parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
-            planner = planner.with_tensors_of_module(parallel.adopt)
-        if options.precision is not None:
-            originals = cast_parameters(planner.module, options.precision)
-        module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
+    elif options.parallelize is not None:
+        parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)
+        planner = planner.with_tensors_of_module(parallel.adopt)
+    originals = dict[str, Tensor]()
+    if gradients is None and options.precision is not None:  # FSDP2 keeps the masters itself
+        originals = cast_parameters(planner.module, options.precision)
+    module = RankModule(planner.module, _own_names(planner, owners, transport), transport.data_rank)
+    if gradients is None:
         graph, rows, rank = planner.first.graph, planner.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
         way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
         make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
         gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes, make)
-    device = _device_of(planner.first, owners, transport)
+    device = _device_of(planner, owners, transport)
     return RankState(planner, module, gradients, originals, owners, device, seed)
