@@ -342,13 +342,13 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="FAMILY_OR_CSV", help=f"{', '.join(SCHEDULES)}; or a file, *.csv")
     _add_graph(parser)
     _add_costs(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--full", action="store_true", help="the whole table, however wide it is")
-    output.add_argument("--csv", metavar="PATH", help="write the table, in torch.distributed.pipelining's cells")
-    output.add_argument("--communication", action="store_true", help="with --csv: sends and receives, too")
-    output.add_argument("--svg", metavar="PATH", help="write a picture to scale")
-    output.add_argument("--html", metavar="PATH", help="write a page to look around in")
-    output.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or chrome://tracing")
+    add = parser.add_argument_group("output").add_argument
+    add("--full", action="store_true", help="the whole table, however wide it is")
+    add("--csv", metavar="PATH", help="write the table, in torch.distributed.pipelining's cells")
+    add("--communication", action="store_true", help="with --csv: sends and receives, too")
+    add("--svg", metavar="PATH", help="write a picture to scale")
+    add("--html", metavar="PATH", help="write a page to look around in")
+    add("--trace", metavar="PATH", help="write a trace for Perfetto or chrome://tracing")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -371,22 +371,22 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and one batch, of all rows")
-    grid = parser.add_argument_group("ranks, the pipeline outermost")
-    grid.add_argument("--pipe", type=int, required=True, metavar="N", help="ranks of a pipeline")
-    grid.add_argument("--data", type=int, default=1, metavar="N", help="replicas; 1")
-    grid.add_argument("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
-    options = parser.add_argument_group("options of fxpipe.compile")
-    options.add_argument("--boundaries", metavar="NAME,…", help='submodules that are cut before, or "auto"')
-    options.add_argument("-m", "--microbatches", type=int, metavar="N", help="4 for each rank of a pipeline")
-    options.add_argument("--schedule", metavar="FAMILY", help=f"{', '.join(SCHEDULES)}; 1f1b")
-    options.add_argument("--tracer", metavar="NAME", help="auto, symbolic, export or record; auto")
-    options.add_argument("--zero", type=int, metavar="N", help="0 to 3; 0")
-    options.add_argument("--zero-scope", metavar="WHERE", help="node or data; node")
-    options.add_argument("--bf16", action="store_true", help="precision=fxpipe.Precision()")
-    options.add_argument("--recompute", choices=("all", "auto"), help="what is recomputed")
-    options.add_argument("--memory", type=float, metavar="BYTES", help="memory_per_rank=, as in 80e9")
-    options.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
-    options.add_argument("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
+    add = parser.add_argument_group("ranks, the pipeline outermost").add_argument
+    add("--pipe", type=int, required=True, metavar="N", help="ranks of a pipeline")
+    add("--data", type=int, default=1, metavar="N", help="replicas; 1")
+    add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
+    add = parser.add_argument_group("options of fxpipe.compile").add_argument
+    add("--boundaries", metavar="NAME,…", help='submodules that are cut before, or "auto"')
+    add("-m", "--microbatches", type=int, metavar="N", help="4 for each rank of a pipeline")
+    add("--schedule", metavar="FAMILY", help=f"{', '.join(SCHEDULES)}; 1f1b")
+    add("--tracer", metavar="NAME", help="auto, symbolic, export or record; auto")
+    add("--zero", type=int, metavar="N", help="0 to 3; 0")
+    add("--zero-scope", metavar="WHERE", help="node or data; node")
+    add("--bf16", action="store_true", help="precision=fxpipe.Precision()")
+    add("--recompute", choices=("all", "auto"), help="what is recomputed")
+    add("--memory", type=float, metavar="BYTES", help="memory_per_rank=, as in 80e9")
+    add("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
+    add("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
     parser.add_argument("--json", metavar="PATH", help="write the figures")
 
 
@@ -399,38 +399,32 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_graph(parser: argparse.ArgumentParser) -> None:
-    graph = parser.add_argument_group("stages")
-    graph.add_argument("--edges", type=edges, metavar="A-B,…", help="the stage graph, as in 0-1,1-4,2-3,3-4")
-    graph.add_argument("--stages", type=int, metavar="N", help="how many; without --edges they are a chain")
-    graph.add_argument("-m", "--microbatches", type=int, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
-    graph.add_argument(
+    add = parser.add_argument_group("stages").add_argument
+    add("--edges", type=edges, metavar="A-B,…", help="the stage graph, as in 0-1,1-4,2-3,3-4")
+    add("--stages", type=int, metavar="N", help="how many; without --edges they are a chain")
+    add("-m", "--microbatches", type=int, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
+    add(
         "--placement",
         type=placement,
         metavar="R,…",
         help="the rank of each stage, as in 0,1,0,1, or its ranks, 0+1,0,1",
     )
-    graph.add_argument(
-        "--gather", type=groups, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them"
-    )
-    graph.add_argument(
-        "--recompute", type=whole_numbers, metavar="S,…", help="stages that run their forward again for their backward"
-    )
-    graph.add_argument("--in-flight", type=limits, metavar="N[,…]", help="the most micro-batches a stage may hold")
-    graph.add_argument("--memory", type=costs, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
+    add("--gather", type=groups, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them")
+    add("--recompute", type=whole_numbers, metavar="S,…", help="stages that run their forward again for their backward")
+    add("--in-flight", type=limits, metavar="N[,…]", help="the most micro-batches a stage may hold")
+    add("--memory", type=costs, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("costs of a micro-batch, one number or one per stage (1,2,1)")
-    group.add_argument("--forward", type=costs, default=1, metavar="T[,…]", help="1")
-    group.add_argument("--backward", type=costs, default=2, metavar="T[,…]", help="the whole of it; 2")
-    group.add_argument("--weight", type=costs, metavar="T[,…]", help="the part of backward that W does; half")
-    group.add_argument("--comm", type=float, default=0, metavar="T", help="the latency of a hop between ranks; 0")
-    group.add_argument("--gather-cost", type=costs, metavar="F,B", help="of a group, at the stages of --gather")
-    group.add_argument("--bytes", type=costs, metavar="N[,…]", help="what a stage holds of it from forward to backward")
-    group.add_argument(
-        "--deferred-bytes", type=costs, metavar="N[,…]", help="what it holds of it between I and W; --bytes"
-    )
-    group.add_argument("--input-bytes", type=costs, metavar="N[,…]", help="what it keeps of it where it is recomputed")
+    add = parser.add_argument_group("costs of a micro-batch, one number or one per stage (1,2,1)").add_argument
+    add("--forward", type=costs, default=1, metavar="T[,…]", help="1")
+    add("--backward", type=costs, default=2, metavar="T[,…]", help="the whole of it; 2")
+    add("--weight", type=costs, metavar="T[,…]", help="the part of backward that W does; half")
+    add("--comm", type=float, default=0, metavar="T", help="the latency of a hop between ranks; 0")
+    add("--gather-cost", type=costs, metavar="F,B", help="of a group, at the stages of --gather")
+    add("--bytes", type=costs, metavar="N[,…]", help="what a stage holds of it from forward to backward")
+    add("--deferred-bytes", type=costs, metavar="N[,…]", help="what it holds of it between I and W; --bytes")
+    add("--input-bytes", type=costs, metavar="N[,…]", help="what it keeps of it where it is recomputed")
 
 
 # --- running it ---

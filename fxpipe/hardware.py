@@ -87,16 +87,9 @@ class Hardware:
                 f"hardware is {shown(name)}; write one of {', '.join(_SHEETS)}, or fxpipe.Hardware(flops=..., "
                 "flops_16=..., bandwidth=..., link=..., link_between=...)"
             )
-        tera, tera_16, giga, link, between, memory = _SHEETS[key]
-        return Hardware(
-            flops=1e12 * tera,
-            flops_16=1e12 * tera_16,
-            bandwidth=1e9 * giga,
-            link=1e9 * link,
-            link_between=None if between is None else 1e9 * between,
-            memory=1e9 * memory,
-            reached=0.5,
-        )
+        # A sheet's figures stand in the order of the fields.
+        sheet = zip(_UNITS, _SHEETS[key], (1e12, 1e12, 1e9, 1e9, 1e9, 1e9), strict=False)
+        return Hardware(reached=0.5, **{name: unit * figure for name, figure, unit in sheet if figure is not None})
 
     @staticmethod
     def measured(path: str | os.PathLike[str], **figures: float) -> Hardware:
