@@ -309,19 +309,25 @@ def module_calls_ended() -> Iterator[None]:
             running.popitem()
 
 
+def _node_of(value: Any) -> Any:
+    """The node of torch.export's graph that computes a tensor; None for what it does not record."""
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+    return None if slot is None else slot.proxy.node
+
+
 def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
     """A digest of how torch.export computes a tensor, equal for two that it computes alike; "" where it is not known.
 
     ``known``: the digests of nodes, of one export. ``passing``: an operator that returns what it is given. What writes
     into integers and truth values before is counted in: a tensor of the same operations may hold others then.
     """
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
-    if mode is None or slot is None:
+    mode, last = get_proxy_mode(), _node_of(value)
+    if mode is None or last is None:
         return ""
     # The digest of a node is made of its operator and of the digests of its arguments, so equal graphs have equal ones.
     writes = 0
-    for node in slot.proxy.node.graph.nodes:
+    for node in last.graph.nodes:
         if node in known:
             pass
         elif node.op == "get_attr":
@@ -338,7 +344,7 @@ def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
         schema = getattr(node.target, "_schema", None)
         made = node.meta.get("val")
         writes += schema is not None and schema.is_mutable and isinstance(made, Tensor) and not made.is_floating_point()
-    return f"{known[slot.proxy.node]} {writes}"
+    return f"{known[last]} {writes}"
 
 
 def is_unbacked(number: Any) -> bool:
@@ -552,10 +558,9 @@ def default_device() -> str:
 
 def is_constant(value: Any) -> bool:
     """Whether what torch.export computes is a tensor of no inputs, parameters or random numbers: always the same."""
-    mode = get_proxy_mode()
-    slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+    last = _node_of(value)
     # Walks back through all that the value is computed from, until something is found that may change.
-    waiting, seen = [slot.proxy.node] if slot is not None else [], set()
+    waiting, seen = [] if last is None else [last], set()
     while waiting:
         node = waiting.pop()
         tags = getattr(node.target, "tags", ())
@@ -563,4 +568,4 @@ def is_constant(value: Any) -> bool:
             return False
         seen.add(node)
         waiting += [one for one in node.all_input_nodes if one not in seen]
-    return slot is not None
+    return last is not None
