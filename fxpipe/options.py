@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 from fxpipe.errors import RunError
@@ -101,7 +101,7 @@ class Options:
 
     def for_calls(self) -> Options:
         """What is needed after ``compile``, too; the rest may hold memory that the user wants back."""
-        return dataclasses.replace(self, example_args=None, example_kwargs=None, init_fn=None, checkpoint=None)
+        return replace(self, example_args=None, example_kwargs=None, init_fn=None, checkpoint=None)
 
     def microbatches_on(self, ranks: int) -> int:
         """How many a batch is cut into: as asked for, or 4 for each pipe rank, or 1 where there is one rank."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -102,7 +101,7 @@ class Program:
         return max((stage for stage in makers if stage is not None), default=None)
 
     def replace(self, **changes: Any) -> Program:
-        return dataclasses.replace(self, **changes)
+        return replace(self, **changes)
 
     def with_own_graph(self) -> Program:
         """The same program with a copy of the graph, which a pass may change: node names stay."""

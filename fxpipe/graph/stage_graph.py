@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -226,16 +225,14 @@ class StageGraph(Tabular):
         for stage in self.stages:
             trains = any(parameter.requires_grad for parameter in stage.parameters.values())
             fed = any(stages[entry.source].has_backward for entry in stage.inputs if isinstance(entry, Edge))
-            stages.append(dataclasses.replace(stage, has_backward=trains or fed))
-        return dataclasses.replace(self, stages=tuple(stages))
+            stages.append(replace(stage, has_backward=trains or fed))
+        return replace(self, stages=tuple(stages))
 
     def with_tensors_of_module(self) -> StageGraph:
         """The same graph; its stages hold the tensors that now bear their names in the module."""
         held = all_tensors(self.module)
-        stages = [
-            dataclasses.replace(stage, tensors={name: held[name] for name in stage.tensors}) for stage in self.stages
-        ]
-        return dataclasses.replace(self, stages=tuple(stages))
+        stages = [replace(stage, tensors={name: held[name] for name in stage.tensors}) for stage in self.stages]
+        return replace(self, stages=tuple(stages))
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)

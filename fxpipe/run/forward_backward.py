@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakValueDictionary, ref
 
@@ -218,7 +218,7 @@ class ForwardBackward:
             with announced(called, alike=self._settings()):
                 done, bytes_of = self._steps.train(calls, split_evenly)
         if bytes_of is not None:
-            self._plan = dataclasses.replace(self._plan, graph=dataclasses.replace(self.stages, bytes_of=bytes_of))
+            self._plan = replace(self._plan, graph=replace(self.stages, bytes_of=bytes_of))
         self.metrics = dict(done.metrics)
         loss: Tensor = detached(done.loss)
         return loss
@@ -355,7 +355,7 @@ class ForwardBackward:
             )
         # The bytes on the edges were measured, and do not depend on the table.
         first = self._planner.first
-        self._plan = dataclasses.replace(first, graph=dataclasses.replace(first.graph, bytes_of=self.stages.bytes_of))
+        self._plan = replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of))
         self._steps.replan(self._planner)
         return self.schedule
 

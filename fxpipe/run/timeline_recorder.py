@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import torch
@@ -150,7 +149,7 @@ def timeline_of(
         ranks = range(len(schedule.rows)) if in_turns else (rank,)
         mine = [lap for lap in every if schedule.rank(lap.action) in ranks]
         spells += _spells(timeline, tuple(ranks), mine, course, first)
-    return dataclasses.replace(timeline, spells=tuple(spells))
+    return replace(timeline, spells=tuple(spells))
 
 
 def _spells(

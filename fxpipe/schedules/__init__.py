@@ -5,8 +5,8 @@ To add one: write ``family(problem) -> rows`` in a file of ``families/``, and gi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError, nearest
@@ -114,10 +114,10 @@ def build(
     )
     given.check()
     if gather is not None:
-        given = dataclasses.replace(given, groups=groups_behind(gather, given))
+        given = replace(given, groups=groups_behind(gather, given))
         if gather_cost is not None:
             costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
-            limited = dataclasses.replace(limited, costs=costs)
+            limited = replace(limited, costs=costs)
     problem = limited.within(given)
     # 4. The family's rows, which are verified whoever wrote the family.
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -122,7 +121,7 @@ class Costs:
     def with_recompute(self, stages: Collection[int]) -> Costs:
         """Those of a table that has no R: at these stages a backward takes F + B."""
         pairs = enumerate(zip(self.forward, self.backward, strict=True))
-        return dataclasses.replace(self, backward=tuple(b + f * (stage in stages) for stage, (f, b) in pairs))
+        return replace(self, backward=tuple(b + f * (stage in stages) for stage, (f, b) in pairs))
 
     def at_stages(self, stages: Collection[int], forward: float, backward: float) -> Costs:
         """The same with other costs at these stages; W's part of a backward stays what it is."""
@@ -130,12 +129,12 @@ class Costs:
         for stage in stages:
             part = weights[stage] / backwards[stage] if backwards[stage] else 0.5
             forwards[stage], backwards[stage], weights[stage] = forward, backward, backward * part
-        return dataclasses.replace(self, forward=tuple(forwards), backward=tuple(backwards), weight=tuple(weights))
+        return replace(self, forward=tuple(forwards), backward=tuple(backwards), weight=tuple(weights))
 
     def or_else(self, other: Costs) -> Costs:
         """The same; what bytes these leave open, as ``other`` has them."""
         missing = {name: getattr(other, name) for name in _BYTES if getattr(self, name) is None}
-        return dataclasses.replace(self, **missing)
+        return replace(self, **missing)
 
     @property
     def are_alike(self) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from fxpipe.graph.topological import topological_order
@@ -198,7 +197,7 @@ def held_back(
     unheld = makespan(free) if caps else math.inf
     # Caps that cost time are doubled: at all micro-batches they hold nobody back, so that it ends after log2(m) tries.
     while unheld < math.inf and any(cap < microbatches for cap in caps.values()):
-        held = dataclasses.replace(free, ahead=caps)
+        held = replace(free, ahead=caps)
         if makespan(held) <= unheld * (1 + 1e-9):
             return held
         caps = {stage: 2 * cap for stage, cap in caps.items()}

@@ -16,12 +16,11 @@ modules keep their classes and hooks, and which collectives run, and in which or
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -426,7 +425,7 @@ class FullyShardedGradients(Gradients):
         """This rank's shard of a parameter."""
         if name in self._whole:
             piece = super()._piece(name, parameter)
-            return dataclasses.replace(piece, counts=piece.counts and self.way.rank == 0)
+            return replace(piece, counts=piece.counts and self.way.rank == 0)
 
         def gradient() -> Tensor | None:
             return None if parameter.grad is None else local(parameter.grad).view(-1)

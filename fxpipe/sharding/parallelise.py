@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +224,7 @@ class Parallel:
         takes the modules apart in another way.
         """
         stages = tuple(self._adopt(stage) if stage.index in self.copies else stage for stage in graph)
-        return dataclasses.replace(graph, stages=stages)
+        return replace(graph, stages=stages)
 
     def _adopt(self, stage: Stage) -> Stage:
         if isinstance(stage.function, _StageFunction) or not isinstance(stage.module, nn.Module):
@@ -244,7 +243,7 @@ class Parallel:
                     _move_in(stage, module, home, self._captures)
                 code = types.MethodType(type(module).forward, home.module)
             self._adopted[module] = _StageFunction(stage.name, home.module, code, max(len(stage.outputs), 1))
-        return dataclasses.replace(stage, function=self._adopted[module])
+        return replace(stage, function=self._adopted[module])
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ once for a group of K micro-batches, such as the loss of a whole batch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from fxpipe.errors import ScheduleError
@@ -165,7 +165,7 @@ def _cached(problem: Problem, feeding: list[int], maker: Maker) -> tuple[Row, ..
     trained = [stage for stage in feeding if problem.backward[stage] and stage not in problem.recomputed]
     # The order is found for backwards of F + B, and each is split into R and B afterwards.
     costs = problem.costs.with_recompute(trained)
-    free = dataclasses.replace(problem, costs=costs, in_flight=None, memory=None)
+    free = replace(problem, costs=costs, in_flight=None, memory=None)
     return with_recompute(maker(free), trained)
 
 

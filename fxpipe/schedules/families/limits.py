@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from fxpipe.errors import ScheduleError
@@ -59,7 +58,7 @@ class Limited:
     def within(self, problem: Problem) -> Problem:
         """The problem at these costs and within these limits; ScheduleError where they do not fit it."""
         in_flight, memory = _each(self.in_flight, len(problem.placement)), _each(self.memory, problem.ranks)
-        problem = dataclasses.replace(
+        problem = replace(
             problem,
             costs=problem.costs if self.costs is None else self.costs,
             in_flight=problem.in_flight if in_flight is None else tuple(map(int, in_flight)),
@@ -84,7 +83,7 @@ def excess(
             if peak > cap:
                 return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
     if memory is not None and costs.activation_bytes is not None:
-        held = peak_bytes(schedule, dataclasses.replace(costs, again_bytes=None))  # the limit is of what is in flight
+        held = peak_bytes(schedule, replace(costs, again_bytes=None))  # the limit is of what is in flight
         for rank, (most, room) in enumerate(zip(held, memory, strict=True)):
             if exceeds(most, room):
                 return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
@@ -165,7 +164,7 @@ def with_fewer_microbatches(problem: Problem, actions: int, least: int) -> Probl
     ``least`` groups, or micro-batches where nothing is gathered."""
     size = math.lcm(*problem.groups or (1,))
     fewer = size * max(actions // (2 * len(problem.placement) * size), least)
-    return dataclasses.replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem
+    return replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem
 
 
 class Choice(NamedTuple):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -85,7 +84,7 @@ def list_schedule(
     stages, key = range(len(problem.placement)), priority(problem)
     split = held is not None or room is not None
     every = frozenset((stage, j) for stage in stages for j in range(problem.microbatches)) if split else ()
-    free = dataclasses.replace(problem.dependencies, halves=every)
+    free = replace(problem.dependencies, halves=every)
 
     listing = partial(_Listing, problem, costs, caps, key, held, room)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
@@ -83,7 +82,7 @@ class Problem:
     def dependencies(self) -> Dependencies:
         """Those of whole backwards."""
         groups = {stage: size for stage, size in enumerate(self.groups or ()) if size > 1}
-        return dataclasses.replace(Dependencies.of(self.links, self.backward), groups=groups)
+        return replace(Dependencies.of(self.links, self.backward), groups=groups)
 
     @property
     def is_grouped(self) -> bool:

@@ -13,11 +13,11 @@ grid of both is taken.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 from fxpipe.errors import ScheduleError
@@ -55,7 +55,7 @@ def reckoned(problem: Problem) -> Problem:
     if whole is not None:
         kept = costs.input_bytes or (0.0,) * len(whole)
         held = tuple(kept[s] if s in problem.recomputed else size for s, size in enumerate(whole))
-        costs = dataclasses.replace(costs, activation_bytes=held)
+        costs = replace(costs, activation_bytes=held)
         if memory is not None:
             # While one micro-batch is run again, a stage holds all of it beside the inputs of the others. Only one is
             # at a time, so a rank sets aside the largest of its stages'.
@@ -68,7 +68,7 @@ def reckoned(problem: Problem) -> Problem:
                         "inputs; use smaller micro-batches, or move a stage"
                     )
             memory = tuple(max(room - one, 0) for room, one in zip(memory, most, strict=True))
-    return dataclasses.replace(problem, costs=costs, memory=memory)
+    return replace(problem, costs=costs, memory=memory)
 
 
 def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) -> tuple[Row, ...]:
@@ -128,7 +128,7 @@ def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:
         # One micro-batch of each shared stage must fit on each of its ranks: the family has what is left.
         rooms = [room - _least(problem, rank) for rank, room in enumerate(memory)]
         memory = (*(rooms[rank] for rank in real), *[math.inf] * len(stages))
-    return dataclasses.replace(problem, placement=tuple(homes), costs=costs, memory=memory), real
+    return replace(problem, placement=tuple(homes), costs=costs, memory=memory), real
 
 
 def _least(problem: Problem, rank: int) -> float:
