@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Hardware:
     """Seconds that the smallest message takes."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             value, may_be_zero = getattr(self, field.name), field.name in ("launch", "latency")
             if value is None and field.default is None:
                 continue
@@ -81,7 +81,7 @@ class Hardware:
         Raises:
             RunError: there is no such name.
         """
-        key = name.lower().replace("-", "").replace(" ", "").replace("_", "") if is_text(name) else ""
+        key = re.sub("[-_ ]", "", name.lower()) if is_text(name) else ""
         if key not in _SHEETS:
             raise RunError(
                 f"hardware is {shown(name)}; write one of {', '.join(_SHEETS)}, or fxpipe.Hardware(flops=..., "

@@ -5,7 +5,6 @@ A new option is a field of ``Options`` and a parameter of ``compile``, which han
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +75,7 @@ class Options:
 
     def __post_init__(self) -> None:
         # A default needs no check, and None is a default of many.
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             value = getattr(self, field.name)
             if value is not field.default:
                 check(RunError, _KINDS, **{field.name: value})
@@ -115,8 +114,8 @@ class Options:
     def facts(self) -> dict[str, str]:
         """Option → its value in words, of those that must be the same on all ranks. Of functions names and lines
         are compared, and not what they close over; the programs that come of all this are compared later."""
-        fields = [field for field in dataclasses.fields(self) if field.name not in _OF_ONE_RANK]
-        return {field.name: describe_value(getattr(self, field.name)) for field in fields}
+        names = [field.name for field in fields(self) if field.name not in _OF_ONE_RANK]
+        return {name: describe_value(getattr(self, name)) for name in names}
 
     def _check_parallelize(self) -> None:
         if self.zero:

@@ -76,11 +76,13 @@ SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
 
 # --- tensors and operators
 
-TO_COPY = torch.ops.aten._to_copy.default
+aten = torch.ops.aten
+
+TO_COPY = aten._to_copy.default
 """What ``.to()`` runs."""
 
-ZERO = torch.ops.aten.zero_.default
-DUAL_NUMBERS = (torch.ops.aten._make_dual.default, torch.ops.aten._unpack_dual.default)
+ZERO = aten.zero_.default
+DUAL_NUMBERS = (aten._make_dual.default, aten._unpack_dual.default)
 """Of a level of forward-mode differentiation. Export of 2.12 records them without the level; later ones refuse."""
 
 FOREACH_NORM: Any = torch._foreach_norm
@@ -112,6 +114,11 @@ def wrapper(
 ) -> Any:
     """A tensor of a subclass without memory of its own, whose ``__torch_dispatch__`` does all that is done with it."""
     return Tensor._make_wrapper_subclass(cls, tuple(size), strides, dtype=dtype, device=device)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in containers."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -173,12 +180,12 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """What export leaves of ``torch.no_grad()`` in a graph."""
 
 ASSERTIONS = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_async.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_async.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
 }
 """What only checks, as operators."""
 CHECKS = (torch._assert, torch._assert_async)

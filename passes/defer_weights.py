@@ -11,8 +11,8 @@ the same bits stays in I:
 
 from __future__ import annotations
 
-import dataclasses
 import types
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,10 +47,10 @@ def defer_weights(stage: Stage) -> Stage:
     """
     trained = {name: parameter for name, parameter in stage.parameters.items() if parameter.requires_grad}
     if not isinstance(stage.module, fx.GraphModule):
-        return dataclasses.replace(stage, deferring=None, in_input=tuple(trained))
+        return replace(stage, deferring=None, in_input=tuple(trained))
     found = _Deferrable(Program(stage.module, stage.module.graph))
     code = fx.GraphModule(stage.module, found.rewritten(), class_name=f"{type(stage.module).__name__}_in_halves")
-    return dataclasses.replace(
+    return replace(
         stage,
         deferring=types.MethodType(type(code).forward, stage.module) if found.calls else None,
         in_input=tuple(name for name, parameter in trained.items() if id(parameter) in found.kept),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -408,7 +408,7 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
         if given and not any(parameter.requires_grad for parameter in stage.parameters.values()):
             unsure.add(stage.index)
     found |= unsure
-    return [dataclasses.replace(stage, varies=stage.index in found) for stage in stages]
+    return [replace(stage, varies=stage.index in found) for stage in stages]
 
 
 def is_kept(program: Program, node: fx.Node) -> bool:

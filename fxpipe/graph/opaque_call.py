@@ -14,7 +14,7 @@ from fxpipe.errors import RunError
 from fxpipe.graph.elsewhere import HeldElsewhere
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.listed import ListOfTensors, can_be_joined, joined
-from fxpipe.torch_compat import pytree, version_of
+from fxpipe.torch_compat import pytree, tensors_in, version_of
 
 PLAIN_LEAF = (
     *(type(None), bool, int, float, complex, str, bytes),
@@ -30,7 +30,7 @@ def unwritten(name: str, received: Any) -> Iterator[None]:
     """RunError where what is inside writes a tensor among those ``received``: in one process the others that use it
     would see that, on several ranks they would not."""
     # torch counts the writes into a tensor, but not into one made in inference mode
-    leaves = [leaf for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    leaves = [tensor for tensor in tensors_in(received) if not tensor.is_inference()]
     before = list(map(version_of, leaves))
     yield
     for leaf, version in zip(leaves, before, strict=True):

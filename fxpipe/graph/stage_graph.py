@@ -22,7 +22,7 @@ from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.notebook import Tabular, listed
-from fxpipe.torch_compat import hook_tables, pytree
+from fxpipe.torch_compat import hook_tables, pytree, tensors_in
 from fxpipe.validation import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 
 
@@ -436,5 +436,4 @@ def _ordered(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str
 
 def bytes_in(value: Any) -> int:
     """Bytes of all tensors in ``value``."""
-    leaves = pytree.tree_leaves(value)
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))

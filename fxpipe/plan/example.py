@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.errors import FxpipeError, RunError, TraceError
@@ -24,7 +24,7 @@ from fxpipe.plan.inputs.label_count import with_number
 from fxpipe.plan.inputs.pattern import GivenInputs, Pattern, pattern_of
 from fxpipe.plan.inputs.rows import row_count, split_rows
 from fxpipe.plan.planner import Planner
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import tensors_in
 from fxpipe.trace import Request
 from fxpipe.validation import shown
 
@@ -105,7 +105,7 @@ class Example:
         """Whether a model can be run on it: none of its tensors is on the meta device."""
         if not self.options.has_example:
             return False
-        return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(self.microbatches))
+        return not any(tensor.is_meta for tensor in tensors_in(self.microbatches))
 
     @property
     def sample(self) -> Sample | str:

@@ -213,12 +213,9 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
 
 def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> Costs:
     """The mean of what several replicas measured, with what a step does not measure."""
-
-    stages = range(len(costs[0].forward))
-    forward = [fmean(one.forward[stage] for one in costs) for stage in stages]
-    backward = [fmean(one.backward[stage] for one in costs) for stage in stages]
-    weight = [fmean(one.weight[stage] for one in costs) for stage in stages]
-    return Costs.of(len(stages), forward, backward, weight, fmean(one.comm for one in costs), activation_bytes)
+    kinds = zip(*((one.forward, one.backward, one.weight) for one in costs), strict=True)
+    forward, backward, weight = (tuple(map(fmean, zip(*given, strict=True))) for given in kinds)
+    return Costs.of(len(forward), forward, backward, weight, fmean(one.comm for one in costs), activation_bytes)
 
 
 Round = tuple[float, float]

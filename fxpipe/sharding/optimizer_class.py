@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, RunError, nearest
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_number, shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]
@@ -155,7 +155,7 @@ def states_of(make: OptimizerMaker) -> float:
         entry = initial_state(make, {}, like)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise RunError(f"optimizer={shown(make)} cannot step a matrix of zeros: {error}") from error
-    kept = [leaf for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor) and leaf.ndim]
+    kept = [tensor for tensor in tensors_in(entry) if tensor.ndim]
     return sum(leaf.nbytes for leaf in kept) / like.nbytes
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError
-from fxpipe.run.step.outputs import OutputRows, RowsOf, join, without_entries
+from fxpipe.run.step.outputs import Joining, OutputRows, RowsOf, without_entries
 
 LISTS = RowsOf((2, 2), (), in_lists=True)
 TENSORS = RowsOf((2, 2), (0,))
@@ -22,7 +22,7 @@ def of(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def put_together(parts: Sequence[Any], rows: RowsOf, places: OutputRows | None = None) -> Any:
-    return without_entries(join(parts, [0.5] * len(parts), rows, places or OutputRows()))
+    return without_entries(Joining([0.5] * len(parts), rows, places or OutputRows()).join(parts))
 
 
 @pytest.mark.parametrize("kind", [list, tuple])

@@ -28,7 +28,7 @@ from fxpipe.passes.defer_weights import deferred_calls
 from fxpipe.plan.balance.memory import Account, Held, rows_of
 from fxpipe.plan.capture.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
-from fxpipe.torch_compat import TorchDispatchMode, packet_of, pytree, schema_of, without_onednn
+from fxpipe.torch_compat import TorchDispatchMode, packet_of, schema_of, tensors_in, without_onednn
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.replay import checkpoints_noted, checkpoints_that_keep
 
@@ -456,7 +456,3 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
         query, key, value = (tensor.shape for tensor in args[:3])
         return float(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
     return 0.0
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -18,7 +18,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
-from fxpipe.torch_compat import FakeTensor, pytree
+from fxpipe.torch_compat import FakeTensor, pytree, tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
@@ -151,7 +151,7 @@ def _in_a_line(error: Exception) -> str:
 def _unfit(request: Request, batch: Batch) -> str:
     """Why a model cannot be checked, or not cheaply; empty where it can."""
     # Fixed bounds, so that all ranks check or none does: measured seconds would differ between them.
-    given = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
+    given = tensors_in(dict(batch))
     held = all_tensors(request.module).values()
     if any(tensor.is_meta for tensor in [*held, *given]):
         return "the model or the example is on the meta device"

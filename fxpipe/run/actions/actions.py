@@ -31,7 +31,7 @@ from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
 from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
 from fxpipe.run.actions.group_inputs import Joined
-from fxpipe.run.actions.recompute import Kept, without_graph
+from fxpipe.run.actions.recompute import Kept, Run
 from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Instruction, Receive, Release, Send, is_forward
@@ -164,9 +164,6 @@ class _Binder:
 
 # --- Actions: each is bound to its function and to where its values lie ---
 
-Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
-"""A stage's forward: inputs → (outputs, what it leaves for its backward)."""
-
 
 class _BoundAction:
     """What every action of a row has at hand, and the order in which each runs."""
@@ -258,10 +255,9 @@ class ForwardAction(_BoundAction):
         def run_and_keep(*inputs: Any) -> Any:
             kept = Kept(stage, inputs, executor.effects.of(stage), executor.device, executor.step.proves)
             # The graph of this run is dropped at once, and R makes it anew when its backward is near.
-            outputs, _ = kept.first(run, inputs)
-            kept.first_is_over(outputs)
+            outputs = kept.first(run, inputs)
             held.kept = kept
-            return without_graph(outputs), None
+            return outputs, None
 
         return run_and_keep
 
@@ -332,9 +328,7 @@ class Recomputation(_BoundAction):
 
     def run(self, arrived: list[Any]) -> None:
         (kept,) = arrived
-        with kept.again():
-            outputs, saved = self._run(*kept.inputs)
-        kept.second_is_over(outputs)
+        outputs, saved = kept.second(self._run)
         if self.stage.returns_result and saved is not None:
             part = read_loss(outputs[-1])
             saved.take_root(part.value, root_weight(part, self.executor.step.shares[self.action.microbatch]))

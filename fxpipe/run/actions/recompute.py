@@ -7,22 +7,23 @@ R  begins where F began, with F's random numbers, and leaves everything but its 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.opaque_call import opaque_calls
+from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
-from fxpipe.torch_compat import BATCH_STATISTICS, pytree, version_of
+from fxpipe.torch_compat import BATCH_STATISTICS, pytree, tensors_in, version_of
 from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
 from fxpipe.trace.state.snapshot import Numbers, Snapshot, State
 
-T = TypeVar("T")
+Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
+"""A stage's forward: inputs → (outputs, what it leaves for its backward)."""
 
 
 def without_graph(value: Any) -> Any:
@@ -31,7 +32,7 @@ def without_graph(value: Any) -> Any:
 
 
 class Kept:
-    """What a stage keeps of its forward until it runs again. Made before the forward, and notified behind it.
+    """What a stage keeps of its forward until it runs again.
 
     ``proves``: whether the second run's outputs are compared with the first one's.
     """
@@ -46,9 +47,23 @@ class Kept:
         self._parameters = [(one, version_of(one)) for one in stage.parameters.values()]
         self._start, self._others = effects.state(device), effects.versions()
 
-    def first(self, run: Callable[..., T], inputs: Sequence[Any]) -> T:
-        """The first run. What autograd saves is dropped, unless the stage's own code differentiates: then it runs anew
-        from where it began, as do all later ones, and its graph is dropped behind it."""
+    def first(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs of the first run, without its graph."""
+        outputs, _ = self._without_saving(run, inputs)
+        written = [version_of(one) != version for one, version in self._parameters]
+        self._written = [one for (one, _), was in zip(self._parameters, written, strict=True) if was]
+        self._parameters = [each for each, was in zip(self._parameters, written, strict=True) if not was]
+        self._bumped = self._start.bumped()
+        if self._effects.is_known:
+            self._effects.check(self._others, self._stage.name)
+        else:
+            self._effects.learn(self._start)
+        self._made = [leaf.clone() for leaf in _plain(outputs)] if self._proves else []
+        return without_graph(outputs)  # type: ignore[no-any-return]
+
+    def _without_saving(self, run: Run, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Saved | None]:
+        """Runs it. What autograd saves is dropped, unless the stage's own code differentiates: then it runs anew from
+        where it began, as do all later ones, and its graph is dropped behind it."""
         if not self._effects.needs_graph:
             try:
                 # Hooks drop what autograd saves: as under no_grad F never holds a graph, and yet it runs R's kernels.
@@ -62,22 +77,9 @@ class Kept:
             self._effects.needs_graph = True
         return run(*inputs)
 
-    def first_is_over(self, outputs: Sequence[Any]) -> None:
-        """The forward has run."""
-        written = [version_of(one) != version for one, version in self._parameters]
-        self._written = [one for (one, _), was in zip(self._parameters, written, strict=True) if was]
-        self._parameters = [each for each, was in zip(self._parameters, written, strict=True) if not was]
-        self._bumped = self._start.bumped()
-        if self._effects.is_known:
-            self._effects.check(self._others, self._stage.name)
-        else:
-            self._effects.learn(self._start)
-        self._made = [leaf.clone() for leaf in _plain(outputs)] if self._proves else []
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Around the second run: it begins where the first one did, and all that it writes is put back behind it.
-        RunError where the stage's inputs or parameters were written since the first run."""
+    def second(self, run: Run) -> tuple[tuple[Any, ...], Saved | None]:
+        """The second run: it begins where the first one did, and all that it writes is put back behind it. RunError
+        where the stage's inputs or parameters were written since the first run, or it makes something else."""
         if _versions(self.inputs) != self._versions:
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
@@ -96,17 +98,13 @@ class Kept:
         self._start.restore(self._bumped)
         try:
             with checkpoints_that_keep():
-                yield
+                outputs, saved = run(*self.inputs)
         finally:
             now.restore(now.bumped())
             for parameter, copy in copies:
                 parameter.data.copy_(copy)
 
-    def second_is_over(self, outputs: Sequence[Any]) -> None:
-        """RunError where it has made something else than the first one."""
-        if not self._proves:
-            return
-        again = _plain(outputs)
+        again = _plain(outputs) if self._proves else []
         if len(again) != len(self._made) or not all(map(is_repeated, again, self._made)):
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: run again from the same inputs, random numbers and "
@@ -114,6 +112,7 @@ class Kept:
                 "kept outside of its modules or inside of their Python objects: a global, an iterator, an array, a "
                 "file; keep that in attributes or buffers of a submodule, or leave the stage out of recompute="
             )
+        return outputs, saved
 
 
 _HOOKS = "saved tensor hooks"
@@ -124,7 +123,7 @@ def _is_gone(nothing: None) -> Tensor:
 
 
 def _versions(values: Sequence[Any]) -> list[int]:
-    return [version_of(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return list(map(version_of, tensors_in(values)))
 
 
 def _plain(outputs: Sequence[Any]) -> list[Tensor]:

@@ -230,14 +230,11 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def _weights(count: int, device: torch.device) -> Tensor:
     """An odd number for each place: SplitMix64 (Steele, Lea and Flood 2014), seeded with 0."""
-    z = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    # Its factors are above 2⁶³, and int64 holds them less 2⁶⁴.
+    z = torch.arange(1, count + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - 2**64)
+    z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
     return (z ^ _shifted(z, 31)) | 1
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:

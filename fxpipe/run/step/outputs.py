@@ -17,7 +17,7 @@ from fxpipe.plan.inputs.rows import is_entries
 from fxpipe.progress import log
 from fxpipe.run.actions.group_inputs import beside, shapes_of
 from fxpipe.run.step.step_outcome import differing
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_mapping, shown
 
 Where = tuple[Any, ...]
@@ -95,31 +95,27 @@ class RowsOf:
         return False if entries_differ and not without_rows else None
 
 
-def join(outputs: Sequence[Any], shares: Sequence[float], rows: RowsOf, places: OutputRows) -> Any:
-    """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
-
-    A list with an entry for each row is put together as one, in ``Entries``; tensors whose rows are in no place that
-    could be meant, as a row for each image, are a list of them. ``places``: what earlier calls have shown
-    of where outputs have their rows.
-    RunError for an output whose rows are in more than one place that could be meant.
-    """
-    return _Joining(shares, rows, places).join(outputs, ())
-
-
 def without_entries(output: Any) -> Any:
     """With lists in place of ``Entries``."""
     return pytree.tree_map_only(Entries, lambda entries: entries.values, output)
 
 
 @dataclass(frozen=True)
-class _Joining:
-    """Of one call. ``where``, in its methods: where the values are in the output."""
+class Joining:
+    """Puts together the outputs of one call. ``known``: what earlier calls have shown of where outputs have their
+    rows. ``where``, in its methods: where the values are in the output."""
 
     shares: Sequence[float]
     rows: RowsOf
     known: OutputRows
 
-    def join(self, outputs: Sequence[Any], where: Where) -> Any:
+    def join(self, outputs: Sequence[Any], where: Where = ()) -> Any:
+        """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
+
+        A list with an entry for each row is put together as one, in ``Entries``; tensors whose rows are in no place
+        that could be meant, as a row for each image, are a list of them.
+        RunError for an output whose rows are in more than one place that could be meant.
+        """
         first = outputs[0]
         if all(map(is_entries, outputs)) and self._are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
@@ -151,7 +147,7 @@ class _Joining:
         if found is not None:
             self.known.entries[where] = found
         if where not in self.known.entries:
-            shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(parts[0]) if isinstance(leaf, Tensor)]
+            shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
             raise RunError(
                 f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
                 f"{self.rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could "
@@ -241,7 +237,7 @@ def _called(where: Where) -> str:
 
 
 def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(entry) if isinstance(leaf, Tensor))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(entry))
 
 
 def _are(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:

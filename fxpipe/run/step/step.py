@@ -41,7 +41,7 @@ from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.outputs import OutputRows, RowsOf, from_rank, join, over_replicas, without_entries
+from fxpipe.run.step.outputs import Joining, OutputRows, RowsOf, from_rank, over_replicas, without_entries
 from fxpipe.run.step.step_outcome import (
     ItemNumbers,
     LossMessage,
@@ -359,7 +359,7 @@ class Steps:
                 sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
-            joined = join(ordered, shares, self._rows_of(agreed, sizes), self._places)
+            joined = Joining(shares, self._rows_of(agreed, sizes), self._places).join(ordered)
             output = without_entries(over_replicas(transport, joined, is_of_all))
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count

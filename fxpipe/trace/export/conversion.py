@@ -35,6 +35,7 @@ from fxpipe.torch_compat import (
     pytree,
     set_grad_enabled,
     size_guard,
+    tensors_in,
 )
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
@@ -375,8 +376,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 def _static(node: fx.Node) -> Any:
     """The node's fake value, as captured; for a Python number that only running shows, one that stands for it."""
     value = node.meta.get("val")
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and any(hint_of(size) is None for size in leaf.shape):
+    for leaf in tensors_in(value):
+        if any(hint_of(size) is None for size in leaf.shape):
             raise TraceError(
                 f"forward makes a tensor whose shape depends on the values of another one ({node.name}), and what "
                 "passes between stages has a fixed shape; use torch.where or a mask, or tracer='record' where it is "

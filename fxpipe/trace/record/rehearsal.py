@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.like import TensorLike
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.trace.fake import outside
 from fxpipe.trace.record.tape import Args, Kwargs, Touched, TouchedMode
 from fxpipe.trace.state.snapshot import Snapshot, storage_of
@@ -48,7 +48,7 @@ def rehearse(
 
     ``real_of``: the model's own tensors by the identity of the fake ones that are in its place now.
     """
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = tensors_in((args, kwargs))
     devices = sorted({tensor.get_device() for tensor in real_of.values() if tensor.is_cuda})
     with outside(), torch.random.fork_rng(devices=devices):
         state = RandomState()
@@ -91,8 +91,7 @@ def _run(
             copies[id(fake)] = fake, _numbers(real_of.get(id(fake)), fake, seed, highest)
         return copies[id(fake)][1]
 
-    leaves = pytree.tree_leaves((args, kwargs))
-    given = [copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    given = list(map(copy_of, tensors_in((args, kwargs))))
     with contextlib.nullcontext() if module is None else _copies_in(module, copy_of):
         args, kwargs = pytree.tree_map_only(Tensor, copy_of, (args, kwargs))
         mode = TouchedMode()

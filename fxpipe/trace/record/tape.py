@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpipe.graph.modes import DEVICES, Autocast, Modes
 from fxpipe.graph.program import Effects
-from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of
+from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in
 from fxpipe.trace.state.snapshot import storage_of
 
 Args = tuple[Any, ...]
@@ -76,15 +76,13 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (schema := schema_of(func)) is None:  # a higher-order operator, such as flex_attention
-            self._now.reads |= {
-                storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-            }
+            self._now.reads |= {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
             return func(*args, **kwargs)
         given: dict[str, Any] = {}
         # the schema says which arguments an operator writes: "Tensor(a!) self"
         for position, argument in enumerate(schema.arguments):
             value = given[argument.name] = args[position] if position < len(args) else kwargs.get(argument.name)
-            storages = {storage_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+            storages = set(map(storage_of, tensors_in(value)))
             self._now.reads |= storages
             if argument.is_write or argument.name in _RUNNING_STATISTICS:
                 self._now.writes |= storages

@@ -17,7 +17,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree
+from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, tensors_in
 from fxpipe.trace.patching import checkpoints_as, noting, patched
 from fxpipe.trace.request import Request
 
@@ -139,7 +139,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._operators += 1
-        self._unit = max([self._unit, *(unit(one) for one in pytree.tree_leaves(result) if isinstance(one, Tensor))])
+        self._unit = max([self._unit, *map(unit, tensors_in(result))])
         return result
 
     @property

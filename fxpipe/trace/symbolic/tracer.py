@@ -20,7 +20,7 @@ from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.modes import Modes, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, version_of
+from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import (
@@ -380,9 +380,8 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # only real tensors come here: a proxy reaches no operator
         for position, argument in enumerate(schema_of(func).arguments):
             value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, Tensor):
-                    self._check(func, tensor, storage_of(tensor), argument.is_write)
+            for tensor in tensors_in(value):
+                self._check(func, tensor, storage_of(tensor), argument.is_write)
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, tensor: Tensor, storage: int, is_write: bool) -> None:
