@@ -15,7 +15,7 @@ def alias_groups(program: Program) -> Program:
     """Fills ``Program.written``; PartitionError where a private copy would hide a write from a later reader."""
     memory, together = shared_memory(program), shared_memory(program, with_writers=True)
     first_write: dict[fx.Node, fx.Node] = {}  # by what is written: the first of each memory
-    for node in program.graph.nodes:
+    for node in program.nodes:
         for target in written(program, node):
             first_write.setdefault(memory.find(target), node)
     _check_private_copies(program, memory, first_write)
@@ -26,8 +26,8 @@ def alias_groups(program: Program) -> Program:
 
 def shared_memory(program: Program, with_writers: bool = False) -> Union[fx.Node]:
     """The nodes by the memory that they may share; with those who write into it, whatever they return, if wanted."""
-    memory = Union(program.graph.nodes)
-    for node in program.graph.nodes:
+    memory = Union(program.nodes)
+    for node in program.nodes:
         # A batch norm writes its running mean and returns a new tensor: it must run with all that use the mean, but
         # what it returns is no part of that memory.
         for source in aliased(program, node) if with_writers or not writes_apart(program, node) else ():
@@ -38,7 +38,7 @@ def shared_memory(program: Program, with_writers: bool = False) -> Union[fx.Node
 def holders_of_written(program: Program) -> list[list[fx.Node]]:
     """For each parameter or buffer that is written, the nodes that name it and the calls of modules that hold it."""
     holders: dict[int, list[fx.Node]] = {}
-    for node in program.graph.nodes:
+    for node in program.nodes:
         for tensor in held(program, node):
             holders.setdefault(tensor, []).append(node)
     changed = _changed(program)
@@ -54,14 +54,14 @@ def names_of_written(program: Program) -> frozenset[str]:
 def nodes_of_written(program: Program) -> frozenset[str]:
     """The nodes that name what forward writes, or call a module that holds some of it."""
     changed = _changed(program)
-    return frozenset(node.name for node in program.graph.nodes if held(program, node) & changed)
+    return frozenset(node.name for node in program.nodes if held(program, node) & changed)
 
 
 def _changed(program: Program) -> set[int]:
     """The parameters and buffers that forward writes, by identity."""
     in_groups = frozenset().union(*program.written)
     found = {id(program.attribute(name)) for name in program.written_before}
-    for node in program.graph.nodes:
+    for node in program.nodes:
         if node.op == "call_module":
             known = program.effects.get(node.name, Effects())
             seen = [program.attribute(name) for name in known.writes]
@@ -84,13 +84,13 @@ def held(program: Program, node: fx.Node) -> set[int]:
 
 def _check_private_copies(program: Program, memory: Union[fx.Node], first_write: dict[fx.Node, fx.Node]) -> None:
     """A write behind a boundary acts on a private copy, so nobody may read what is still the original after it."""
-    originals = Union(program.graph.nodes)  # what shares memory in the model itself, where a boundary copies nothing
-    for node in program.graph.nodes:
+    originals = Union(program.nodes)  # what shares memory in the model itself, where a boundary copies nothing
+    for node in program.nodes:
         originals.join(memory.find(node), node)
         if is_boundary_value(node):
             originals.join(before_boundary(node), node)
     # Only a write to memory that holds a copy matters: elsewhere a reader sees what was written.
-    copies = {memory.find(node) for node in program.graph.nodes if is_boundary_value(node)}
+    copies = {memory.find(node) for node in program.nodes if is_boundary_value(node)}
     members = {originals.find(group[0]): group for group in originals.groups()}
     for target, write in first_write.items():
         if memory.find(target) not in copies:

@@ -33,7 +33,7 @@ class Blocks:
 
 def blocks(program: Program) -> Blocks:
     """The blocks of a program that has been through ``before_balance()``; PartitionError where it has boundaries."""
-    marked = next((node for node in program.graph.nodes if is_boundary(node)), None)
+    marked = next((node for node in program.nodes if is_boundary(node)), None)
     if marked is not None:
         raise PartitionError(f"{marked.name} is a boundary; what is balanced has none, so erase_boundaries first")
     flow = _Flow(program)

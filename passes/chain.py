@@ -49,10 +49,10 @@ def check(program: Program, after: str) -> None:
         raise PartitionError(f"pass {after} left a graph that is not well formed: {error}") from error
     copied, stage_of = program.copied, program.stage_of
     facts = {*copied, *stage_of, *(name for group in program.written for name in group)}
-    gone = facts - {node.name for node in program.graph.nodes}
+    gone = facts - {node.name for node in program.nodes}
     if gone:
         raise PartitionError(f"pass {after} left facts about nodes that are gone: {sorted(gone)[:5]}")
-    for node in program.graph.nodes:
+    for node in program.nodes:
         for source in map(made_by, node.all_input_nodes):
             if node.name in copied and is_compute(source) and source.name not in copied:
                 raise PartitionError(f"pass {after} copies {node.name}, but not {source.name}, which it depends on")

@@ -72,7 +72,7 @@ class _Deferrable:
     """
 
     def __init__(self, program: Program) -> None:
-        self._program, self._nodes = program, list(program.graph.nodes)
+        self._program, self._nodes = program, list(program.nodes)
         self.made_from: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self._nodes:
             self._trace(node)

@@ -40,7 +40,7 @@ def _is_idle(program: Program, node: fx.Node, memory: Union[fx.Node], lasting: s
 def erase_boundaries(program: Program) -> Program:
     """Program → the same program without boundaries; what stood behind one is what stood in front of it."""
     program = program.with_own_graph()
-    nodes = list(program.graph.nodes)
+    nodes = list(program.nodes)
     for node in filter(is_boundary_value, nodes):
         node.replace_all_uses_with(before_boundary(node))
     # backwards: a node can be erased when all that use it are gone

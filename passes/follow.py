@@ -16,7 +16,7 @@ def follow(program: Program, first: Program) -> Program:
     in evaluation, a node that the first has not goes with what it is computed from: it is in the last of its stages in
     the first program, those of its parameters, of what it uses and of what it must be with.
     """
-    nodes = [node for node in program.graph.nodes if is_compute(node) and node.name not in program.copied]
+    nodes = [node for node in program.nodes if is_compute(node) and node.name not in program.copied]
     if {node.name for node in nodes} == set(first.stage_of):
         return program.replace(stage_of=first.stage_of)
     owner, known = _owners(first), _known(first, nodes)
@@ -85,7 +85,7 @@ def as_before(program: Program, first: Program) -> Program:
     owner = _owners(first)
     held: list[set[int]] = [set() for _ in program.stage_names]  # the first's stages that hold what each uses
     sources: list[set[int]] = [set() for _ in program.stage_names]
-    for node in program.graph.nodes:
+    for node in program.nodes:
         stage = program.stage_of.get(node.name)
         if stage is not None:
             held[stage] |= {owner[tensor] for tensor in _tensors(program, node) if tensor in owner}
@@ -146,7 +146,7 @@ def read_where_held(program: Program, first: Program) -> Program:
 def _stages_of(program: Program) -> dict[fx.Node, set[int]]:
     """The stages in which each node is computed, or read: of what is copied, those of all that use it."""
     found: dict[fx.Node, set[int]] = {}
-    for node in reversed(program.graph.nodes):
+    for node in reversed(program.nodes):
         if node.op == "output":
             found[node] = set() if program.output_stage is None else {program.output_stage}
         elif node.name in program.stage_of:

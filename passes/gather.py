@@ -41,7 +41,7 @@ class Entering:
 
 def gather(program: Program) -> Program:
     """Fills ``Program.gathered``; PartitionError where a value has no way into such a stage."""
-    if not any(is_boundary(node) and gather_of(node) for node in program.graph.nodes):
+    if not any(is_boundary(node) and gather_of(node) for node in program.nodes):
         return program
     found: dict[int, Gathered] = {}
     for stage, readers in sorted(readers_of(program).items()):
@@ -83,7 +83,7 @@ def gather(program: Program) -> Program:
 def readers_of(program: Program) -> dict[int, list[fx.Node]]:
     """Stage → its own nodes in program order, and what returns the result for the stage that has it."""
     found: dict[int, list[fx.Node]] = {}
-    for node in program.graph.nodes:
+    for node in program.nodes:
         stage = program.output_stage if node.op == "output" else program.stage_of.get(node.name)
         if stage is not None:
             found.setdefault(stage, []).append(node)

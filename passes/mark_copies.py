@@ -15,7 +15,7 @@ def mark_copies(program: Program) -> Program:
     changing |= {node.name for holders in holders_of_written(program) for node in holders}
     roots: dict[fx.Node, frozenset[str]] = {}  # what a source or copied node depends on: "input", "parameter"
     copied: set[str] = set()
-    for node in program.graph.nodes:
+    for node in program.nodes:
         if node.name in changing:
             continue
         if node.op == "placeholder":

@@ -13,7 +13,7 @@ def name_stages(program: Program) -> Program:
     """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
     members: dict[int, list[fx.Node]] = {}
     stages_in: dict[str, set[int]] = {}
-    for node in program.graph.nodes:
+    for node in program.nodes:
         if node.name in program.stage_of:
             stage = program.stage_of[node.name]
             members.setdefault(stage, []).append(node)
@@ -40,7 +40,7 @@ def _opened(program: Program) -> dict[int, str]:
     """
     crossed: dict[int, list[list[fx.Node]]] = {}  # stage → for each value that it uses, the boundaries in front of it
     before: dict[fx.Node, set[fx.Node]] = {}  # node → boundaries before it
-    for node in program.graph.nodes:
+    for node in program.nodes:
         before[node] = set().union(*(before[o] | ({o} if is_boundary(o) else set()) for o in node.all_input_nodes))
         if is_boundary_value(node):
             value, path = node, list[fx.Node]()

@@ -17,7 +17,7 @@ from fxpipe.passes.effects import is_item_write, returns_written, written
 def order_writes(program: Program) -> Program:
     """Program → the same program, with every write an edge to the reads behind it."""
     program = program.with_own_graph()
-    for node in list(program.graph.nodes):
+    for node in list(program.nodes):
         targets = written(program, node)
         for target in targets:
             if target.op == "get_attr" and str(target.target) in program.constants:

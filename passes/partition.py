@@ -100,14 +100,14 @@ class _Flow:
     """
 
     def __init__(self, program: Program) -> None:
-        self.nodes = [n for n in program.graph.nodes if is_compute(n) and n.name not in program.copied]
+        self.nodes = [n for n in program.nodes if is_compute(n) and n.name not in program.copied]
         self.edges: list[_FlowEdge] = []
         self.units = Union(self.nodes)
         """Nodes that no cut may separate: what shares written memory, what forward itself differentiates, and a shape
         query with what it asks."""
         self._arrows: list[tuple[fx.Node, fx.Node]] = []  # who is before whom, boundaries included
         self._behind: dict[fx.Node, frozenset[fx.Node]] = {}  # the boundaries that a copied node or a number is behind
-        self._markers = [node for node in program.graph.nodes if is_boundary(node)]
+        self._markers = [node for node in program.nodes if is_boundary(node)]
         # Units first: the arrows below go from unit to unit, and the checks look at what is joined already.
         self._join_written(program)
         for path in inner_gradients(program):
@@ -115,14 +115,14 @@ class _Flow:
         self._checks = _checks(self.nodes)
         for write, host in hosts_of_lone_writes(program, self.units):
             self.units.join(write, host)
-        for node in program.graph.nodes:
+        for node in program.nodes:
             if is_boundary(node):
                 self._add_boundary(node)
             elif is_compute(node):
                 self._add_node(node, [self._resolve(operand) for operand in node.all_input_nodes])
 
     def _join_written(self, program: Program) -> None:
-        by_name = {node.name: node for node in program.graph.nodes}
+        by_name = {node.name: node for node in program.nodes}
         for group in program.written:
             members = [by_name[name] for name in sorted(group)]
             # The value behind a boundary is a copy of the one in front of it; only its own stage writes it.
@@ -252,7 +252,7 @@ def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tu
 def reads_of_written_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
     """(input, write, reader): the input is read after the first write to its memory, by a name of it that is older."""
     writes = _writes(program)
-    for node in program.graph.nodes:
+    for node in program.nodes:
         if node.op == "placeholder" and node.name in writes:
             first = writes[node.name][0]
             yield from ((node, first, reader) for reader in readers(node) if first < reader)
@@ -264,7 +264,7 @@ def _writes(program: Program) -> dict[str, list[fx.Node]]:
     for group in program.written:
         writes: list[fx.Node] = []
         found |= dict.fromkeys(group, writes)
-    for node in program.graph.nodes:
+    for node in program.nodes:
         if node.name in found and written(program, node):
             found[node.name].append(node)
     return found
@@ -329,7 +329,7 @@ def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> list[tuple[
     following: dict[str, fx.Node] = {}  # submodule → the next node that was called in it
     last: fx.Node | None = None
     # Backwards, so that the next node of each submodule is known where a lone write is met.
-    for node in reversed(program.graph.nodes):
+    for node in reversed(program.nodes):
         if node not in units:
             continue
         paths = ["", *called_in(node)]
@@ -347,7 +347,7 @@ def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> list[tuple[
 def _connected(program: Program, units: Union[fx.Node]) -> set[fx.Node]:
     """The units that a value leads to or from."""
     found: set[fx.Node] = set()
-    for node in program.graph.nodes:
+    for node in program.nodes:
         for source in map(made_by, node.all_input_nodes):
             if source not in units:
                 continue
@@ -365,7 +365,7 @@ def inner_gradients(program: Program) -> list[list[fx.Node]]:
     """For each ``torch.autograd.grad`` in forward, the call and the nodes that it goes through; TraceError where a
     boundary is one of them."""
     found = []
-    for node in program.graph.nodes:
+    for node in program.nodes:
         if node.target is not torch.autograd.grad:
             continue
         between = _between(program, node)
@@ -389,8 +389,8 @@ def _between(program: Program, call: fx.Node) -> list[fx.Node]:
     sources = set(nodes_in(given["inputs"]))
     # A gradient by a parameter starts at every module that holds the parameter, too.
     tensors = {tensor for source in sources for tensor in held(program, source)}
-    entries = {n for n in program.graph.nodes if n.op == "call_module" and held(program, n) & tensors}
-    before = [node for node in program.graph.nodes if node < call]
+    entries = {n for n in program.nodes if n.op == "call_module" and held(program, n) & tensors}
+    before = [node for node in program.nodes if node < call]
     # Forwards from the inputs of the gradient, then backwards from its outputs: what is in both is on the way.
     reached = sources | entries
     for node in before:

@@ -38,7 +38,7 @@ SIZE = torch.ops.aten.sym_size.int
 
 def split(program: Program) -> StageGraph:
     """Program with stages → StageGraph. A value goes straight from the stage that makes it to all that use it."""
-    if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.graph.nodes):
+    if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.nodes):
         raise PartitionError(
             "a boundary gathers, and passes= leaves out the pass that sees to it: gather, the last one"
         )
@@ -77,7 +77,7 @@ def _check_attributes(program: Program) -> None:
     """PartitionError where an opaque region sets an attribute of Python's that a call in another stage sets or reads:
     each rank has its own."""
     users: dict[tuple[str, str], tuple[str, str]] = {}
-    for node in program.graph.nodes:
+    for node in program.nodes:
         calls = opaque_calls(program.opaque.get(str(node.target))) if node.name in program.stage_of else ()
         for call in calls:
             stage = program.stage_names[program.stage_of[node.name]]
@@ -97,7 +97,7 @@ class _WholeProgram:
 
     def __init__(self, program: Program) -> None:
         self.program, self.output = program, program.graph.output_node()
-        self.nodes = list(program.graph.nodes)
+        self.nodes = list(program.nodes)
         self.position = {node: place for place, node in enumerate(self.nodes)}
         if program.output_stage is None:
             raise PartitionError("the model's output depends on inputs alone, or on parameters alone")
@@ -387,7 +387,7 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     what they are given does; and those before it: it may use what they send in one step, and not in the next, and then
     sends no gradient back.
     """
-    regions = [node for node in program.graph.nodes if is_kept(program, node)]
+    regions = [node for node in program.nodes if is_kept(program, node)]
     own = {program.stage_of[node.name] for node in regions}
     found, behind, unsure = set(own), set(own), set(own)
     # Before a region, backwards along the edges: whether a gradient comes back is known in the step alone.
@@ -396,7 +396,7 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
             found.add(stage.index)
     # Behind a region: sizes that come out of it change from step to step.
     symbols = {name for node in regions for out in node.users for name in _symbols(out)}
-    sizes = {node.name: _symbols(node) for node in program.graph.nodes}
+    sizes = {node.name: _symbols(node) for node in program.nodes}
     for stage in stages if program.tracer == "symbolic" or symbols else ():
         if any(isinstance(entry, Edge) and entry.source in behind for entry in stage.inputs):
             behind.add(stage.index)

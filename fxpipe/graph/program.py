@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,8 +81,13 @@ class Program:
     """The stages that run once for a group of micro-batches."""
 
     @property
+    def nodes(self) -> Reversible[fx.Node]:
+        """The graph's, in order; a pass may insert some while it goes through them."""
+        return self.graph.nodes
+
+    @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(str(node.target) for node in self.graph.nodes if node.op == "placeholder")
+        return tuple(str(node.target) for node in self.nodes if node.op == "placeholder")
 
     def attribute(self, named: str | fx.Node) -> Any:
         """What a ``get_attr`` or ``call_module`` node names; or the attribute of that name."""

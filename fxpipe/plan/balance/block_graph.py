@@ -155,14 +155,14 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     names: list[set[str]] = [set() for _ in range(1 + max(stage_of.values()))]
     for name, stage in stage_of.items():
         names[stage] |= {name, *copies[name]}
-    order = {node.name: place for place, node in enumerate(program.graph.nodes) if is_compute(node)}
+    order = {node.name: place for place, node in enumerate(program.nodes) if is_compute(node)}
     # Each stage runs the copied nodes that it needs itself, so they count in each; in program order, since what is kept
     # for backward adds up in that order.
     members = [sorted(some & order.keys(), key=order.__getitem__) for some in names]
     # A value crosses a cut where a node of another stage uses it. The model's result is put together in its last stage.
     last = program.output_stage or 0
     uses: dict[str, dict[int, None]] = {}
-    for node in program.graph.nodes:
+    for node in program.nodes:
         place = last if node.op == "output" else stage_of.get(node.name)
         for name in (made_by(operand).name for operand in node.all_input_nodes):
             if place is not None and stage_of.get(name, place) != place:
@@ -183,14 +183,14 @@ def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]
     # A stage on several ranks would write on one of them what the others read.
     written = nodes_of_written(program)
     found = {name for group in program.written if group & written for name in group} | written
-    found |= {node.name for node in program.graph.nodes if node.op.startswith("call_") and acts(program, node)}
+    found |= {node.name for node in program.nodes if node.op.startswith("call_") and acts(program, node)}
     return frozenset(number for number, names in enumerate(members) if found.intersection(names))
 
 
 def _copies(program: Program) -> dict[str, frozenset[str]]:
     """Node → the copied nodes that it is computed from."""
     found: dict[str, frozenset[str]] = {}
-    for node in program.graph.nodes:
+    for node in program.nodes:
         used = {made_by(operand).name for operand in node.all_input_nodes} & program.copied
         found[node.name] = frozenset(used).union(*map(found.__getitem__, used))
     return found

@@ -142,7 +142,7 @@ def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int,
     alone stays unchanged, and so does what would wait for itself, such as a module that is called twice with others
     between.
     """
-    paths = {node.name: called_in(node) for node in program.graph.nodes}
+    paths = {node.name: called_in(node) for node in program.nodes}
     inside = [_common([paths[name] for name in block.nodes]) for block in work.blocks]
     seconds: dict[str, float] = {}
     for block, modules in zip(work.blocks, inside, strict=True):

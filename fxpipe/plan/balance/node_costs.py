@@ -251,7 +251,7 @@ class _CostingRun:
 
     def all_nodes(self) -> None:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            for node in self.program.graph.nodes:
+            for node in self.program.nodes:
                 if node.op == "placeholder":
                     self.values[node] = self.inputs[str(node.target)]
                 elif node.op == "get_attr":

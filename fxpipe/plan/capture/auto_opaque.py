@@ -90,7 +90,7 @@ def _with_regions(request: Request, part: str) -> Request:
 
 def unused(program: Program) -> frozenset[str]:
     """The parameters and buffers that no node uses, by name."""
-    used = frozenset[int]().union(*(held(program, node) for node in program.graph.nodes))
+    used = frozenset[int]().union(*(held(program, node) for node in program.nodes))
     return frozenset(name for name, tensor in all_tensors(program.module).items() if id(tensor) not in used)
 
 
@@ -99,7 +99,7 @@ def with_unused(program: Program, names: frozenset[str]) -> Program:
     that the example did not take may use it."""
     first = first_names(program.module)
     left, effects = names & unused(program), dict(program.effects)
-    for node in program.graph.nodes:
+    for node in program.nodes:
         calls = [call for call in opaque_calls(program.opaque.get(str(node.target))) if call.is_method]
         mine = dict.fromkeys(first[id(tensor)] for call in calls for tensor in all_tensors(call.owner).values())
         more = tuple(name for name in mine if name in left)

@@ -282,7 +282,7 @@ class Captures:
             for seen in request.seen.values()
             for path, name in seen.sets
         }
-        targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
+        targets = {str(node.target) for node in program.nodes if node.op == "call_module"}
         called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
         self.reads.keep(noted - own, request.roots, called, program.sets, program.computed_with)
         cut, made, checked = accepted[-1]
@@ -351,7 +351,7 @@ class Captures:
             return {}
         total = sum(cost.flops + cost.backward_flops for cost in costs.nodes.values()) or 1.0
         shares: dict[str, float] = {}
-        for node in program.graph.nodes:
+        for node in program.nodes:
             part = (costs[node.name].flops + costs[node.name].backward_flops) / total
             for name in {call.name for call in opaque_calls(program.opaque.get(str(node.target)))}:
                 shares[name] = shares.get(name, 0.0) + part

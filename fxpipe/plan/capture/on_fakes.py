@@ -97,7 +97,7 @@ def shapes_of(
         fake.mode,
     ):
         # What follows from something unknown is unknown, too: a guess would give a dimension of rows where none is.
-        for node in program.graph.nodes:
+        for node in program.nodes:
             if node.op == "output" or not all(operand in values for operand in node.all_input_nodes):
                 continue
             try:

@@ -89,7 +89,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
             return None
     # 2. The graph of these, which each rank runs on its own micro-batches.
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
-    for node in program.graph.nodes:
+    for node in program.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
@@ -111,7 +111,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
 def _needed(program: Program, written: Collection[frozenset[str]]) -> set[fx.Node]:
     """What the value of a program is computed from, and what writes into that. What forward has done by then beside it,
     such as an opaque region or a batch norm's statistics, is left out."""
-    nodes = {node.name: node for node in program.graph.nodes}
+    nodes = {node.name: node for node in program.nodes}
     needed: set[fx.Node] = set()
     waiting = [program.graph.output_node()]
     while waiting:

@@ -235,12 +235,12 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
     """
     calls = {
         node: kept
-        for node in program.graph.nodes
+        for node in program.nodes
         if node.op == "call_module" and isinstance(kept := program.opaque.get(str(node.target)), OpaqueCall)
     }
     of = {node: (kept.name, program.stage_of.get(node.name)) for node, kept in calls.items()}
     for node, kept in calls.items():
-        others = (other for other in program.graph.nodes if of.get(other) != of[node])
+        others = (other for other in program.nodes if of.get(other) != of[node])
         read = {name for other in others for name in own_tensors(program, other)}
         # what it was seen to write is ordered by the graph; anything else must stay as it is
         names = sorted(read - set(program.effects[node.name].writes))
