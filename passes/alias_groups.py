@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import fx
+from torch.fx import Node
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Effects, Program, before_boundary, is_boundary, is_boundary_value, where
@@ -14,7 +14,7 @@ from fxpipe.passes.union import Union
 def alias_groups(program: Program) -> Program:
     """Fills ``Program.written``; PartitionError where a private copy would hide a write from a later reader."""
     memory, together = shared_memory(program), shared_memory(program, with_writers=True)
-    first_write: dict[fx.Node, fx.Node] = {}  # by what is written: the first of each memory
+    first_write: dict[Node, Node] = {}  # by what is written: the first of each memory
     for node in program.nodes:
         for target in written(program, node):
             first_write.setdefault(memory.find(target), node)
@@ -24,7 +24,7 @@ def alias_groups(program: Program) -> Program:
     return program.replace(written=tuple(frozenset(node.name for node in group) for group in groups))
 
 
-def shared_memory(program: Program, with_writers: bool = False) -> Union[fx.Node]:
+def shared_memory(program: Program, with_writers: bool = False) -> Union[Node]:
     """The nodes by the memory that they may share; with those who write into it, whatever they return, if wanted."""
     memory = Union(program.nodes)
     for node in program.nodes:
@@ -35,9 +35,9 @@ def shared_memory(program: Program, with_writers: bool = False) -> Union[fx.Node
     return memory
 
 
-def holders_of_written(program: Program) -> list[list[fx.Node]]:
+def holders_of_written(program: Program) -> list[list[Node]]:
     """For each parameter or buffer that is written, the nodes that name it and the calls of modules that hold it."""
-    holders: dict[int, list[fx.Node]] = {}
+    holders: dict[int, list[Node]] = {}
     for node in program.nodes:
         for tensor in held(program, node):
             holders.setdefault(tensor, []).append(node)
@@ -71,7 +71,7 @@ def _changed(program: Program) -> set[int]:
     return found
 
 
-def held(program: Program, node: fx.Node) -> set[int]:
+def held(program: Program, node: Node) -> set[int]:
     """The parameters and buffers that a node names, or that the module it calls holds or uses, by identity."""
     if node.op == "get_attr":
         return {id(program.attribute(node))}
@@ -82,7 +82,7 @@ def held(program: Program, node: fx.Node) -> set[int]:
     return {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *used)}
 
 
-def _check_private_copies(program: Program, memory: Union[fx.Node], first_write: dict[fx.Node, fx.Node]) -> None:
+def _check_private_copies(program: Program, memory: Union[Node], first_write: dict[Node, Node]) -> None:
     """A write behind a boundary acts on a private copy, so nobody may read what is still the original after it."""
     originals = Union(program.nodes)  # what shares memory in the model itself, where a boundary copies nothing
     for node in program.nodes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx
+from torch.fx import Node
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.opaque_call import opaque_calls
@@ -47,7 +47,7 @@ def blocks(program: Program) -> Blocks:
         if reader in units and write in units:
             units.join(write, reader)
     # an attribute of Python's that a region changes is one rank's own
-    users: dict[tuple[str, str], fx.Node] = {}
+    users: dict[tuple[str, str], Node] = {}
     for node in flow.nodes:
         for call in opaque_calls(program.opaque.get(str(node.target))):
             for attribute in call.attributes:
@@ -56,11 +56,11 @@ def blocks(program: Program) -> Blocks:
     _join_cycles(flow)
     _join_unused(flow, {units.find(node) for node in made})
     _join_cycles(flow)
-    members: dict[fx.Node, list[str]] = {}
+    members: dict[Node, list[str]] = {}
     for node in flow.nodes:
         members.setdefault(units.find(node), []).append(node.name)
     number = {unit: place for place, unit in enumerate(members)}
-    uses: dict[fx.Node, dict[int, None]] = {node: {} for node in made}
+    uses: dict[Node, dict[int, None]] = {node: {} for node in made}
     for edge in flow.edges:
         if not units.same(edge.source, edge.target):
             uses.setdefault(edge.source, {})[number[units.find(edge.target)]] = None
@@ -78,15 +78,15 @@ def _join_cycles(flow: _Flow) -> None:
         flow.units.join(*component)
 
 
-def _join_unused(flow: _Flow, result: set[fx.Node]) -> None:
+def _join_unused(flow: _Flow, result: set[Node]) -> None:
     """A unit whose values nobody uses, such as one that counts batches, goes with the last node that it uses.
 
     ``result``: the units that make a part of the model's result.
     """
     find = flow.units.find
     place = {node: number for number, node in enumerate(flow.nodes)}
-    targets: dict[fx.Node, list[fx.Node]] = {}
-    sources: dict[fx.Node, list[fx.Node]] = {}
+    targets: dict[Node, list[Node]] = {}
+    sources: dict[Node, list[Node]] = {}
     for edge in flow.edges:
         targets.setdefault(find(edge.source), []).append(edge.target)
         sources.setdefault(find(edge.target), []).append(edge.source)

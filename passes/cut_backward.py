@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import Node
 
 from fxpipe.torch_compat import OpOverload, schema_of
 
@@ -59,7 +60,7 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     """
     graph = backward.graph
     returned: Any = graph.output_node().args[0]
-    gradients = {place: node for place, node in enumerate(returned) if isinstance(node, fx.Node)}
+    gradients = {place: node for place, node in enumerate(returned) if isinstance(node, Node)}
     # I: all that the gradients of inputs are made from, and whatever acts. W: the rest.
     now = [node for place, node in gradients.items() if place not in later]
     weights = [node for place, node in gradients.items() if place in later]
@@ -82,9 +83,9 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     )
 
 
-def _before(ends: Iterable[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+def _before(ends: Iterable[Node], known: Collection[Node]) -> set[Node]:
     """What the ends are made from, they among it, back to what is known."""
-    found, waiting = set[fx.Node](), [*ends]
+    found, waiting = set[Node](), [*ends]
     while waiting:
         node = waiting.pop()
         if node not in found and node not in known:
@@ -93,13 +94,13 @@ def _before(ends: Iterable[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]
     return found
 
 
-def _taken(ends: Collection[fx.Node], known: Collection[fx.Node]) -> list[fx.Node]:
+def _taken(ends: Collection[Node], known: Collection[Node]) -> list[Node]:
     """What is known and used by what the ends are made from, or is an end."""
     users = _before(ends, known)
     return sorted(node for node in known if node in ends or any(user in users for user in node.users))
 
 
-def _call_twice(graph: fx.Graph, in_input: Collection[fx.Node]) -> None:
+def _call_twice(graph: fx.Graph, in_input: Collection[Node]) -> None:
     """Gives each half a call of its own, for its gradients alone, where an operator can be told which to make."""
     for node in list(graph.nodes):
         if not isinstance(node.target, OpOverload) or node.target is _CRASHES:
@@ -125,10 +126,10 @@ def _call_twice(graph: fx.Graph, in_input: Collection[fx.Node]) -> None:
 
 
 def _part(
-    module: fx.GraphModule, makes: Sequence[fx.Node], effects: Sequence[fx.Node], known: Collection[fx.Node]
+    module: fx.GraphModule, makes: Sequence[Node], effects: Sequence[Node], known: Collection[Node]
 ) -> BackwardPart:
     """What makes these values, and has these effects, out of what is known."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[Node, Node]()
     ends = [*makes, *effects]
     needed, takes = _before(ends, known), _taken(ends, known)
     for node in takes:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import Node
 
 from fxpipe.graph.deferred import deferring, runs_hooks
 from fxpipe.graph.program import Program
@@ -73,7 +74,7 @@ class _Deferrable:
 
     def __init__(self, program: Program) -> None:
         self._program, self._nodes = program, list(program.nodes)
-        self.made_from: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.made_from: dict[Node, frozenset[Node]] = {}
         for node in self._nodes:
             self._trace(node)
         users = [node for node in self._nodes if node not in self.made_from and self.parameters(node)]
@@ -90,7 +91,7 @@ class _Deferrable:
                 break
             self.calls = [node for node in self.calls if node not in lost]
 
-    def _trace(self, node: fx.Node) -> None:
+    def _trace(self, node: Node) -> None:
         operands = [operand for operand in node.all_input_nodes if not is_number(operand)]
         if node.op == "get_attr":
             value = self._program.attribute(node)
@@ -99,13 +100,13 @@ class _Deferrable:
         elif self._only_computes(node) and all(operand in self.made_from for operand in operands):
             self.made_from[node] = frozenset().union(*(self.made_from[operand] for operand in operands))
 
-    def _only_computes(self, node: fx.Node) -> bool:
+    def _only_computes(self, node: Node) -> bool:
         """Whether it is one of torch's own operations that write nothing and draw nothing."""
         return _is_plain(node) and not (
             operator_name(node).endswith("_") or written(self._program, node) or is_random(self._program, node)
         )
 
-    def _is_listed(self, node: fx.Node) -> bool:
+    def _is_listed(self, node: Node) -> bool:
         # given a value twice, what comes back of each would have to be added in autograd's order
         given = nodes_in((node.args, node.kwargs))
         inputs = [operand for operand in given if operand not in self.made_from and not is_number(operand)]
@@ -120,7 +121,7 @@ class _Deferrable:
             self.made_from.get(source) == frozenset() for source in written_to
         )
 
-    def parameters(self, node: fx.Node) -> set[int]:
+    def parameters(self, node: Node) -> set[int]:
         """The parameters, by id, that a node uses, or that a module holds which it calls or hands on."""
         found = {id(self._program.attribute(root)) for root in self._roots(node)}
         if node.op in ("call_module", "get_attr"):
@@ -128,7 +129,7 @@ class _Deferrable:
             found |= set(map(id, value.parameters())) if isinstance(value, nn.Module) else set()
         return found
 
-    def _roots(self, node: fx.Node) -> list[fx.Node]:
+    def _roots(self, node: Node) -> list[Node]:
         """The parameters that a node is given, or that what it is given is made from."""
         operands = (self.made_from.get(operand, frozenset()) for operand in node.all_input_nodes)
         return sorted(frozenset().union(*operands))
@@ -137,7 +138,7 @@ class _Deferrable:
         """The graph, with the ``Deferred`` as its first argument; each call leaves its parameters' gradients to it."""
         graph = fx.Graph()
         deferred = graph.placeholder("deferred")
-        copies: dict[fx.Node, fx.Node] = {}
+        copies: dict[Node, Node] = {}
         calls = set(self.calls)
         for node in self._nodes:
             if node not in calls:
@@ -159,7 +160,7 @@ class _Deferrable:
         return graph
 
 
-def _is_plain(node: fx.Node) -> bool:
+def _is_plain(node: Node) -> bool:
     """Whether it calls a method, or a function of torch's or Python's and not of ours."""
     if node.op != "call_function":
         return node.op == "call_method"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import Node
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fxpipe.graph.opaque_call import OpaqueCall
@@ -66,7 +67,7 @@ _CASTS = frozenset("to type_as float double half bfloat16 int long bool cpu cuda
 """What returns its argument itself, or else a copy of another type or on another device."""
 
 
-def is_number(node: fx.Node) -> bool:
+def is_number(node: Node) -> bool:
     """Whether ``node`` asks a tensor for its shape, type or device, or computes with such answers alone."""
     waiting, seen = [node], {node}
     while waiting:  # without recursion: a sum of many residuals is as deep as the model
@@ -87,33 +88,33 @@ def is_number(node: fx.Node) -> bool:
     return True
 
 
-def is_in_place(node: fx.Node) -> bool:
+def is_in_place(node: Node) -> bool:
     """Whether a function is called with ``inplace=True``: it writes its first argument, and returns it."""
     return named_arguments(node).get("inplace") is True
 
 
-def is_item_write(node: fx.Node) -> bool:
+def is_item_write(node: Node) -> bool:
     """``x[i] = y``: it writes its first argument, and returns nothing."""
     return node.target in _ITEM_WRITES or operator_name(node) == "__setitem__"
 
 
-def returns_written(node: fx.Node) -> bool:
+def returns_written(node: Node) -> bool:
     """Whether an operation that writes returns the tensor that it has written, as ``x.add_(1)`` does."""
     if node.op == "call_module" or node.target in _IN_PLACE_OPERATORS:
         return True
     if isinstance(node.target, OpOverload):
         returns = schema_of(node.target).returns
         return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
-    if is_in_place(node) or isinstance(node.kwargs.get("out"), fx.Node):
+    if is_in_place(node) or isinstance(node.kwargs.get("out"), Node):
         return True
     return operator_name(node).endswith("_") and not is_item_write(node)
 
 
-def written(program: Program, node: fx.Node) -> list[fx.Node]:
+def written(program: Program, node: Node) -> list[Node]:
     """The argument nodes whose memory ``node`` writes."""
     if node.op == "call_module":
         module = program.attribute(node)
-        return [node.args[0]] if getattr(module, "inplace", False) and isinstance(node.args[0], fx.Node) else []
+        return [node.args[0]] if getattr(module, "inplace", False) and isinstance(node.args[0], Node) else []
     if not node.op.startswith("call_") or is_number(node):
         return []
     name = operator_name(node)
@@ -130,14 +131,14 @@ def written(program: Program, node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(found))
 
 
-def written_now(program: Program, node: fx.Node) -> list[fx.Node]:
+def written_now(program: Program, node: Node) -> list[Node]:
     """The same in the mode of this capture: in evaluation, no batch norm writes its running statistics."""
     # The functional batch norm has the flag among its arguments; a module has it as an attribute.
     is_off = operator_name(node) in _RUNNING_STATISTICS and named_arguments(node).get("training") is False
     return [] if is_off else written(program, node)
 
 
-def acts(program: Program, node: fx.Node) -> bool:
+def acts(program: Program, node: Node) -> bool:
     """Whether a node may do more than compute its result and write into its arguments; so for what is not known."""
     if node.op == "call_method":
         return not (is_number(node) or node.target in _CONVERSIONS or _overloads(node))
@@ -157,7 +158,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(value for name, value in vars(module).items() if name.endswith("_hooks") and "state_dict" not in name)
 
 
-def aliased(program: Program, node: fx.Node) -> list[fx.Node]:
+def aliased(program: Program, node: Node) -> list[Node]:
     """The argument nodes whose memory ``node``'s result may share; what it writes included."""
     if is_boundary(node) or is_boundary_value(node) or is_number(node) or not node.op.startswith("call_"):
         return []
@@ -167,14 +168,14 @@ def aliased(program: Program, node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(writes + shared))
 
 
-def writes_apart(program: Program, node: fx.Node) -> bool:
+def writes_apart(program: Program, node: Node) -> bool:
     """Whether a node writes memory that its own result has no part in, as a batch norm writes its running mean."""
     if not written(program, node) or returns_written(node):
         return False
     return not (_shared_by_module(program, node) if node.op == "call_module" else _shared(node))
 
 
-def _shared_by_module(program: Program, node: fx.Node) -> list[fx.Node]:
+def _shared_by_module(program: Program, node: Node) -> list[Node]:
     if node.name in program.effects:
         given = nodes_in((node.args, node.kwargs))
         return [given[place] for place in program.effects[node.name].shares]
@@ -182,7 +183,7 @@ def _shared_by_module(program: Program, node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if isinstance(module, _MAY_RETURN_INPUT) else []
 
 
-def _shared(node: fx.Node) -> list[fx.Node]:
+def _shared(node: Node) -> list[Node]:
     """The arguments whose memory the result of a function may share."""
     name = operator_name(node)
     # x.to(dtype) is x itself where x has that type already, and a copy otherwise.
@@ -202,16 +203,16 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     return shared
 
 
-def _is_other_type(node: fx.Node) -> bool:
+def _is_other_type(node: Node) -> bool:
     """Whether the result is known to be of another type, or on another device, than the argument: so it is a copy."""
     result = node.meta.get("val")
-    source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
     if not (isinstance(result, Tensor) and isinstance(source, Tensor)):
         return False
     return (result.dtype, result.device) != (source.dtype, source.device)
 
 
-def is_random(program: Program, node: fx.Node) -> bool:
+def is_random(program: Program, node: Node) -> bool:
     """Whether ``node`` may draw random numbers; so for what is not known."""
     if node.op == "call_module":
         if node.name in program.effects:
@@ -229,7 +230,7 @@ def is_random(program: Program, node: fx.Node) -> bool:
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(node))
 
 
-def _draws_nothing(node: fx.Node) -> bool:
+def _draws_nothing(node: Node) -> bool:
     """Whether an operation that can draw random numbers is asked, by its arguments, not to."""
     name = operator_name(node)
     if not ("dropout" in name or name in _SWITCHED):
@@ -240,7 +241,7 @@ def _draws_nothing(node: fx.Node) -> bool:
     return is_off or any(isinstance(chance, (int, float)) and chance == 0 for chance in chances)
 
 
-def used_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
+def used_tensors(program: Program, node: Node) -> dict[str, Tensor]:
     """The same of a node and the parameters and buffers that it is given."""
     found = own_tensors(program, node)
     for source in map(made_by, node.all_input_nodes):
@@ -273,14 +274,14 @@ def is_known(target: Any) -> bool:
     )
 
 
-def operator_name(node: fx.Node) -> str:
+def operator_name(node: Node) -> str:
     """``add_`` for ``x.add_(y)``, ``torch.Tensor.add_(x, y)`` and ``torch.ops.aten.add_.Tensor(x, y)`` alike."""
     if isinstance(node.target, OpOverload):
         return str(schema_of(node.target).name).rpartition("::")[2]
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
-def _overloads(node: fx.Node) -> list[OpOverload]:
+def _overloads(node: Node) -> list[OpOverload]:
     """The operators of torch that a node may call: the one that it names, or all of its name."""
     if isinstance(node.target, OpOverload):
         return [node.target]
@@ -295,9 +296,9 @@ def _named(name: str) -> list[OpOverload]:
     return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
-def nodes_in(value: Any) -> list[fx.Node]:
+def nodes_in(value: Any) -> list[Node]:
     """The nodes in an argument of a call, or in several, in order."""
-    found: list[fx.Node] = []
+    found: list[Node] = []
     fx.node.map_arg(value, found.append)
     return found
 
@@ -322,7 +323,7 @@ def _schemas(target: str | OpOverload) -> tuple[_AliasedArgument, ...]:
     )
 
 
-def _schema_arguments(node: fx.Node) -> Iterator[tuple[bool, Any]]:
+def _schema_arguments(node: Node) -> Iterator[tuple[bool, Any]]:
     """(whether it is written, the value given) for each argument with alias information."""
     target = node.target if isinstance(node.target, OpOverload) else operator_name(node)
     for argument in _schemas(target):
@@ -332,7 +333,7 @@ def _schema_arguments(node: fx.Node) -> Iterator[tuple[bool, Any]]:
             yield argument.is_write, node.kwargs[argument.name]
 
 
-def named_arguments(node: fx.Node) -> dict[str, Any]:
+def named_arguments(node: Node) -> dict[str, Any]:
     """Every argument of a call by name, in the order of its signature, defaults included.
 
     Only the keyword arguments where the names of others are not known.

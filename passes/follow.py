@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import fx, nn
+from torch import nn
+from torch.fx import Node
 
 from fxpipe.graph.program import Program, called_in, is_compute, made_by
 from fxpipe.passes.effects import used_tensors
@@ -25,7 +26,7 @@ def follow(program: Program, first: Program) -> Program:
         members = [node for node in nodes if node.name in group]
         if members:
             together.join(*members)
-    least: dict[fx.Node, int] = {}  # by what stands for a group that is together
+    least: dict[Node, int] = {}  # by what stands for a group that is together
     # The least stage of each group that its makers and its parameters allow.
     changed = True
     while changed:  # once, unless a group spans nodes that depend on each other
@@ -41,13 +42,13 @@ def follow(program: Program, first: Program) -> Program:
     return program.replace(stage_of={node.name: number[least[together.find(node)]] for node in nodes})
 
 
-def _known(first: Program, nodes: list[fx.Node]) -> dict[fx.Node, int]:
+def _known(first: Program, nodes: list[Node]) -> dict[Node, int]:
     """The stages of those nodes that ``first`` has too, by the submodules that they are called in, and operations.
 
     Names show nothing: a capture with symbolic sizes asks for them, and numbers its nodes otherwise.
     """
-    before: dict[tuple[str, ...], list[fx.Node]] = {}
-    now: dict[tuple[str, ...], list[fx.Node]] = {}
+    before: dict[tuple[str, ...], list[Node]] = {}
+    now: dict[tuple[str, ...], list[Node]] = {}
     placed = [node for node in first.graph.nodes if node.name in first.stage_of]
     for found, every in ((before, placed), (now, nodes)):
         for node in every:
@@ -69,7 +70,7 @@ def _owners(first: Program) -> dict[int, int]:
     return found
 
 
-def _tensors(program: Program, node: fx.Node) -> set[int]:
+def _tensors(program: Program, node: Node) -> set[int]:
     """The parameters and buffers that a node uses itself, by identity."""
     return set(map(id, used_tensors(program, node).values()))
 
@@ -143,9 +144,9 @@ def read_where_held(program: Program, first: Program) -> Program:
     return program.replace(stage_of=stage_of, copied=frozenset(copied))
 
 
-def _stages_of(program: Program) -> dict[fx.Node, set[int]]:
+def _stages_of(program: Program) -> dict[Node, set[int]]:
     """The stages in which each node is computed, or read: of what is copied, those of all that use it."""
-    found: dict[fx.Node, set[int]] = {}
+    found: dict[Node, set[int]] = {}
     for node in reversed(program.nodes):
         if node.op == "output":
             found[node] = set() if program.output_stage is None else {program.output_stage}

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torch import fx, nn
+from torch import nn
+from torch.fx import Node
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Gathered, Mode
@@ -33,10 +34,10 @@ class Entering:
     ``gather``: what the last boundary in front of the reader that gathers says; ``boundary``: the last one of any kind.
     """
 
-    value: fx.Node
-    reader: fx.Node
+    value: Node
+    reader: Node
     gather: Gather | None
-    boundary: fx.Node | None
+    boundary: Node | None
 
 
 def gather(program: Program) -> Program:
@@ -80,9 +81,9 @@ def gather(program: Program) -> Program:
     return program
 
 
-def readers_of(program: Program) -> dict[int, list[fx.Node]]:
+def readers_of(program: Program) -> dict[int, list[Node]]:
     """Stage → its own nodes in program order, and what returns the result for the stage that has it."""
-    found: dict[int, list[fx.Node]] = {}
+    found: dict[int, list[Node]] = {}
     for node in program.nodes:
         stage = program.output_stage if node.op == "output" else program.stage_of.get(node.name)
         if stage is not None:
@@ -90,12 +91,12 @@ def readers_of(program: Program) -> dict[int, list[fx.Node]]:
     return found
 
 
-def entering(program: Program, stage: int, readers: Sequence[fx.Node]) -> Iterator[Entering]:
+def entering(program: Program, stage: int, readers: Sequence[Node]) -> Iterator[Entering]:
     """What a stage is given, in the order in which it is read; what is copied is looked through.
 
     ``readers``: the stage's, as ``readers_of`` has them.
     """
-    seen: set[fx.Node] = set()
+    seen: set[Node] = set()
     waiting = list(readers)
     for reader in waiting:
         for operand in reader.all_input_nodes:
@@ -121,10 +122,10 @@ def way(program: Program, stage: int, arrival: Entering) -> Mode | None:
     return mode
 
 
-def crossed(operand: fx.Node) -> tuple[Gather | None, fx.Node | None]:
+def crossed(operand: Node) -> tuple[Gather | None, Node | None]:
     """What the boundaries in front of a reader gather, and the last of them."""
     found: Gather | None = None
-    last: fx.Node | None = None
+    last: Node | None = None
     while is_boundary_value(operand):
         marker = operand.all_input_nodes[0]
         # The walk goes backwards, so the first marker that it meets is the last in front of the reader.
@@ -163,7 +164,7 @@ def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> No
         )
 
 
-def _batch_norm(program: Program, node: fx.Node) -> str | None:
+def _batch_norm(program: Program, node: Node) -> str | None:
     """The name of a norm in training whose running statistics a node writes."""
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in used_tensors(program, node)):
         module = program.module.get_submodule(owner)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 
-from torch import fx, nn
+from torch import nn
+from torch.fx import Node
 
 from fxpipe.graph.program import Program, before_boundary, called_in, is_boundary, is_boundary_value, made_by
 
 
 def name_stages(program: Program) -> Program:
     """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
-    members: dict[int, list[fx.Node]] = {}
+    members: dict[int, list[Node]] = {}
     stages_in: dict[str, set[int]] = {}
     for node in program.nodes:
         if node.name in program.stage_of:
@@ -38,12 +39,12 @@ def _opened(program: Program) -> dict[int, str]:
     Boundaries open a stage that uses a value from behind them, unless they lie before others that do: a skip
     connection from behind an earlier boundary opens nothing.
     """
-    crossed: dict[int, list[list[fx.Node]]] = {}  # stage → for each value that it uses, the boundaries in front of it
-    before: dict[fx.Node, set[fx.Node]] = {}  # node → boundaries before it
+    crossed: dict[int, list[list[Node]]] = {}  # stage → for each value that it uses, the boundaries in front of it
+    before: dict[Node, set[Node]] = {}  # node → boundaries before it
     for node in program.nodes:
         before[node] = set().union(*(before[o] | ({o} if is_boundary(o) else set()) for o in node.all_input_nodes))
         if is_boundary_value(node):
-            value, path = node, list[fx.Node]()
+            value, path = node, list[Node]()
             while is_boundary_value(value):  # the boundaries up to the node that makes it, the earliest first
                 path.insert(0, value.all_input_nodes[0])
                 value = before_boundary(value)
@@ -60,7 +61,7 @@ def _opened(program: Program) -> dict[int, str]:
     return found
 
 
-def _greatest_submodule(program: Program, members: list[fx.Node], stages_in: dict[str, set[int]]) -> str | None:
+def _greatest_submodule(program: Program, members: list[Node], stages_in: dict[str, set[int]]) -> str | None:
     """Of the highest submodules that run wholly inside this stage the one of most parameters; of equal ones the first.
 
     A submodule that is called elsewhere does not distinguish this stage from others.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import fx
+from torch.fx import Node
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import (
@@ -47,8 +47,8 @@ T = TypeVar("T", bound=Hashable)
 class _FlowEdge:
     """A value made by ``source`` and used by ``target``; ``marked``: through a boundary."""
 
-    source: fx.Node
-    target: fx.Node
+    source: Node
+    target: Node
     marked: bool
 
 
@@ -65,7 +65,7 @@ def partition(program: Program) -> Program:
         is_joined = not edge.marked and (source == target or not downstream[source] & upstream[target])
         (joined if is_joined else cut).append(edge)
     # 3: pieces, separated until none waits for another that waits for it
-    separated: set[fx.Node] = set()
+    separated: set[Node] = set()
     while True:
         pieces = Union(flow.nodes)
         for node in flow.nodes:
@@ -105,8 +105,8 @@ class _Flow:
         self.units = Union(self.nodes)
         """Nodes that no cut may separate: what shares written memory, what forward itself differentiates, and a shape
         query with what it asks."""
-        self._arrows: list[tuple[fx.Node, fx.Node]] = []  # who is before whom, boundaries included
-        self._behind: dict[fx.Node, frozenset[fx.Node]] = {}  # the boundaries that a copied node or a number is behind
+        self._arrows: list[tuple[Node, Node]] = []  # who is before whom, boundaries included
+        self._behind: dict[Node, frozenset[Node]] = {}  # the boundaries that a copied node or a number is behind
         self._markers = [node for node in program.nodes if is_boundary(node)]
         # Units first: the arrows below go from unit to unit, and the checks look at what is joined already.
         self._join_written(program)
@@ -132,21 +132,21 @@ class _Flow:
             named = [node for node in holders if node.op == "get_attr"]
             self._join([*holders, *(reader for node in named for reader in readers(node))])
 
-    def _join(self, nodes: list[fx.Node]) -> None:
+    def _join(self, nodes: list[Node]) -> None:
         placed = [node for node in nodes if node in self.units]
         if placed:
             self.units.join(*placed)
 
-    def _resolve(self, value: fx.Node) -> tuple[fx.Node, frozenset[fx.Node]]:
+    def _resolve(self, value: Node) -> tuple[Node, frozenset[Node]]:
         """The node that makes a value, and the boundaries that the value has crossed on its way from there."""
-        crossed: set[fx.Node] = set()
+        crossed: set[Node] = set()
         # A value may cross several boundaries on its way; each of them separates its maker from its reader.
         while is_boundary_value(value):
             crossed.add(value.all_input_nodes[0])
             value = before_boundary(value)
         return value, self._behind.get(value, frozenset()) | crossed
 
-    def _add_boundary(self, marker: fx.Node) -> None:
+    def _add_boundary(self, marker: Node) -> None:
         marked = [self._resolve(operand) for operand in marker.all_input_nodes]
         if gather_of(marker) is None and not any(source in self.units for source, _ in marked):
             raise PartitionError(
@@ -156,9 +156,9 @@ class _Flow:
             )
         self._add_arrows(marker, marked)
 
-    def _add_node(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
+    def _add_node(self, node: Node, operands: list[tuple[Node, frozenset[Node]]]) -> None:
         sources = [source for source, _ in operands if source in self.units]
-        behind = frozenset[fx.Node]().union(*(crossed for _, crossed in operands))
+        behind = frozenset[Node]().union(*(crossed for _, crossed in operands))
         if node in self._checks and sources:
             latest = max(sources)  # which has the value before it crosses any boundary
             self._join([latest, node])
@@ -174,28 +174,28 @@ class _Flow:
             self.edges += [_FlowEdge(s, node, bool(crossed)) for s, crossed in operands if s in self.units]
             self._add_arrows(node, operands)
 
-    def _add_arrows(self, node: fx.Node, operands: list[tuple[fx.Node, frozenset[fx.Node]]]) -> None:
+    def _add_arrows(self, node: Node, operands: list[tuple[Node, frozenset[Node]]]) -> None:
         for source, crossed in operands:
             before = [source, *crossed] if source in self.units else crossed
             self._arrows += [(earlier, node) for earlier in before]
 
-    def after(self, groups: Union[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    def after(self, groups: Union[Node]) -> dict[Node, set[Node]]:
         """Each group, in the order in which they begin → the others that use values of it."""
-        found: dict[fx.Node, set[fx.Node]] = {groups.find(node): set() for node in self.nodes}
+        found: dict[Node, set[Node]] = {groups.find(node): set() for node in self.nodes}
         for edge in self.edges:
             if not groups.same(edge.source, edge.target):
                 found[groups.find(edge.source)].add(groups.find(edge.target))
         return found
 
-    def downstream(self) -> dict[fx.Node, int]:
+    def downstream(self) -> dict[Node, int]:
         """For each unit the boundaries that it is before, a bit each."""
         return self._spread([(after, before) for before, after in reversed(self._arrows)])
 
-    def upstream(self) -> dict[fx.Node, int]:
+    def upstream(self) -> dict[Node, int]:
         """For each unit the boundaries that it is behind, a bit each."""
         return self._spread(self._arrows)
 
-    def _spread(self, arrows: list[tuple[fx.Node, fx.Node]]) -> dict[fx.Node, int]:
+    def _spread(self, arrows: list[tuple[Node, Node]]) -> dict[Node, int]:
         """What reaches each unit along the arrows, from the boundaries on."""
         unit = {node: self.units.find(node) for node in self.nodes}
         found = dict.fromkeys(unit.values(), 0)
@@ -210,9 +210,9 @@ class _Flow:
         return found
 
 
-def _checks(nodes: list[fx.Node]) -> set[fx.Node]:
+def _checks(nodes: list[Node]) -> set[Node]:
     """The nodes that only assertions need, and these."""
-    found: set[fx.Node] = set()
+    found: set[Node] = set()
     # Backwards: all users of a node are known before it.
     for node in reversed(nodes):
         if is_assertion(node) or (node.users and found.issuperset(node.users)):
@@ -240,7 +240,7 @@ def _check_writes(program: Program, edges: list[_FlowEdge]) -> None:
             )
 
 
-def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tuple[_FlowEdge, fx.Node]]:
+def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tuple[_FlowEdge, Node]]:
     """(edge, write): the edge's value is read as it was before the last write to its memory."""
     writes = _writes(program)
     for edge in edges:
@@ -249,7 +249,7 @@ def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tu
             yield edge, own[-1]
 
 
-def reads_of_written_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+def reads_of_written_inputs(program: Program) -> Iterator[tuple[Node, Node, Node]]:
     """(input, write, reader): the input is read after the first write to its memory, by a name of it that is older."""
     writes = _writes(program)
     for node in program.nodes:
@@ -258,11 +258,11 @@ def reads_of_written_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node
             yield from ((node, first, reader) for reader in readers(node) if first < reader)
 
 
-def _writes(program: Program) -> dict[str, list[fx.Node]]:
+def _writes(program: Program) -> dict[str, list[Node]]:
     """Node name → the writes, in program order, to the memory that it is a part of."""
-    found: dict[str, list[fx.Node]] = {}
+    found: dict[str, list[Node]] = {}
     for group in program.written:
-        writes: list[fx.Node] = []
+        writes: list[Node] = []
         found |= dict.fromkeys(group, writes)
     for node in program.nodes:
         if node.name in found and written(program, node):
@@ -304,7 +304,7 @@ def _walks(after: Mapping[T, Iterable[T]], starts: Iterable[T]) -> list[list[T]]
     return found
 
 
-def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:
+def _cycle(program: Program, waiting: list[Node]) -> PartitionError:
     """Only what must not be separated can still wait for itself."""
     shared = frozenset().union(*program.written)
     stuck = [node for node in waiting if node.name in shared] or waiting
@@ -318,16 +318,16 @@ def _cycle(program: Program, waiting: list[fx.Node]) -> PartitionError:
 # --- Lone writes: those that no value leads to or from, such as a batch norm's count of its calls ---
 
 
-def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+def hosts_of_lone_writes(program: Program, units: Union[Node]) -> list[tuple[Node, Node]]:
     """(a node of each unit that only writes, the node to run it with), for units of the nodes to place.
 
     It is the next node of the same submodule, or of the nearest around it; or else the last of all.
     """
     connected = _connected(program, units)
     written = frozenset().union(*program.written)
-    hosts: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
-    following: dict[str, fx.Node] = {}  # submodule → the next node that was called in it
-    last: fx.Node | None = None
+    hosts: dict[Node, tuple[Node, Node | None]] = {}
+    following: dict[str, Node] = {}  # submodule → the next node that was called in it
+    last: Node | None = None
     # Backwards, so that the next node of each submodule is known where a lone write is met.
     for node in reversed(program.nodes):
         if node not in units:
@@ -344,9 +344,9 @@ def hosts_of_lone_writes(program: Program, units: Union[fx.Node]) -> list[tuple[
     return [(node, host) for node, host in found if host is not None]
 
 
-def _connected(program: Program, units: Union[fx.Node]) -> set[fx.Node]:
+def _connected(program: Program, units: Union[Node]) -> set[Node]:
     """The units that a value leads to or from."""
-    found: set[fx.Node] = set()
+    found: set[Node] = set()
     for node in program.nodes:
         for source in map(made_by, node.all_input_nodes):
             if source not in units:
@@ -361,7 +361,7 @@ def _connected(program: Program, units: Union[fx.Node]) -> set[fx.Node]:
 # --- Inner gradients: what forward itself differentiates (forces, gradient penalties) must lie in one stage ---
 
 
-def inner_gradients(program: Program) -> list[list[fx.Node]]:
+def inner_gradients(program: Program) -> list[list[Node]]:
     """For each ``torch.autograd.grad`` in forward, the call and the nodes that it goes through; TraceError where a
     boundary is one of them."""
     found = []
@@ -380,7 +380,7 @@ def inner_gradients(program: Program) -> list[list[fx.Node]]:
     return found
 
 
-def _between(program: Program, call: fx.Node) -> list[fx.Node]:
+def _between(program: Program, call: Node) -> list[Node]:
     """The nodes on the way from what a gradient is taken by to what it is taken of, in program order.
 
     A write is on the way where what it writes is. A parameter enters with the modules that hold it, too.

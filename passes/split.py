@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import Node
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
@@ -103,7 +104,7 @@ class _WholeProgram:
             raise PartitionError("the model's output depends on inputs alone, or on parameters alone")
         self.output_stage = program.output_stage
         # value → the groups that write into it as an input, or behind a boundary: there it needs a private copy
-        self.rewritten: dict[fx.Node, list[frozenset[str]]] = {}
+        self.rewritten: dict[Node, list[frozenset[str]]] = {}
         group_of = {name: group for group in program.written for name in group}
         for node in self.nodes:
             if node.name in group_of and (node.op == "placeholder" or is_boundary_value(node)):
@@ -115,20 +116,20 @@ class _WholeProgram:
         self.kept = self._sharing([node for node in holders if node.op == "get_attr"])
         # Program order throughout: it is the order in which autograd adds up the gradients of a value.
         self.readers = readers_of(program)
-        self.uses: dict[fx.Node, list[tuple[int, int]]] = {}
+        self.uses: dict[Node, list[tuple[int, int]]] = {}
         """Value of a stage → its uses, in program order: the place of the node that uses it, its stage."""
         for place, node in enumerate(self.nodes):
             stage = self.output_stage if node is self.output else self.stage_of(node)
             for value in dict.fromkeys(map(made_by, node.all_input_nodes)):
                 if stage is not None and self.stage_of(value) is not None:
                     self.uses.setdefault(value, []).append((place, stage))
-        self.arriving: dict[int, list[fx.Node]] = {}
+        self.arriving: dict[int, list[Node]] = {}
         """Stage → the values of other stages that it uses, by their first use in the program."""
         for value in self.uses:
             for stage in self.edges_from(value):
                 self.arriving.setdefault(stage, []).append(value)
 
-    def _sharing(self, buffers: list[fx.Node]) -> frozenset[str]:
+    def _sharing(self, buffers: list[Node]) -> frozenset[str]:
         """The nodes that are a buffer which is written, or share its memory: the next micro-batch writes it again. What
         a batch norm returns is no part of it."""
         if not buffers:
@@ -137,10 +138,10 @@ class _WholeProgram:
         roots = {memory.find(node) for node in buffers}
         return frozenset(node.name for node in self.nodes if memory.find(node) in roots)
 
-    def stage_of(self, node: fx.Node) -> int | None:
+    def stage_of(self, node: Node) -> int | None:
         return self.program.stage_of.get(node.name)
 
-    def edges_from(self, value: fx.Node) -> dict[int, int]:
+    def edges_from(self, value: Node) -> dict[int, int]:
         """Consuming stage → position of its last use, for a value's uses outside of its own stage."""
         # A later use of the same stage replaces the earlier one.
         last = {stage: place for place, stage in self.uses.get(value, ()) if stage != self.stage_of(value)}
@@ -156,19 +157,19 @@ class _Builder:
         self.ways: list[Mode | None] = []
         self.draws_random = self.runs_python = False
         self._graph = fx.Graph()
-        self._built: dict[fx.Node, fx.Node] = {}
-        self._as_now: dict[fx.Node, fx.Node] = {}
-        self._sent: dict[Edge, fx.Node] = {}
+        self._built: dict[Node, Node] = {}
+        self._as_now: dict[Node, Node] = {}
+        self._sent: dict[Edge, Node] = {}
         """What leaves on each edge, in order: the program's node that makes it."""
-        self._handed_off: dict[Edge, fx.Node] = {}
-        self._arrived: dict[tuple[fx.Node, Mode | None], fx.Node] = {}
-        self._way_of: dict[tuple[fx.Node, fx.Node, Gather | None], Mode | None] = {}
+        self._handed_off: dict[Edge, Node] = {}
+        self._arrived: dict[tuple[Node, Mode | None], Node] = {}
+        self._way_of: dict[tuple[Node, Node, Gather | None], Mode | None] = {}
         """(reader, value, what is gathered in front of it) → how, of values that come in several ways."""
         self._modes: Modes | None = None
-        self._entered: fx.Node | None = None
-        self._asked: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self._entered: Node | None = None
+        self._asked: dict[Node, tuple[Node, int]] = {}
         """Sizes of inputs → an arriving tensor that has them too, and in which dimension."""
-        self._numbers: dict[fx.Node, SizeOf] = {}
+        self._numbers: dict[Node, SizeOf] = {}
         """Sizes of inputs that nothing that arrives has: no input is needed for its size alone."""
         # The order matters: inputs come before all that reads them, and fx wants every placeholder in front.
         self._members = self._needed()
@@ -183,13 +184,13 @@ class _Builder:
                 self._hand_off(edge)
         self._add_output()
 
-    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes in program order."""
         return sorted(nodes, key=self._whole.position.__getitem__)
 
-    def _needed(self) -> set[fx.Node]:
+    def _needed(self) -> set[Node]:
         """This stage's own nodes, and the copied ones behind them."""
-        needed: set[fx.Node] = set()
+        needed: set[Node] = set()
         arriving = self._arriving_sizes()
         # From the ends backwards, through copied nodes, which belong to each stage that needs them.
         waiting = [node for node in self._whole.readers[self._stage] if node.op != "output"]
@@ -205,7 +206,7 @@ class _Builder:
                 waiting.extend(node.all_input_nodes)
         return needed
 
-    def _finds_size(self, node: fx.Node, arriving: Mapping[tuple[str, ...], tuple[fx.Node, int]]) -> bool:
+    def _finds_size(self, node: Node, arriving: Mapping[tuple[str, ...], tuple[Node, int]]) -> bool:
         """Whether this stage has a size of an input without that input."""
         size = None if self._stage in self._program.gathered else SizeOf.asked(node)  # a group has its own rows
         if node.meta.get("sizes") in arriving:
@@ -214,9 +215,9 @@ class _Builder:
             self._numbers[node] = size
         return node in self._asked or node in self._numbers
 
-    def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[fx.Node, int]]:
+    def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[Node, int]]:
         """Each symbolic size of what other stages send → where to ask for it, so that no input is needed for it."""
-        found: dict[tuple[str, ...], tuple[fx.Node, int]] = {}
+        found: dict[tuple[str, ...], tuple[Node, int]] = {}
         gathered = self._program.gathered.get(self._stage)
         if gathered is not None and len(gathered.modes) > 1:  # what arrives has other rows by each way
             return found
@@ -229,8 +230,8 @@ class _Builder:
     def _add_inputs(self) -> None:
         """Placeholders: batch inputs in call order, then what arrives, by stage and program order; one for each way in
         which a value is gathered."""
-        ways: dict[fx.Node, set[Mode | None]] = {}
-        way_of: dict[tuple[fx.Node, fx.Node, Gather | None], Mode | None] = {}
+        ways: dict[Node, set[Mode | None]] = {}
+        way_of: dict[tuple[Node, Node, Gather | None], Mode | None] = {}
         for arrival in entering(self._program, self._stage, self._whole.readers[self._stage]):
             if arrival.reader.op != "output" and arrival.reader not in self._members:
                 continue  # it leads to a size alone, which this stage has otherwise
@@ -239,7 +240,7 @@ class _Builder:
             way_of[arrival.reader, arrival.value, arrival.gather] = mode
         self._way_of = {key: mode for key, mode in way_of.items() if len(ways[key[1]]) > 1}
 
-        def order(node: fx.Node) -> tuple[bool, int, int]:
+        def order(node: Node) -> tuple[bool, int, int]:
             return node.op != "placeholder", self._whole.stage_of(node) or 0, self._whole.position[node]
 
         for node in sorted(ways, key=order):
@@ -255,7 +256,7 @@ class _Builder:
 
     def _add_sizes(self) -> None:
         """A placeholder for each size of an input, behind the others; and what asks arriving values for theirs."""
-        made: dict[SizeOf, fx.Node] = {}
+        made: dict[SizeOf, Node] = {}
         for number, size in self._numbers.items():
             if size not in made:
                 self.inputs.append(size)
@@ -266,7 +267,7 @@ class _Builder:
         for number, (value, dim) in self._asked.items():
             self._built[number] = self._graph.call_function(SIZE, (self._built[value], dim))
 
-    def _private(self, value: fx.Node, built: fx.Node) -> fx.Node:
+    def _private(self, value: Node, built: Node) -> Node:
         """Where this stage writes into a value that it was given, a copy of its own."""
         if any(not self._own_names.isdisjoint(group) for group in self._whole.rewritten.get(value, ())):
             return self._graph.call_function(private, (built,))
@@ -276,9 +277,9 @@ class _Builder:
     def outputs(self) -> tuple[Edge, ...]:
         return tuple(self._sent)
 
-    def _handoffs(self) -> dict[fx.Node, list[Edge]]:
+    def _handoffs(self) -> dict[Node, list[Edge]]:
         """Node → edges to hand off behind it: a value used more than once gets a node of its own per consumer."""
-        found: dict[fx.Node, list[Edge]] = {}
+        found: dict[Node, list[Edge]] = {}
         for node in self._whole.readers[self._stage]:
             for target, place in self._whole.edges_from(node).items():
                 edge = Edge(self._stage, target, node.name)
@@ -289,7 +290,7 @@ class _Builder:
                     found.setdefault(self._whole.nodes[place], []).append(edge)
         return found
 
-    def _add(self, node: fx.Node) -> None:
+    def _add(self, node: Node) -> None:
         """One of this stage's nodes, in its modes; where a call was captured as a whole, what it returns is checked."""
         program = self._program
         self._change_modes(node)
@@ -309,7 +310,7 @@ class _Builder:
         self.draws_random |= is_random(program, node)
         self.runs_python |= effects is not None
 
-    def _change_modes(self, node: fx.Node | None) -> None:
+    def _change_modes(self, node: Node | None) -> None:
         """Leaves the modes of the nodes before, and enters those of ``node``, where they are others."""
         # fx records no context managers, so each change of grad mode or autocast becomes a call in the graph.
         wanted = node.meta.get("modes") if node is not None else None
@@ -327,7 +328,7 @@ class _Builder:
         given = (self._now(self._sent[edge]),)
         self._handed_off[edge] = self._graph.create_node("call_function", handoff, given, name=name)
 
-    def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
+    def _read(self, reader: Node, operand: Node) -> Node:
         value = made_by(operand)
         key = reader, value, crossed(operand)[0]
         if key in self._way_of:
@@ -335,7 +336,7 @@ class _Builder:
         kept = value.name in self._whole.kept and not is_number(reader)
         return self._now(value) if kept and operand not in aliased(self._program, reader) else self._built[value]
 
-    def _now(self, value: fx.Node) -> fx.Node:
+    def _now(self, value: Node) -> Node:
         """What ``value`` is at this place, for a backward or another stage to have when the buffer is written again."""
         if value.name not in self._whole.kept:
             return self._built[value]
@@ -411,11 +412,11 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     return [replace(stage, varies=stage.index in found) for stage in stages]
 
 
-def is_kept(program: Program, node: fx.Node) -> bool:
+def is_kept(program: Program, node: Node) -> bool:
     """Whether a node calls an opaque region."""
     return node.op == "call_module" and has_opaque_calls(program.opaque.get(str(node.target)))
 
 
-def _symbols(node: fx.Node) -> set[str]:
+def _symbols(node: Node) -> set[str]:
     """The symbolic sizes that a node's own are made of."""
     return {name for size in node.meta.get("sizes", ()) for name in re.findall(r"[a-z]+\d+", size)}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.fx import Node
 
 from fxpipe.graph.boundary import Gather, Gathered, boundary
 from fxpipe.graph.question import Answers
@@ -81,7 +82,7 @@ class Program:
     """The stages that run once for a group of micro-batches."""
 
     @property
-    def nodes(self) -> Reversible[fx.Node]:
+    def nodes(self) -> Reversible[Node]:
         """The graph's, in order; a pass may insert some while it goes through them."""
         return self.graph.nodes
 
@@ -89,7 +90,7 @@ class Program:
     def inputs(self) -> tuple[str, ...]:
         return tuple(str(node.target) for node in self.nodes if node.op == "placeholder")
 
-    def attribute(self, named: str | fx.Node) -> Any:
+    def attribute(self, named: str | Node) -> Any:
         """What a ``get_attr`` or ``call_module`` node names; or the attribute of that name."""
         target = named if isinstance(named, str) else str(named.target)
         if target in self.constants:
@@ -123,34 +124,34 @@ class Program:
         return "\n".join([*lines, f"return {output.args[0]}"])
 
 
-def is_boundary(node: fx.Node) -> bool:
+def is_boundary(node: Node) -> bool:
     return node.op == "call_function" and node.target is boundary
 
 
-def is_boundary_value(node: fx.Node) -> bool:
+def is_boundary_value(node: Node) -> bool:
     """Whether ``node`` is one value behind a boundary: ``getitem(boundary, i)``."""
     source = node.args[0] if node.op == "call_function" and node.args else None
-    return isinstance(source, fx.Node) and is_boundary(source)
+    return isinstance(source, Node) and is_boundary(source)
 
 
-def gather_of(marker: fx.Node) -> Gather | None:
+def gather_of(marker: Node) -> Gather | None:
     """What a boundary gathers; None where it is an ordinary one."""
     return Gather(*marker.args[2:]) if len(marker.args) > 2 else None  # type: ignore[arg-type]
 
 
-def before_boundary(node: fx.Node) -> fx.Node:
+def before_boundary(node: Node) -> Node:
     """The value in front of the boundary that ``node`` is a value behind of."""
     marker, index = node.args
-    value: fx.Node = marker.args[0][index]  # type: ignore[union-attr, index, assignment]
+    value: Node = marker.args[0][index]  # type: ignore[union-attr, index, assignment]
     return value
 
 
-def made_by(node: fx.Node) -> fx.Node:
+def made_by(node: Node) -> Node:
     """The node that makes a value: what is in front of all boundaries that ``node`` stands behind."""
     return made_by(before_boundary(node)) if is_boundary_value(node) else node
 
 
-def readers(value: fx.Node) -> Iterator[fx.Node]:
+def readers(value: Node) -> Iterator[Node]:
     """Who uses a value, through boundaries too."""
     for user in value.users:
         if not is_boundary(user):
@@ -161,23 +162,23 @@ def readers(value: fx.Node) -> Iterator[fx.Node]:
                     yield from readers(out)
 
 
-def is_compute(node: fx.Node) -> bool:
+def is_compute(node: Node) -> bool:
     """Whether ``node`` does something: no input, parameter, boundary or output."""
     return node.op.startswith("call_") and not is_boundary(node) and not is_boundary_value(node)
 
 
-def is_assertion(node: fx.Node) -> bool:
+def is_assertion(node: Node) -> bool:
     """Whether ``node`` only raises an error where its operand is false."""
     return node.target in CHECKS
 
 
-def called_in(node: fx.Node) -> tuple[str, ...]:
+def called_in(node: Node) -> tuple[str, ...]:
     """The submodules that a node was called in, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(path for path, _ in stack.values() if path)
 
 
-def where(node: fx.Node) -> str:
+def where(node: Node) -> str:
     """The user's source line of a node, as `` (model.py:12: y = x + 1)``; empty where it is not known."""
     *_, last = ("", *_FRAME.findall(node.stack_trace or ""))
     return last and f" ({last[0]}: {last[1]})"
@@ -239,14 +240,14 @@ class SizeOf(str):
     dim: int
 
     @staticmethod
-    def asked(node: fx.Node) -> SizeOf | None:
+    def asked(node: Node) -> SizeOf | None:
         """What a node that asks for a size asks for; None where that is no input's."""
         source, dim = node.args
         steps: list[Step] = []
-        while isinstance(source, fx.Node) and source.target in (operator.getitem, getattr):
+        while isinstance(source, Node) and source.target in (operator.getitem, getattr):
             steps.insert(0, (source.target, source.args[1]))
             source = source.args[0]
-        if not isinstance(source, fx.Node) or source.op != "placeholder" or not isinstance(dim, int):
+        if not isinstance(source, Node) or source.op != "placeholder" or not isinstance(dim, int):
             return None
         words = "".join(f"[{key!r}]" if step is operator.getitem else f".{key}" for step, key in steps)
         made = SizeOf(f"{source.target}{words}.shape[{dim}]")

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.errors import PartitionError, TraceError
@@ -228,7 +229,7 @@ class _CostingRun:
         batch: Mapping[str, int],
     ) -> None:
         self.program, self.fake, self.hardware = program, fake, hardware
-        self.values: dict[fx.Node, Any] = {}
+        self.values: dict[Node, Any] = {}
         self.inputs = fake.inputs(example)
         self.found: dict[str, NodeCost] = {}
         self.memory: dict[int, int] = {}
@@ -303,7 +304,7 @@ class _CostingRun:
             self._saved.add(id(storage))
         return tensor
 
-    def _note(self, node: fx.Node) -> None:
+    def _note(self, node: Node) -> None:
         self.meter = meter = OperatorMeter(self.hardware, lambda tensor: id(tensor.untyped_storage()) in self._weights)
         self._saved = set()
         self._again, self._again_seconds = 0, 0.0
@@ -331,7 +332,7 @@ class _CostingRun:
         if self._again:
             self.seconds_again[node.name] = self._again_seconds
 
-    def _guessed(self, node: fx.Node, error: Exception) -> NodeCost:
+    def _guessed(self, node: Node, error: Exception) -> NodeCost:
         """Of a node that cannot run on fake tensors: from what its capture saw it make."""
         if "val" not in node.meta:
             raise CostUnknown(
@@ -350,7 +351,7 @@ class _CostingRun:
             self._pack(tensor)
         return NodeCost(seconds, 2 * seconds, seconds, flops, 2 * flops, 3 * flops / self.hardware.peak(4))
 
-    def _parameters(self, node: fx.Node) -> frozenset[int]:
+    def _parameters(self, node: Node) -> frozenset[int]:
         """The keys of the parameters, buffers and inputs that a node uses."""
         used: list[Tensor] = []
         if node.op == "call_module":

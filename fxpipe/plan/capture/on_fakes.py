@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import Node
 
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
@@ -41,13 +42,13 @@ def faked(value: Any, fake: FakeModel) -> Any:
     return fake.inputs({"value": likes})["value"]
 
 
-def attribute(program: Program, node: fx.Node, fake: FakeModel) -> Any:
+def attribute(program: Program, node: Node, fake: FakeModel) -> Any:
     """What a ``get_attr`` node names."""
     value = program.attribute(node)
     return faked(value, fake) if str(node.target) in program.constants else value
 
 
-def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+def call_node(program: Program, node: Node, values: Mapping[Node, Any]) -> Any:
     """Runs one node on the values of those before it; not an assertion, which need not hold for made-up numbers."""
     if is_assertion(node):
         return None
@@ -61,7 +62,7 @@ def call_node(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) ->
 
 
 @contextmanager
-def modes_of(node: fx.Node) -> Iterator[None]:
+def modes_of(node: Node) -> Iterator[None]:
     """The modes in which forward runs a node."""
     modes = node.meta.get("modes")
     if modes is None:
@@ -86,7 +87,7 @@ def shapes_of(
 
     Where a node looks at numbers they are those that its capture saw, if that is of this size alone.
     """
-    values: dict[fx.Node, Any] = {}
+    values: dict[Node, Any] = {}
     of_one_size = program.tracer in NEED_SHAPES and program.holds_for is None
     with (
         left_as_it_is(program.module),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
+from torch.fx import Node
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
@@ -76,7 +77,7 @@ class _ModesInGraph:
     _entered: int = 0
     _regions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def follow(self, node: fx.Node) -> bool:
+    def follow(self, node: Node) -> bool:
         """Whether the node changes a mode; the change is then noted."""
         if node.target is set_grad_enabled:
             # leaving a block sets the mode back: only the value tells entering from leaving
@@ -138,20 +139,20 @@ class Conversion:
         self._graph = fx.Graph()
         self._modes = _ModesInGraph(torch.is_grad_enabled())
         self._constants: dict[str, Tensor] = {}
-        self._sources: dict[str, fx.Node] = {}
-        self._parts: dict[tuple[Any, ...], fx.Node] = {}
-        self._built: dict[fx.Node, fx.Node] = {}
+        self._sources: dict[str, Node] = {}
+        self._parts: dict[tuple[Any, ...], Node] = {}
+        self._built: dict[Node, Node] = {}
         self._named: dict[int, str] = {}
         self._in_memory: dict[int, dict[str, Tensor]] = {}
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             self._named.setdefault(id(tensor), name)
             self._in_memory.setdefault(storage_of(tensor), {})[name] = tensor
-        self._regions: dict[Hashable, fx.Node] = {}
+        self._regions: dict[Hashable, Node] = {}
         self._effects: dict[str, Effects] = {}
-        self._held: dict[fx.Node, tuple[str, str]] = {}
+        self._held: dict[Node, tuple[str, str]] = {}
         """Inputs of the exported graph that are none of the batch: what the model calls its parameter or buffer, "" for
         another tensor that forward has met; and torch.export's name."""
-        self._given: list[fx.Node] = []
+        self._given: list[Node] = []
         """The tensors among the batch's inputs, and behind them the stand-ins."""
         self._sort_inputs()
         # torch.export flattens them in this order: the batch, then what regions return
@@ -190,7 +191,7 @@ class Conversion:
             effects=self._effects,
         )
 
-    def _in_its_part(self, node: fx.Node, error: TraceError) -> _Unconverted:
+    def _in_its_part(self, node: Node, error: TraceError) -> _Unconverted:
         """An error about a node, with the submodule in which it runs."""
         parts = {path: self.module.get_submodule(path) for path, _ in self._stack(node).values() if path}
         own = [path for path, part in parts.items() if not type(part).__module__.startswith("torch.nn.")]
@@ -227,11 +228,11 @@ class Conversion:
 
     # operations
 
-    def _is_late(self, node: fx.Node) -> bool:
+    def _is_late(self, node: Node) -> bool:
         """Whether it is a size of what a region returns, which export asks for before the region is called."""
         return node.target is _SIZE and node.args[0] in self._stand_ins
 
-    def _convert(self, node: fx.Node) -> fx.Node:
+    def _convert(self, node: Node) -> Node:
         if not _is_known(node.target):
             # a branch or a loop in functions of its own, or a part of torch.vmap and its like
             raise TraceError(
@@ -255,7 +256,7 @@ class Conversion:
         self._built[node] = made
         return made
 
-    def _call_region(self, node: fx.Node) -> fx.Node:
+    def _call_region(self, node: Node) -> Node:
         """A call of a region in place of the operator that stood for it."""
         values, numbers, _, number = node.args
         call = self.calls[number]  # type: ignore[index]
@@ -272,7 +273,7 @@ class Conversion:
         self._effects[made.name] = call.effects
         return made
 
-    def _stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
+    def _stack(self, node: Node) -> dict[str, tuple[str, Any]]:
         """The submodules that the operation was called in, under the model's own names."""
         # what is outside of the model, such as a loss function's module, is left out
         stack = node.meta.get("nn_module_stack") or {}
@@ -297,7 +298,7 @@ class Conversion:
             else:
                 self._held[node] = known, target
 
-    def _read(self, node: fx.Node) -> fx.Node:
+    def _read(self, node: Node) -> Node:
         """The node of the program that a node of the exported graph has become."""
         if node in self._built:
             return self._built[node]
@@ -315,7 +316,7 @@ class Conversion:
         self._built[node] = made
         return made
 
-    def _returned_by(self, key: tuple[str, int], place: int) -> fx.Node:
+    def _returned_by(self, key: tuple[str, int], place: int) -> Node:
         """A tensor that a region has returned."""
         region = self._regions[key]
         part = self._graph.call_function(operator.getitem, (region, place))
@@ -324,7 +325,7 @@ class Conversion:
         part.meta["sizes"] = _sizes_of(self.stand_ins[key][place])
         return part
 
-    def _part(self, path: tuple[Any, ...]) -> fx.Node:
+    def _part(self, path: tuple[Any, ...]) -> Node:
         """A tensor in an input: ``getitem(input, key)`` for each step of its path, each made once."""
         if path in self._parts:
             return self._parts[path]
@@ -336,14 +337,14 @@ class Conversion:
         part.meta["val"] = function(parent.meta["val"], key)
         return part
 
-    def _source(self, node: fx.Node, name: str) -> fx.Node:
+    def _source(self, node: Node, name: str) -> Node:
         """A parameter, a buffer or a constant, named once, where it is first used."""
         if name not in self._sources:
             made = self._sources[name] = self._graph.create_node("get_attr", name, name=name.replace(".", "_"))
             made.meta["val"] = node.meta.get("val")
         return self._sources[name]
 
-    def _constant(self, node: fx.Node, target: str) -> str:
+    def _constant(self, node: Node, target: str) -> str:
         """The name of a tensor that forward has met: the model's, where it is one of the model's, from a list say."""
         tensor = self.exported.constants[target]
         if isinstance(tensor, FakeTensor):
@@ -373,7 +374,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _static(node: fx.Node) -> Any:
+def _static(node: Node) -> Any:
     """The node's fake value, as captured; for a Python number that only running shows, one that stands for it."""
     value = node.meta.get("val")
     for leaf in tensors_in(value):
@@ -405,7 +406,7 @@ def _is_known(target: Any) -> bool:
     return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or known
 
 
-def _line_of(*nodes: fx.Node) -> str:
+def _line_of(*nodes: Node) -> str:
     """The innermost line of the user's, in traceback form, of the first of the nodes that has one, for the end of a
     message."""
     lines = (users_line_in(node.stack_trace or "") for node in nodes)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.fx import Node
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.modes import enter_modes, leave_modes
@@ -54,7 +55,7 @@ class _Writer:
     """Whether modes and shapes are noted at the nodes; or else there are nodes that enter modes, and check shapes."""
 
     def __post_init__(self) -> None:
-        self._nodes: dict[Key, fx.Node] = {}
+        self._nodes: dict[Key, Node] = {}
         self._parts: dict[int, dict[Key, TapeValue]] = {}
         used = [value for operation in self.tape for value in operation.values]
         for value in [*used, *(leaf for leaf in self.result if isinstance(leaf, TapeValue))]:
@@ -67,7 +68,7 @@ class _Writer:
         self._nodes[id(source), ()] = node
         self._add_parts(source, node)
 
-    def bind(self, value: TapeValue, node: fx.Node) -> None:
+    def bind(self, value: TapeValue, node: Node) -> None:
         """In this graph, a value from outside is that node."""
         self._nodes[value.key] = node
 
@@ -111,11 +112,11 @@ class _Writer:
         for key, place in operation.stands_for.items():
             self._nodes[key] = self._part(operation, (place,), node)
 
-    def _add_parts(self, maker: Operation | NamedSource, node: fx.Node) -> None:
+    def _add_parts(self, maker: Operation | NamedSource, node: Node) -> None:
         for value in self._parts.get(id(maker), {}).values():
             self._part(maker, value.path, node)
 
-    def _part(self, maker: Operation | NamedSource, path: tuple[Any, ...], whole: fx.Node) -> fx.Node:
+    def _part(self, maker: Operation | NamedSource, path: tuple[Any, ...], whole: Node) -> Node:
         if (id(maker), path) not in self._nodes:
             container = self._part(maker, path[:-1], whole)
             part = self.graph.call_function(operator.getitem, (container, path[-1]))

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch.fx import Node
 from torch.fx.proxy import TraceError as FxTraceError
 
 from fxpipe.errors import FxpipeError, TraceError
@@ -119,7 +120,7 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
         vars(self)["asked"] = torch.is_grad_enabled()
 
     @property
-    def node(self) -> fx.Node:  # type: ignore[override]
+    def node(self) -> Node:  # type: ignore[override]
         with torch.set_grad_enabled(vars(self)["asked"]):
             return super().node
 
@@ -145,7 +146,7 @@ class _Tracer(fx.Tracer):
         self.guard = _SymbolicGuard(request)
         self.constants: dict[str, Tensor] = {}
         self.effects: dict[str, Effects] = {}
-        self._sources: dict[str, fx.Node] = {}
+        self._sources: dict[str, Node] = {}
         self._names: dict[int, str] = {}
         self.boundaries = 0
         self.regions = Regions(request, lambda leaf: isinstance(leaf, (fx.Proxy, Tensor)), self._keep_region)
@@ -162,7 +163,7 @@ class _Tracer(fx.Tracer):
         values = {name: self.create_proxy("placeholder", name, (), {}) for name in self.request.inputs}
         return lambda: self.request.call(values), []
 
-    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         self.guard.check()
         if (kind, target) == ("call_method", "backward") or target is BACKWARD:
             refuse_backward()
@@ -174,7 +175,7 @@ class _Tracer(fx.Tracer):
             node.stack_trace = current_line()
         return node
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
+    def proxy(self, node: Node) -> fx.Proxy:
         return _Proxy(node, self)
 
     # modules
@@ -233,7 +234,7 @@ class _Tracer(fx.Tracer):
             return self._source(a)
         return super().create_arg(a)
 
-    def _source(self, tensor: Tensor) -> fx.Node:
+    def _source(self, tensor: Tensor) -> Node:
         name = self._names.get(id(tensor))
         if name is None:
             if tensor.requires_grad:
