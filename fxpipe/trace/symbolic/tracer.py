@@ -305,12 +305,11 @@ class _SymbolicGuard(CaptureGuard):
         super().__init__(request)
         tensors = [*request.module.parameters(), *request.module.buffers()]
         self._state = _StateMode(frozenset(storage_of(tensor) for tensor in tensors) - {0})
-        self._autocast = _autocast()
 
     @contextlib.contextmanager
     def tracing(self, factories: list[Patch]) -> Iterator[None]:
         """While it is open, what a capture gets wrong is refused."""
-        grad_mode = torch.is_grad_enabled()
+        grad_mode, self._autocast = torch.is_grad_enabled(), _autocast()
         with self._state:
             # The first operation under any dispatch mode imports torch._dynamo, which then keeps torch's functions
             # as it finds them, for good: so now, before any of them is patched.
