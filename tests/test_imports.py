@@ -346,3 +346,12 @@ def test_a_name_that_is_not_there_is_told_with_the_nearest() -> None:
 @pytest.mark.parametrize("value", [fxpipe.compile, fxpipe.Sum, fxpipe.schedules.build("1f1b", [(0, 1)], 3)])
 def test_public_things_survive_pickling(value: object) -> None:
     assert pickle.loads(pickle.dumps(value)) == value
+
+
+def test_the_short_form_for_other_torches_names_tests_that_are_there() -> None:
+    text = (ROOT / ".ci" / "versions").read_text()
+    for name, path in re.findall(r"^(\w+)='(tests/.*)'$", text, re.MULTILINE):
+        text = text.replace(f"${{{name}}}", path)
+    named = re.findall(r"^ +\"?(tests/[\w/]+\.py)(?:::(\w+))?\"?$", text, re.MULTILINE)
+    assert len(named) > 40
+    assert [one for one in named if f"def {one[1]}(" not in (ROOT / one[0]).read_text() and one[1]] == []
