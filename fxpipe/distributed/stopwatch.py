@@ -100,7 +100,7 @@ class Stopwatch:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock
-        self._now = clock.mark if clock is not None else None
+        self._now = clock.mark if clock else None
         self._moments: list[Any] = []
         self._actions: list[Action] = []
         self._started: list[list[Any]] = []  # what, its start, its end

@@ -204,7 +204,7 @@ class Watchdog:
             if cause.culprits:
                 say(self.message(cause, "a call of torch.distributed"))
         # The rank that caused it reports, and ends at once; the others end later, or a launcher would blame them.
-        culprits = cause.culprits if cause is not None else ()
+        culprits = cause.culprits if cause else ()
         if not culprits or self.rank in culprits:
             text = f"{self.named(self.rank)}: {describe_error(error)}"
             self.end(PROGRAM, Ending(text, (self.rank,), error=True))

@@ -93,7 +93,7 @@ class _Forecast:
             seconds=self._seconds if timed else None,
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
-            between_nodes=self._between_nodes() if self.staged is not None else None,
+            between_nodes=self._between_nodes() if self.staged else None,
             saving=self.planner.tables.saving(self.plan, self.pattern, self.staged),
             what=self._what(),
         )
@@ -194,7 +194,7 @@ class _Forecast:
 
     def _of_step(self, *names: str) -> float:
         """What the nodes have of this, all together, on all ranks."""
-        nodes = self.staged.work.costs.nodes.values() if self.staged is not None else ()
+        nodes = self.staged.work.costs.nodes.values() if self.staged else ()
         each = sum(getattr(node, name) for node in nodes for name in names)
         return float(each * self.schedule.microbatches * self.topology.size("data"))
 

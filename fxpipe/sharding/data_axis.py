@@ -61,7 +61,7 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
 
 def way_of(zero: int, transport: Transport, precision: Precision | None, replicated: bool) -> GradientSums:
     """How this rank's gradients are summed. ``replicated``: whether a stage is on several ranks, which shard it."""
-    wire = precision.reduce if precision is not None else None
+    wire = precision.reduce if precision else None
     if transport.data_size == 1:
         return GradientSums(zero if replicated and transport.pipe_rank is not None else 0, 1, 0, 1, wire)
     shard = transport.ranks("shard")

@@ -257,7 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.stepping = True
             try:
                 self.steps += 1
-                broken = self._broken_ranks() if self._precision is not None else ()
+                broken = self._broken_ranks() if self._precision else ()
                 if broken:
                     self._skip(broken)
                 else:

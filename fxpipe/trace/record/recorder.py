@@ -236,7 +236,7 @@ class Recorder:
                 name = accessed(function, "__get__") or name_of(function)
                 fact = f"forward looks at the values of a tensor ({name}) between submodules, and which they are is"
                 raise NeedsValues(str(refuse(f"{fact} known only when it runs", _INSIDE))) from error
-            if isinstance(error, (RuntimeError, NotImplementedError)):
+            if isinstance(error, RuntimeError):
                 fact = f"the record tracer cannot follow the model: {type(error).__name__}: {error}"
                 raise NeedsValues(f"{fact}\n{current_line()}", asked=False) from error
             raise
