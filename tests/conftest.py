@@ -16,6 +16,7 @@ import torch
 from tests import forked_server
 from tests.pool import RARELY, Pool, preloads
 from tests.scripts import Scripts
+from tests.thinned import ALL
 
 SLOW = """
     distributed/test_launch.py
@@ -68,6 +69,46 @@ LONGEST = """
     whole/test_without_numpy.py
 """
 """Files with tests of many seconds each: of several processes, none shall run one alone at the end."""
+LONG = """
+    faults/
+    parameters/test_materialise_hf.py
+    plan/test_joint_graph.py::test_of_shards
+    run/test_recompute.py::test_four_processes
+    run/test_saving.py::test_killed
+    sharding/test_parallelize.py::test_an_unmodified_llama
+    trace/test_every_tracer.py::test_over_replicas
+    trace/test_hidden_values.py::test_each_is
+    trace/test_symbolic.py::test_torch_compile_works
+    whole/test_auto_opaque.py::test_cuts_found
+    whole/test_auto_opaque.py::test_parts
+    whole/test_benchmarks.py
+    whole/test_detector.py
+    whole/test_fuzzed.py
+    whole/test_gathered.py::test_open_clips
+    whole/test_growth.py
+    whole/test_hf.py
+    whole/test_hf_batches.py
+    whole/test_killed_rank.py
+    whole/test_lengths.py
+    whole/test_loops.py
+    whole/test_once_refused.py::test_models_of_hugging_face
+    whole/test_opaque_runs.py::test_a_list
+    whole/test_opaque_runs.py::test_its_parameters
+    whole/test_optimizer_checkpoints.py
+    whole/test_packed_inputs.py::test_random
+    whole/test_questions.py::test_each_outcome
+    whole/test_questions.py::test_what_is_asked_behind_an_opaque
+    whole/test_random_models.py
+    whole/test_random_tables.py
+    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
+    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
+    whole/test_resume.py
+    whole/test_save_load.py::test_a_run_of_four
+    whole/test_several_ranks.py::test_random
+    whole/test_without_numpy.py
+"""
+"""Published models, benchmarks, the loops of examples/, ranks that are killed, runs that are resumed, random cases: a
+third of the suite's time. A run of the whole suite leaves them to ``-m long``, which ``.ci/run`` runs as well."""
 
 os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
 """torch asks for the name of each address that it connects to: 5 s wherever a name server does not answer."""
@@ -89,7 +130,7 @@ def _same_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     """Each of several processes compiles a part of all tests and reads those of others: rewriting takes seconds."""
     worker, tests = os.environ.get("PYTEST_XDIST_WORKER"), Path(__file__).parent
-    if worker is None or [Path(name).resolve() for name in session.config.args] != [tests]:
+    if worker is None or not _is_whole_suite(session.config):
         return
     files, workers = sorted(tests.rglob("test_*.py")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     first, last = (len(files) * turn // workers for turn in (int(worker[2:]), int(worker[2:]) + 1))
@@ -140,18 +181,29 @@ def scripts() -> Iterator[Scripts]:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processes: uses the pool of worker processes")
     config.addinivalue_line("markers", "slow: takes seconds, and is listed in tests/conftest.py")
+    config.addinivalue_line("markers", "long: runs with -m long, where it is named, or with FXPIPE_ALL=1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # pytest's own selects by the markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``pytest -m "not processes and not slow"`` is the short way through."""
+    slow, long = (tuple(f"tests/{name}" for name in names.split()) for names in (SLOW, LONG))
+    if _is_whole_suite(config) and not config.option.markexpr and not ALL:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid.startswith(long)])
+        items[:] = [item for item in items if not item.nodeid.startswith(long)]
     items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    slow = tuple(f"tests/{name}" for name in SLOW.split())
     for item in items:
+        if item.nodeid.startswith(long):
+            item.add_marker("long")
         if item.nodeid.startswith(slow) or "four_times" in item.name:  # which counts each line that runs
             item.add_marker("slow")
         call = getattr(item, "callspec", None)
         if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):
             item.add_marker("processes")
+
+
+def _is_whole_suite(config: pytest.Config) -> bool:
+    return [Path(name).resolve() for name in config.args] == [Path(__file__).parent]
 
 
 def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
