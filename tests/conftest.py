@@ -184,11 +184,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: runs with -m long, where it is named, or with FXPIPE_ALL=1")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest's own selects by the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``pytest -m "not processes and not slow"`` is the short way through."""
     slow, long = (tuple(f"tests/{name}" for name in names.split()) for names in (SLOW, LONG))
-    if _is_whole_suite(config) and not config.option.markexpr and not ALL:
+    if _is_whole_suite(config) and not (config.option.markexpr or config.option.keyword or ALL):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid.startswith(long)])
         items[:] = [item for item in items if not item.nodeid.startswith(long)]
     items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import stage_boundary
 from fxpipe.plan import agreement
-from fxpipe.plan.capture import captures
 from tests.harness import (
     Engines,
     Steps,
@@ -36,7 +35,6 @@ from tests.harness import (
     strict,
 )
 from tests.models import Inputs
-from tests.thinned import every
 
 WIDTH, PARTS = 8, 4
 SIZES = [(9, 6), (11, 9), (10, 12), (12, 1), (8, 31), (8, 2), (5, 16)]
@@ -160,17 +158,16 @@ def needing() -> tuple[tuple[str, ...], Steps]:
     return forward_backward.required_inputs, steps(forward_backward, SIZES[:5])
 
 
-def test_what_makes_a_number_of_a_size_is_told_with_its_line_and_many_captures_too(
-    captured: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_makes_a_number_of_a_size_is_told_with_its_line_and_the_tenth_capture_too(
+    captured: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(captures, "MANY", 5)
-    sizes = [(8, length) for length in range(3, 7)]
+    sizes = [(8, length) for length in range(3, 12)]
     check([ran(Numbered, sizes)], Numbered, sizes)
-    told, many = capsys.readouterr().err.split("5 captures by now")
+    told, tenth = capsys.readouterr().err.split("10 captures by now")
     assert told.count("'words' in dimension 1") == 1
     assert told.count("length = int(words.shape[1])  # each is a number of Python's") == 1
-    assert "pad batches to a few sizes" in many
-    assert len(captured) >= 5
+    assert "pad batches to a few sizes" in tenth
+    assert len(captured) >= 10
 
 
 def test_a_cache_by_a_size_takes_a_capture_for_each(captured: list[Any]) -> None:
@@ -276,7 +273,7 @@ OF_REPLICAS = [
 """(rows, words) of each step: at last micro-batches of one row."""
 
 
-@pytest.mark.parametrize(("zero", "engine"), every(2, [(3, "distributed"), (2, "strict 3")]))
+@pytest.mark.parametrize(("zero", "engine"), [(2, "strict 3"), (3, "distributed")])
 def test_replicas_may_have_lengths_of_their_own(zero: int, engine: str, engines: Engines) -> None:
     """They are plain PyTorch's over the micro-batches of all, by their rows."""
     steps = [

@@ -149,7 +149,7 @@ class Picked(Masked):
 
 def test_what_is_asked_behind_an_opaque_part_does_not_depend_on_it() -> None:
     generator = torch.Generator().manual_seed(0)
-    lengths = [{"lengths": torch.randint(1, WIDTH, (8,), generator=generator)} for _ in range(3)]
+    lengths = [{"lengths": torch.randint(1, WIDTH, (8,), generator=generator)} for _ in range(4)]
     given = [batch(n, [1] if n % 2 else ()) | one for n, one in enumerate(lengths)]
     assert_right(Picked, given, steps(Picked, given))  # opaque by itself
     rules = {"merged": "whole", **dict.fromkeys(CUTS, "before")}
@@ -187,7 +187,7 @@ def test_there_is_a_capture_for_an_outcome_of_a_micro_batch_not_for_each_of_a_ba
 
 
 def test_each_number_takes_a_capture() -> None:
-    given = [batch(n, length=n) for n in range(3)]
+    given = [batch(n, length=n) for n in range(4)]
     assert_right(Cropped, given, steps(Cropped, given))
 
 
@@ -267,7 +267,7 @@ def test_an_input_that_no_rank_is_given_is_named() -> None:
 
 def test_batches_of_other_sizes_have_other_captures_and_the_same_stages() -> None:
     """Each size is captured as it is, then symbolic: the question of one size is none of another's."""
-    rows = [8, 10, 12]
+    rows = [8, 10, 8, 12]
     given = [batch(n, [1] if n % 2 else (), rows=count) for n, count in enumerate(rows)]
     assert_right(Masked, given, steps(Masked, given))
 
