@@ -1,7 +1,7 @@
 """Builds the device's C++ once for each torch, Python and content of ``src/``, into a folder outside of the checkout.
 
 ``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built. Processes
-that build at once wait for the first of them. Neither this file nor ``reason`` imports torch.
+that build at once wait for the first of them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,8 @@ class Unavailable(ImportError):
 
 def library() -> Path:
     """The extension module, which is built where it is not there; Unavailable where it cannot be."""
+    if torch_has_cuda():
+        raise Unavailable("the simulated GPU needs a CPU build of torch, and this one has CUDA")
     folder = _cache() / _key()
     module = folder / f"_device{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     if module.exists():
@@ -55,6 +58,10 @@ def reason() -> str:
     except Unavailable as error:
         return str(error)
     return ""
+
+
+def torch_has_cuda() -> bool:
+    return runpy.run_path(str(_torch() / "version.py"))["cuda"] is not None
 
 
 def _torch() -> Path:

@@ -83,11 +83,11 @@ def _patch_host_collectives() -> None:
 
 
 def _register_work() -> None:
-    def keep(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        context.backward_takes = inputs[2]
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.backward_takes = inputs[2]
 
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return torch.ops.sim.work(gradient, context.backward_takes, 0.0), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.ops.sim.work(gradient, ctx.backward_takes, 0.0), None, None
 
     torch.library.register_autograd("sim::work", backward, setup_context=keep)
 

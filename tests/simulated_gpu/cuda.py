@@ -59,6 +59,9 @@ class Event(torch.Event):
     def wait(self, stream: torch.Stream | None = None) -> None:
         super().wait(current_stream() if stream is None else stream)
 
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
     @property
     def at(self) -> float:
         """Its virtual time in seconds."""

@@ -75,5 +75,8 @@ PYBIND11_MODULE(_device, module) {
   module.def("processor_seconds", &processor_seconds);
   module.def("counts", &counts);
   module.def("trace", &take_trace);
-  module.def("event_time", [](intptr_t event) { return reinterpret_cast<Event*>(event)->time; });
+  module.def("event_time", [](intptr_t event) {
+    TORCH_CHECK(event, "the event must be recorded first");
+    return reinterpret_cast<Event*>(event)->time;
+  });
 }
