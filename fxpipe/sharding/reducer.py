@@ -28,6 +28,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
+from fxpipe.sharding.arrival import ArrivalHook, late
 from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
@@ -64,7 +65,7 @@ class Reducer(Gradients):
         super().__init__(alone, transport, way, tied)
         self._shared, self._capacity = {one.name: one for one in shared}, capacity
         self._buckets: list[FlatBucket] = []
-        self._hooks: dict[str, Any] = {}
+        self._hooks: dict[str, ArrivalHook] = {}
         self._claims: set[int] = set()
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
@@ -121,8 +122,7 @@ class Reducer(Gradients):
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         for one in self._shared.values() if len(self._hooks) < len(self._shared) else ():
             if one.parameter.requires_grad and one.name not in self._hooks:  # it may have been frozen until now
-                hook = partial(_arrived, weakref.ref(self), one.name)
-                self._hooks[one.name] = one.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks[one.name] = ArrivalHook(one.parameter, partial(_arrived, weakref.ref(self), one.name))
         self._sync = sync
         # Unsummed gradients of earlier calls must not be scaled with this call's. So nothing is summed until the factor
         # is known: this call's are scaled, the earlier ones join them, and one sum takes both.
@@ -161,18 +161,17 @@ class Reducer(Gradients):
             for bucket in mine:
                 bucket.awaited = {one.slot.name for one in bucket.members if one.parameter.requires_grad}
 
-    def arrived(self, name: str) -> None:
-        """A gradient is there. Its bucket goes once another one comes: the user's own hooks may follow this one."""
+    def arrived(self, name: str, is_final: bool) -> None:
+        """A gradient is there. Its bucket goes with it, or once another one comes where a hook of the user's follows."""
         bucket, one = self._home[name]
         if bucket.complete:
-            raise RunError(
-                f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
-                "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise late(name)
         self._go()
         bucket.collect(one)
         if bucket.awaited is not None:
             bucket.awaited.discard(name)
+        if is_final:
+            self._go()
 
     def _go(self) -> None:
         """Starts the buckets at the head of the queue that nothing is missing from."""
@@ -261,11 +260,11 @@ class Reducer(Gradients):
                 bucket.gathering = None
 
 
-def _arrived(reducer: weakref.ref[Reducer], name: str, parameter: nn.Parameter) -> None:
-    """A parameter's hook; it does not keep what a user has dropped."""
+def _arrived(reducer: weakref.ref[Reducer], name: str, is_final: bool) -> None:
+    """What a parameter's hook calls; it does not keep what a user has dropped."""
     alive = reducer()
     if alive is not None:
-        alive.arrived(name)
+        alive.arrived(name, is_final)
 
 
 def _kind(one: Shared, whole: bool) -> Kind:
