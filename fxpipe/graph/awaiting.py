@@ -25,11 +25,11 @@ class ReadsMore(nn.Module):
     """A module that may read parameters which it does not hold."""
 
 
-class _Here(threading.local):
+class _Awaited(threading.local):
     settle: Settle | None = None
 
 
-_here = _Here()
+_awaited = _Awaited()
 
 
 def settling(homes: Mapping[int, T], wait: Callable[[T], object]) -> Settle:
@@ -45,17 +45,17 @@ def settling(homes: Mapping[int, T], wait: Callable[[T], object]) -> Settle:
 
 def awaiting(settle: Settle, call: Callable[..., T], *args: Any) -> T:
     """``call(*args)``; the stage that runs in it awaits its parameters."""
-    _here.settle = settle
+    _awaited.settle = settle
     try:
         return call(*args)
     finally:
-        _here.settle = None
+        _awaited.settle = None
 
 
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
     """A stage's function, which waits for each parameter where it reads it; what is no captured code has all of them
     when this returns."""
-    settle, module = _here.settle, getattr(function, "__self__", None)
+    settle, module = _awaited.settle, getattr(function, "__self__", None)
     if settle is None:
         return function
     if isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
