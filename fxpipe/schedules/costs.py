@@ -36,7 +36,7 @@ class Costs:
     weight: tuple[float, ...]
     """The part of it that an action W does, the rest being I."""
     comm: float = 0.0
-    """The latency of a hop between two ranks."""
+    """What a message between two ranks takes. Each directed pair of ranks carries one at a time."""
     activation_bytes: tuple[float, ...] | None = None
     """What a stage holds of a micro-batch from its forward to the end of its backward; None where that is not known."""
     input_bytes: tuple[float, ...] | None = None
@@ -66,7 +66,7 @@ class Costs:
             forward: what an action F takes, and an R.
             backward: what an action B takes, and I and W together.
             weight: the part of ``backward`` that W does; None: half of it.
-            comm: the latency of a hop between two ranks.
+            comm: what a message between two ranks takes.
             activation_bytes: what a stage holds per micro-batch in flight, in bytes; None where that is not known.
             input_bytes: what it keeps of one between F and R, where it is recomputed; None: it counts for nothing.
             deferred_bytes: what it holds of one between I and W; None: as much as before.

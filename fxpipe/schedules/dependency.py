@@ -62,7 +62,8 @@ class Dependencies:
     """The forwards that a table has again, as R: a backward needs the R there, else the F."""
     groups: Groups = field(default_factory=dict)
     ahead: Mapping[int, int] = field(default_factory=dict)
-    """Of stages without backward, by how many micro-batches each may be ahead of its readers: ``held_back``."""
+    """Of stages without backward, how many values each may have made that its readers have not received:
+    ``held_back``."""
 
     @staticmethod
     def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
@@ -179,8 +180,9 @@ def held_back(
 ) -> Dependencies:
     """``free`` with the least caps by which a step takes no longer.
 
-    What a stage without backward has made and nobody has taken is held, so its F of micro-batch k waits for its
-    readers' F of k − cap. Where a table runs further ahead than the least caps, or would take longer, all caps are
+    What a stage without backward has made and nobody has taken is held, so its F of micro-batch k waits until its
+    readers' ranks have received k − cap. ``before`` has the readers' F of k − cap, which orders the table; ``simulate``
+    waits for the messages. Where a table runs further ahead than the least caps, or would take longer, all caps are
     doubled until it does not; a cap of all micro-batches is none.
 
     Nothing can deadlock by it: a table that simulates with these waits has an order in which all its actions can run,

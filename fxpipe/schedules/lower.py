@@ -114,7 +114,7 @@ def lower(
     its way, and for small messages, which may be posted before their place, so much as ``exchange.BURST`` says for
     each sender. What does not deadlock by these places does not by earlier ones.
     """
-    lowering = _Lowering(rows, edges, placement, backward, values, absent)
+    lowering = Lowering(rows, edges, placement, backward, values, absent)
     groups = holders(placement, backward, tied)
     lowered = []
     for rank, row in enumerate(rows):
@@ -162,7 +162,7 @@ def sharing(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashabl
     return shared
 
 
-class _Lowering:
+class Lowering:
     """The messages of a table: which action sends each, and which needs it first."""
 
     def __init__(
@@ -172,7 +172,7 @@ class _Lowering:
         placement: Placement,
         backward: Sequence[bool],
         values: Sequence[Hashable] | None,
-        absent: Collection[tuple[int, int]],
+        absent: Collection[tuple[int, int]] = (),
     ) -> None:
         self._rows, self._edges, self._groups = rows, edges, groups_of(rows)
         self._rank_of = RankOf.of(placement, self._groups)
@@ -191,15 +191,21 @@ class _Lowering:
                 self._places.setdefault((rank, use_of(action)), place)
         # rank and place → the messages that the action there makes, in order
         self.sent = [[tuple(self._made_by(action)) for action in row] for row in rows]
-        self._sent_at = {one: place for row in self.sent for place, messages in enumerate(row) for one in messages}
-        self._used_at = {message: self._first_use(message) for message in self._sent_at}
-        # sender → receiver, and receiver → sender → the messages between them in the order in which the sender makes
-        # them, which is that of the queue
-        self._from: list[dict[int, list[Message]]] = [{} for _ in rows]
-        self._to: list[dict[int, list[Message]]] = [{} for _ in rows]
-        for message in sorted(self._sent_at, key=lambda message: (message.sender, message.receiver)):
-            self._from[message.sender].setdefault(message.receiver, []).append(message)
-            self._to[message.receiver].setdefault(message.sender, []).append(message)
+        self.sent_at = {one: place for row in self.sent for place, messages in enumerate(row) for one in messages}
+        self.used_at = {message: self._first_use(message) for message in self.sent_at}
+        # (sender, receiver) → the messages between them in the order in which the sender makes them, which is that of
+        # the queue
+        self.queues: dict[tuple[int, int], list[Message]] = {}
+        for message in sorted(self.sent_at, key=lambda message: (message.sender, message.receiver)):
+            self.queues.setdefault((message.sender, message.receiver), []).append(message)
+        # message → the place that its receive is posted before: an action ahead, and in its sender's order
+        self.posted_at: dict[Message, int] = {}
+        for (_, rank), messages in self.queues.items():
+            # From the last to the first: none may be posted behind one that the sender sends later.
+            latest = len(rows[rank])
+            for message in reversed(messages):
+                latest = min(latest, max(self.used_at[message] - self._posted_ahead(message), 0))
+                self.posted_at[message] = latest
 
     def _made_by(self, action: Action) -> Iterator[Message]:
         """The messages that an action makes: of a value that several edges carry to one rank, one alone."""
@@ -228,16 +234,10 @@ class _Lowering:
         return self._places.get((message.receiver, use), len(self._rows[message.receiver]))
 
     def posts(self, rank: int) -> dict[int, list[Message]]:
-        """Place in the row → receives to post before it: an action ahead, and in each sender's own order."""
+        """Place in the row → receives to post before it, in each sender's own order."""
         posts: dict[int, list[Message]] = {}
-        for messages in self._to[rank].values():
-            # From the last to the first: none may be posted behind one that the sender sends later.
-            latest, placed = len(self._rows[rank]), []
-            for message in reversed(messages):
-                latest = min(latest, max(self._used_at[message] - self._posted_ahead(message), 0))
-                placed.append((latest, message))
-            for place, message in reversed(placed):
-                posts.setdefault(place, []).append(message)
+        for message in chain(*(queue for (_, receiver), queue in self.queues.items() if receiver == rank)):
+            posts.setdefault(self.posted_at[message], []).append(message)
         return posts
 
     def _posted_ahead(self, message: Message) -> int:
@@ -255,12 +255,14 @@ class _Lowering:
         Whoever got a message that the peer sent after it used ours knows that ours has arrived.
         """
         releases: dict[int, list[Message]] = {}
-        for peer, messages in self._from[rank].items():
-            answers = self._to[rank].get(peer, [])
-            made = [self._sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
-            soonest = list(accumulate((self._used_at[answer] for answer in reversed(answers)), min))[::-1]
+        for (sender, peer), messages in self.queues.items():
+            if sender != rank:
+                continue
+            answers = self.queues.get((peer, rank), [])
+            made = [self.sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
+            soonest = list(accumulate((self.used_at[answer] for answer in reversed(answers)), min))[::-1]
             for message in messages:
-                first = bisect_left(made, self._used_at[message])  # the answers from here on were made after its use
+                first = bisect_left(made, self.used_at[message])  # the answers from here on were made after its use
                 if first < len(answers):
                     releases.setdefault(soonest[first], []).append(message)
         return releases

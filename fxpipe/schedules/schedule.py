@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of, held_back
 from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
-from fxpipe.schedules.lower import Instruction, lower
+from fxpipe.schedules.lower import Instruction, Lowering, lower
 from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
 
 StrPath = str | os.PathLike[str]
@@ -174,6 +174,15 @@ class Schedule:
         """Each rank's instructions, with one message per edge of the stage graph."""
         return lower(self.rows, self.links, self.placement, self.backward, self.tied, self.dependencies.ahead)
 
+    @cached_property
+    def _messages(self) -> Lowering:
+        """The messages of the table. A stage's value goes once to each rank that needs it."""
+        from fxpipe.schedules.verify import check_cells
+
+        check_cells(self)
+        values = [source for source, _ in self.edges]
+        return Lowering(self.rows, self.links, self.placement, self.backward, values)
+
     def verify(self) -> None:
         """ScheduleError if an action is missing or repeated, a dependency is broken, or the ranks would hang."""
         from fxpipe.schedules.verify import verify
@@ -197,7 +206,7 @@ class Schedule:
             forward: what an action F takes; or all costs, as ``Costs``.
             backward: what an action B takes, and I and W together.
             weight: the part of ``backward`` that W does; None: half of it.
-            comm: the latency of a hop between ranks.
+            comm: what a message between two ranks takes. Each directed pair carries one at a time.
             activation_bytes: what a stage holds per micro-batch in flight.
 
         Raises:
@@ -289,6 +298,9 @@ class Timeline:
     """What ran beside the actions, where it was measured: a rank's in the order in which they were started."""
     spells: tuple[Spell, ...] = ()
     """Where it was measured, what each process did from the step's beginning to its end, one process after another."""
+    awaited: Mapping[Action, Action] = field(default_factory=dict)
+    """Of a plan with messages that take time, or with a stage that is held back: which action of another rank one
+    waited for, beyond its own rank's."""
 
     @cached_property
     def spent(self) -> tuple[Spent, ...]:
@@ -354,11 +366,13 @@ class Timeline:
 
         Where its rank was busy until then, that is the action in front of it.
         """
+        if action in self.awaited:
+            return Cause(self.awaited[action], True)
         # The action in front on the same rank counts first: where that ended last, nothing else was waited for.
         rank = self.schedule.rank(action)
         ahead = self._ahead.get(action)
         cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
-        for other in self.schedule.dependencies.before(action):
+        for other in self.schedule.dependencies.needs(action):
             if other in self.spans:
                 crosses = self.schedule.rank(other) != rank
                 arrival = self.spans[other].end + self.costs.comm * crosses

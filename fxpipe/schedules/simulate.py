@@ -7,7 +7,7 @@ to R it keeps the inputs alone. A group counts as all of its micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import rank_count, ranks_of
@@ -15,34 +15,82 @@ from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, in_order
+from fxpipe.schedules.lower import Message
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule, Span, Timeline
 
 
 @paused()
 def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None = None) -> Timeline:
-    """Runs every action as early as its row and its dependencies allow, the table's own where none are given.
+    """Runs every action as early as its row and its messages allow, the table's own dependencies where none are given.
     ScheduleError where it deadlocks."""
     spans: dict[Action, Span] = {}
     since: dict[Action, float] = {}
-    free = [0.0] * len(schedule.rows)
-    ran = [0] * len(schedule.rows)
-    rank_of, comm = schedule.rank_of, costs.comm
-    for rank, action, before in in_order(schedule.rows, dependencies or schedule.dependencies):
-        start = since[action] = free[rank]
-        for other in before:
-            arrival = spans[other].end
-            if comm and rank_of(other.stage, other.microbatch) != rank:
-                arrival += comm
-            if arrival > start:
-                start = arrival
-        end = free[rank] = start + costs.time(action)
+    awaited: dict[Action, Action] = {}
+    ready = [[0.0] for _ in schedule.rows]  # rank → when it stands ready for the action at each place of its row
+    dependencies = dependencies or schedule.dependencies
+    # Without either, a message is there when it is made: nothing has to be known of it.
+    links = _Links(schedule, costs.comm, dependencies.ahead, ready) if costs.comm or dependencies.ahead else None
+    for rank, action, before in in_order(schedule.rows, dependencies):
+        start = since[action] = ready[rank][-1]
+        if links is None:
+            start = max([start, *[spans[other].end for other in before]])
+        else:
+            for arrival, cause in links.awaited(rank):
+                if arrival > start:
+                    start = arrival
+                    awaited[action] = cause
+        end = start + costs.time(action)
         spans[action] = Span(start, end)
-        ran[rank] += 1
-    stuck = [str(row[count]) for row, count in zip(schedule.rows, ran, strict=True) if count < len(row)]
+        ready[rank].append(end)
+    rows = zip(schedule.rows, ready, strict=True)
+    stuck = [str(row[len(times) - 1]) for row, times in rows if len(times) <= len(row)]
     if stuck:
         raise ScheduleError(f"the table deadlocks at {', '.join(stuck)}; verify() says why")
-    return Timeline(schedule, spans, since, costs)
+    return Timeline(schedule, spans, since, costs, awaited=awaited)
+
+
+class _Links:
+    """When messages arrive, by the model of ``verify``: each directed pair of ranks has a link, which carries one
+    message at a time, in the sender's order, from when it is made, its receive is posted, and the link is free.
+
+    ``ready``: when each rank stands ready for each place of its row, as far as it has come.
+    """
+
+    def __init__(
+        self, schedule: Schedule, comm: float, ahead: Mapping[int, int], ready: Sequence[Sequence[float]]
+    ) -> None:
+        messages = self._messages = schedule._messages
+        self._rows, self._comm, self._ready = schedule.rows, comm, ready
+        self._arrived: dict[Message, float] = {}
+        self._free: dict[tuple[int, int], float] = {}  # link → when it is
+        self._coming = {pair: iter(queue) for pair, queue in messages.queues.items()}
+        # (rank, place) → what the action there waits for: what it needs, and, held back, what others are to receive
+        self._awaited: dict[tuple[int, int], list[Message]] = {}
+        for message, place in messages.used_at.items():
+            self._awaited.setdefault((message.receiver, place), []).append(message)
+        for rank in range(len(schedule.rows)) if ahead else ():
+            for place, sent in messages.waits(rank, ahead, {}).items():
+                self._awaited.setdefault((rank, place), []).extend(sent)
+
+    def awaited(self, rank: int) -> Iterator[tuple[float, Action]]:
+        """When each message that a rank's next action waits for arrives, and the action that made it, or, where others
+        are to receive it, behind which they post that. All before the action in ``in_order`` has run."""
+        for message in self._awaited.get((rank, len(self._ready[rank]) - 1), ()):
+            owner, place = message.sender, self._messages.sent_at[message]
+            if owner == rank and self._messages.posted_at[message]:
+                owner, place = message.receiver, self._messages.posted_at[message] - 1
+            yield self._arrival(message), self._rows[owner][place]
+
+    def _arrival(self, message: Message) -> float:
+        pair = message.sender, message.receiver
+        # What stands in front of it on the link was made earlier, and its receive posted no later: both are known.
+        while message not in self._arrived:
+            first = next(self._coming[pair])
+            made = self._ready[first.sender][self._messages.sent_at[first] + 1]
+            posted = self._ready[first.receiver][self._messages.posted_at[first]]
+            self._free[pair] = self._arrived[first] = max(made, posted, self._free.get(pair, 0.0)) + self._comm
+        return self._arrived[message]
 
 
 def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
@@ -60,6 +108,8 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
     A head is the longest forward path to a stage of the rank, before the rank can begin; a tail the longest backward
     path behind its last gradient. G is what a stage needs before it sends a gradient: B, or, where the table splits
     its backward, I alone, for the W's may come last. Without a split that is head + m·Σ(F + B) + tail.
+
+    A message counts with its own time: what it waits for its link comes on top, in no bound.
 
     An R counts as work, and not in tails, for it need not wait. A gathered stage has m / K actions; its head has K
     forwards of each stage that feeds it, and the tails of those K gradients. ``groups``: K of each stage, where the

@@ -31,7 +31,7 @@ Event = Action | Message | Reduce
 @paused()
 def verify(schedule: Schedule) -> None:
     """ScheduleError, with the table and the failing cells marked, unless every rank gets to the end of its row."""
-    _check_cells(schedule)
+    check_cells(schedule)
     _check_complete(schedule)
     _check_edges(schedule)
     machine = Machine(schedule.instructions, schedule.links, schedule.backward)
@@ -53,7 +53,7 @@ def execution_order(
     return order
 
 
-def _check_cells(schedule: Schedule) -> None:
+def check_cells(schedule: Schedule) -> None:
     """Every action is of a group of its stage's, on its rank, and there once."""
     found: set[Action] = set()
     for rank, row in enumerate(schedule.rows):

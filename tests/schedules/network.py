@@ -91,7 +91,10 @@ class Network:
         while first and second and first[0][0] != second[0][0]:
             (_, sent), (_, posted) = first.pop(0), second.pop(0)
             assert sent == posted, f"{sent} lands in the buffer of {posted}"
-            self.over.add(sent)
+            self.meet(sent)
+
+    def meet(self, message: Message) -> None:
+        self.over.add(message)
 
     def rank(self, stage: int, microbatch: int) -> int:
         place = self.placement[stage]
@@ -121,6 +124,50 @@ class Network:
                 if op in GRADIENT and source == stage and self.backward[target]:
                     found.add(gradient_of(target, j, self.halved))
         return found
+
+
+class Clocked(Network):
+    """The same with a clock at each rank: a transfer begins when both of its ends have been issued and the one before
+    it between these two ranks is over, and takes ``comm``. ``times``: what each action takes. A stage's value goes once
+    to each rank that needs it."""
+
+    def __init__(self, schedule: Schedule, times: Callable[[Action], float], comm: float) -> None:
+        edges = [Value(*edge, 0) for edge in schedule.edges]
+        sources = [edge.source for edge in edges]
+        rows, ahead = schedule.rows, schedule.dependencies.ahead
+        lowered = lower(rows, edges, schedule.placement, schedule.backward, (), ahead, sources)
+        super().__init__(lowered, edges, schedule.placement, schedule.backward)
+        self.times, self.comm = times, comm
+        self.now = [0.0] * len(rows)
+        self.issued: dict[tuple[int, Message], float] = {}
+        self.arrived: dict[Message, float] = {}
+        self.spans: dict[Action, tuple[float, float]] = {}
+        sent = [step.message for row in lowered for step in row if isinstance(step, Send)]
+        self.carrier = {(sources[one.edge], *one[1:]): one for one in sent if one.op is Op.F}
+
+    def inputs(self, action: Action) -> set[Message]:
+        return {
+            message if message.op is not Op.F else self.carrier[self.edges[message.edge].source, *message[1:]]
+            for message in super().inputs(action)
+        }
+
+    def step(self, rank: int) -> None:
+        step = self.instructions[rank][self.place[rank]]
+        if isinstance(step, Compute):
+            start = max([self.now[rank], *(self.arrived[message] for message in self.inputs(step.action))])
+            self.now[rank] = start + self.times(step.action)
+            self.spans[step.action] = start, self.now[rank]
+        elif isinstance(step, Release):
+            self.now[rank] = max(self.now[rank], self.arrived[step.message])
+        elif not isinstance(step, Reduce):
+            self.issued[rank, step.message] = self.now[rank]
+        super().step(rank)
+
+    def meet(self, message: Message) -> None:
+        same = (one for one in self.arrived if one[3:] == message[3:])
+        both = self.issued[message.sender, message], self.issued[message.receiver, message]
+        self.arrived[message] = max([*both, *map(self.arrived.__getitem__, same)]) + self.comm
+        super().meet(message)
 
 
 def network(schedule: Schedule, values: Sequence[Value], queue_of: QueueOf = per_directed_pair) -> Network:

@@ -11,7 +11,7 @@ import pytest
 from fxpipe.schedules import Costs, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies
-from fxpipe.schedules.lower import Compute, Instruction, Release, Send
+from fxpipe.schedules.lower import Compute, Instruction, Receive, Release, Send
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.simulate import simulate
 from fxpipe.schedules.verify import execution_order
@@ -43,18 +43,39 @@ def most_ahead(schedule: Schedule, order: Sequence[Action]) -> Counter[int]:
 
 
 def test_at_no_costs_is_a_stage_further_ahead_than_its_cap() -> None:
-    capped, draw = 0, random.Random(0)
+    """Of one on another rank it counts what is received: that begins once the reader's rank has come to the action in
+    front of the one that reads it, which posts the receive."""
+    capped, draw, comm = 0, random.Random(0), 0.25
     for schedule in tables():
         caps = schedule.dependencies.ahead
         costs = [draw.choice([0.5, 1, 3]) for _ in schedule.placement]
-        spans = schedule.simulate(costs, [2 * cost for cost in costs], comm=0.25).spans
+        spans = schedule.simulate(costs, [2 * cost for cost in costs], comm=comm).spans
+        posted = posts(schedule)
         for stage, cap in caps.items():
             for reader in {t for source, t in schedule.edges if source == stage}:
                 for j in range(cap, schedule.microbatches):
-                    taken = spans[Action(reader, Op.F, j - cap)].end
-                    assert taken <= spans[Action(stage, Op.F, j)].start
+                    start = spans[Action(stage, Op.F, j)].start
+                    if schedule.placement[reader] == schedule.placement[stage]:
+                        assert spans[Action(reader, Op.F, j - cap)].end <= start
+                    else:
+                        before = posted[stage, schedule.placement[reader], j - cap]
+                        assert (spans[before].end if before else 0) + comm <= start
                     capped += 1
     assert capped > 100
+
+
+def posts(schedule: Schedule) -> dict[tuple[int, object, int], Action | None]:
+    """(stage, other rank, micro-batch) → the action behind which the receive of the stage's value is posted there."""
+    found: dict[tuple[int, object, int], Action | None] = {}
+    for row in schedule.instructions:
+        last = None
+        for step in row:
+            if isinstance(step, Compute):
+                last = step.action
+            elif isinstance(step, Receive) and step.message.op is Op.F:
+                _, _, microbatch, _, receiver = step.message
+                found.setdefault((schedule.edges[step.message.edge][0], receiver, microbatch), last)
+    return found
 
 
 def test_a_step_takes_no_longer_than_without_caps() -> None:

@@ -112,7 +112,7 @@ def jittered(schedule: Schedule, costs: Costs, draw: random.Random) -> Timeline:
         since = free[rank] + draw.uniform(0, 0.1)
         arrivals = [
             ends[other] + (costs.comm + 0.1) * (schedule.placement[other.stage] != rank)
-            for other in schedule.dependencies.before(action)
+            for other in schedule.dependencies.needs(action)
         ]
         start = max([since, *arrivals])
         ends[action] = free[rank] = start + costs.time(action) * draw.uniform(1, 1.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,8 @@ def test_a_cause_on_the_same_rank_does_not_cross() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_critical_path_leads_from_0_to_the_makespan_without_a_gap_but_latency(name: str) -> None:
+def test_the_critical_path_leads_from_0_to_the_makespan_without_a_gap_but_messages(name: str) -> None:
+    """Whose link may be busy, and whose receive may be posted late; and a frozen stage may be held back."""
     for seed in range(60):
         graph = random_bare(seed, frozen=seed % 2 == 0)
         draw = random.Random(seed)
@@ -51,9 +53,9 @@ def test_the_critical_path_leads_from_0_to_the_makespan_without_a_gap_but_latenc
         assert path[0].start == 0
         assert path[-1].end == timeline.makespan
         crossings = [bool(cause and cause.crosses) for cause in map(timeline.cause, timeline.critical_path)]
-        for first, second, crosses in zip(path, path[1:], crossings[1:], strict=False):
-            assert second.start == first.end + comm * crosses
-        assert timeline.makespan == sum(span.duration for span in path) + comm * sum(crossings)
+        gaps = [second.start - first.end for first, second in pairwise(path)]
+        assert all(gap >= comm if crosses else gap == 0 for gap, crosses in zip(gaps, crossings[1:], strict=True))
+        assert timeline.makespan == sum(span.duration for span in path) + sum(gaps)
 
 
 def test_each_rank_has_a_bubble_of_its_own_and_their_mean_is_the_bubble() -> None:

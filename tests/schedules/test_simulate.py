@@ -12,7 +12,8 @@ from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Timeline
-from tests.graphs import FAMILIES, JOINED, bare, before, chain, halves, joined, random_bare
+from tests.graphs import FAMILIES, JOINED, bare, chain, halves, joined, random_bare
+from tests.schedules.network import Clocked
 from tests.thinned import seeds
 
 
@@ -82,30 +83,66 @@ def test_the_bubble_is_the_mean_over_ranks_of_their_idle_part() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_action_starts_when_its_rank_is_free_and_its_inputs_are_here(name: str) -> None:
+def test_every_action_starts_when_its_rank_is_free_and_its_messages_are_here(name: str) -> None:
+    """As ranks do that run the lowered instructions, one message at a time between each two."""
     for seed in seeds(60):
         graph = random_bare(seed, frozen=seed % 2 == 0)
         draw = random.Random(seed)
-        forward, backward = ([draw.randint(1, 5) for _ in range(graph.stages)] for _ in range(2))
-        comm = draw.choice([0, 1, 3])
-        schedule = graph.build(name, 4)
-        weight = [draw.randint(0, whole) for whole in backward]
+        forward, backward = ([draw.choice([0.25, 1, 2, 5]) for _ in range(graph.stages)] for _ in range(2))
+        comm = draw.choice([0, 0.25, 1, 3, 6])
+        schedule = graph.build(name, 6)
+        weight = [draw.choice([0, 0.25, 0.5, 1]) * whole for whole in backward]
         cost = {Op.F: forward, Op.B: backward, Op.I: list(map(operator.sub, backward, weight)), Op.W: weight}
         result = schedule.simulate(forward, backward, weight, comm=comm)
-        halved = {(action.stage, action.microbatch) for row in schedule.rows for action in row if action.op is Op.I}
+        ranks = Clocked(schedule, lambda action, cost=cost: cost[action.op][action.stage], comm)
+        assert ranks.ends(seed)
+        assert result.spans == ranks.spans
         assert result.makespan == max(span.end for span in result.spans.values())
-        for rank, row in enumerate(schedule.rows):
-            free = 0.0
-            for action in row:
-                arrivals = [
-                    result.spans[other].end + comm * (graph.placement[other.stage] != rank)
-                    for other in before(graph, action, halved, schedule.dependencies.ahead)
-                ]
-                start, end = result.spans[action]
-                assert result.since[action] == free
-                assert start == max([free, *arrivals])
-                assert end == start + cost[action.op][action.stage]
-                free = end
+        for row in schedule.rows:
+            ends = [0.0, *(result.spans[action].end for action in row)]
+            assert [result.since[action] for action in row] == ends[:-1]
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize("comm", [0, 0.5, 1, 1.5, 2, 5])
+def test_a_link_carries_one_message_at_a_time(comm: float) -> None:
+    """GPipe on a chain of p: the last rank's forwards come as fast as ranks make them and links carry them, and so do
+    the first rank's gradients: (m − 1)(max(F, c) + max(B, c)) + p(F + B) + 2(p − 1)c."""
+    p, m, f, b = 4, 16, 1, 2
+    timeline = build("gpipe", chain(p), m).simulate(f, b, comm=comm)
+    assert timeline.makespan == (m - 1) * (max(f, comm) + max(b, comm)) + p * (f + b) + 2 * (p - 1) * comm
+
+
+def test_a_value_of_several_stages_goes_to_a_rank_once_and_each_of_its_gradients_by_itself() -> None:
+    """Stage 0 feeds 1 and 2, both on rank 1; c = 3: 2F0 needs no message of its own, and 0B0 two gradients, of which
+    the first, made at 4 + 2 + 2, leaves while the second is made."""
+    spans = bare(((0, 1), (0, 2)), 3, (0, 1, 1)).build("gpipe", 1).simulate(comm=3).spans
+    first, second = sorted(spans[Action(stage, Op.B, 0)].end for stage in (1, 2))
+    assert sorted(spans[Action(stage, Op.F, 0)].start for stage in (1, 2)) == [1 + 3, 1 + 3 + 1]
+    assert (first, second) == (8, 10)
+    assert spans[Action(0, Op.B, 0)].start == max(second, first + 3) + 3
+
+
+def test_a_transfer_begins_when_its_receive_is_posted_an_action_ahead_of_its_use() -> None:
+    """Rank 1 posts the receive of micro-batch 1 in front of 1B0, at 1 + 3 + 1 = 5, long after it was made; it is there
+    at 5 + 3, and 1B0, of 2, ends at 7."""
+    spans = build("1f1b", chain(2), 2).simulate(comm=3).spans
+    assert spans[Action(0, Op.F, 1)].end == 2
+    assert spans[Action(1, Op.B, 0)].end == 7
+    assert spans[Action(1, Op.F, 1)].start == 8
+
+
+@pytest.mark.parametrize("comm", [0, 0.25, 0.5])
+def test_a_stage_that_is_held_back_waits_until_its_values_are_received_and_not_until_they_are_used(comm: float) -> None:
+    """GPipe behind a frozen stage: it is held back by no more than messages hide, so forwards and backwards follow one
+    another: m F + (p − 1)(F + c), and then m B + (p − 2)(B + c)."""
+    p, m, f, b = 4, 8, 1, 2
+    schedule = build("gpipe", chain(p), m, backward=[False] + [True] * (p - 1))
+    assert schedule.dependencies.ahead[0] == 2
+    forwards, backwards = m * f + (p - 1) * (f + comm), m * b + (p - 2) * (b + comm)
+    assert schedule.simulate(f, b, comm=comm).makespan == forwards + backwards
 
 
 def test_the_costs_of_a_plan_can_be_given_as_one_value() -> None:
