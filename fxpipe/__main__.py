@@ -1,4 +1,4 @@
-"""``python -m fxpipe``: schedules and topologies on paper, without torch or torchrun; previews, and checkpoints."""
+"""``python -m fxpipe``: schedules and topologies on paper, without torch or torchrun; previews, checkpoints, links."""
 
 from __future__ import annotations
 
@@ -68,6 +68,13 @@ examples:
   python -m fxpipe checkpoint show run/step-000812
   python -m fxpipe checkpoint verify run
   python -m fxpipe checkpoint export run exported --config config.json
+"""
+_DOCTOR = """\
+at most two minutes; a part that fails names itself, and the others go on. A bug report should hold what this prints
+
+examples:
+  torchrun --nproc-per-node 8 -m fxpipe doctor --json doctor.json
+  python -m fxpipe preview train:model_and_batch --pipe 8 --hardware doctor.json
 """
 
 
@@ -263,6 +270,15 @@ def _checkpoint(args: argparse.Namespace) -> None:
         print({"show": commands.show, "verify": commands.verify}[args.what](path))
 
 
+# --- doctor ---
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from fxpipe.doctor import Doctor  # which needs torch
+
+    Doctor(args.pipe, args.ranks_per_node).check_up(args.json)
+
+
 # --- words: argparse names these functions where one raises a ValueError, "invalid edges value" ---
 
 
@@ -312,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     """The parser of the command line. What it parses has ``run``, the function of the command."""
     whole = argparse.ArgumentParser(
         prog="python -m fxpipe",
-        description="Schedules and topologies on paper: no torch, no torchrun, no model. Previews, and checkpoints.",
+        description="Schedules and topologies on paper: no torch, no torchrun, no model. Previews, checkpoints, links.",
         epilog=_OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -324,6 +340,7 @@ def _parser() -> argparse.ArgumentParser:
         ("topology", _topology, _add_topology, "print a topology's groups of ranks", _TOPOLOGY),
         ("preview", _preview, _add_preview, "what a model would hold and take on each rank", _PREVIEW),
         ("checkpoint", _checkpoint, _add_checkpoint, "show, verify or export what is saved", _CHECKPOINT),
+        ("doctor", _doctor, _add_doctor, "measure links, devices and a small pipeline where it is started", _DOCTOR),
     ):
         command = commands.add_parser(
             name,
@@ -425,6 +442,13 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     add("--bytes", type=costs, metavar="N[,…]", help="what a stage holds of it from forward to backward")
     add("--deferred-bytes", type=costs, metavar="N[,…]", help="what it holds of it between I and W; --bytes")
     add("--input-bytes", type=costs, metavar="N[,…]", help="what it keeps of it where it is recomputed")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--pipe", type=int, metavar="N", help="ranks of a pipeline, the others being replicas; as many as 8")
+    add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; those of a host")
+    add("--json", metavar="PATH", help="write all ranks' figures; --hardware of preview takes the file")
 
 
 # --- running it ---

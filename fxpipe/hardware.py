@@ -20,7 +20,7 @@ from fxpipe.errors import RunError, nearest
 from fxpipe.small_file import read_small, write_whole
 from fxpipe.validation import is_number, is_text, shown
 
-_MOST_BYTES = 10_000
+_MOST_BYTES = 10_000_000
 _MOST = 1e100
 """Of a figure: sums and products of them stay finite."""
 
@@ -108,7 +108,7 @@ class Hardware:
         if torch.cuda.is_available():
             here = torch.cuda.get_device_name()
         if not file.exists():
-            write_whole(file, json.dumps({_DEVICE: here, **_measure()}, indent=1).encode() + b"\n")
+            write_whole(file, json.dumps({_DEVICE: here, **measure()}, indent=1).encode() + b"\n")
         found = _figures_in(file)
         there = found.pop(_DEVICE, here)
         if there != here:
@@ -120,7 +120,7 @@ class Hardware:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Hardware:
-        """What a JSON file says: figure → number, as ``measured`` writes it.
+        """What a JSON file says: figure → number, as ``measured`` writes it; or that of ``python -m fxpipe doctor``.
 
         Raises:
             RunError: it is no such file.
@@ -214,6 +214,7 @@ def _figures_in(path: str | os.PathLike[str]) -> dict[str, Any]:
         found: Any = json.loads(read_small(path, _MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise RunError(f"{os.fspath(path)} is no JSON: {error}") from None
+    found = found.get("hardware", found) if isinstance(found, dict) else found  # in the doctor's file
     if not isinstance(found, dict):
         raise RunError(f"{os.fspath(path)} holds {shown(found)}; it is a dict figure -> number")
     _check_names(found.keys() - {_DEVICE}, os.fspath(path))
@@ -228,11 +229,11 @@ def _check_names(names: Iterable[str], what: str) -> None:
 
 # --- measuring ---
 
-ON_A_GPU, ON_A_CPU = (8192, 2**28), (1024, 2**24)
+ON_A_GPU, ON_A_CPU = (8192, 2**28), (512, 2**24)
 """The width of the matrices, and the numbers copied."""
 
 
-def _measure() -> dict[str, float]:
+def measure() -> dict[str, float]:
     """The figures of the device at hand: of a GPU, or else of the CPU with torch's threads."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -253,13 +254,16 @@ def _measure() -> dict[str, float]:
 
 
 def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 4) -> float:
-    """The median of several runs of so many calls, for one of them; the first run, which warms up, is left out."""
-    times = []
-    for _ in range(6):
+    """The median of several runs of so many calls, for one of them. The first run, one call that warms up, is left out,
+    unless it took a second: a CPU may have no products of 2 bytes."""
+    times, until = list[float](), time.perf_counter() + 1.0
+    for count in (1, *[calls] * 5):
+        if times and time.perf_counter() > until:
+            break
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(count):
             call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times[1:])
+        times.append((time.perf_counter() - start) / count)
+    return statistics.median(times[1:] or times)

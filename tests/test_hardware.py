@@ -59,7 +59,7 @@ def test_what_is_wrong_or_missing_is_told(make: Any, told: str) -> None:
 def test_what_was_measured_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, measured = tmp_path / "here.json", []
     figures = {"flops": 1e12, "flops_16": 2e12, "bandwidth": 1e11, "launch": 1e-6}
-    monkeypatch.setattr("fxpipe.hardware._measure", lambda: measured.append(1) or figures)
+    monkeypatch.setattr("fxpipe.hardware.measure", lambda: measured.append(1) or figures)
     for _ in range(2):
         assert Hardware.measured(file, link=1e9) == Hardware(**figures, link=1e9)
     assert len(measured) == 1

@@ -33,6 +33,7 @@ FLOORS = """
     sharding
     run
     compiler
+    doctor
     __init__ __main__
 """
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS.split("\n")) for package in packages.split()}

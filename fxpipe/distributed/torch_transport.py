@@ -413,13 +413,16 @@ class DistributedTransport:
     def _destroy(self, why: str) -> None:
         self._closed = why
         self.watchdog.put_down(self.number)
-        groups = {*(link.group for link in self._links.values()), *self._groups.values(), *self._hosts.values()}
+        groups = self.process_groups()
         self._links.clear()
         self._groups.clear()
         self._hosts.clear()
         while groups:
             with contextlib.suppress(ValueError):  # it has ended with torch.distributed itself
                 dist.destroy_process_group(groups.pop())
+
+    def process_groups(self) -> set[dist.ProcessGroup]:
+        return {*(link.group for link in self._links.values()), *self._groups.values(), *self._hosts.values()}
 
     def explain(self, lost: PeerLost) -> str:
         with ends_later():

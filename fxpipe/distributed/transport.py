@@ -8,7 +8,7 @@ rank). The tests have a third, ``StrictTransport``, which behaves as NCCL does, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -97,6 +97,10 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Gives back the connections. Nothing may be under way."""
+
+    def process_groups(self) -> Collection[object]:
+        """Those that this rank has made and not given back."""
+        return ()
 
     def explain(self, lost: PeerLost) -> str:
         """Says why a wait ended: which rank failed, and how."""

@@ -1,0 +1,67 @@
+"""Link speed: what messages between pipe ranks and sums over the data axis take, on a pipeline's own transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.stopwatch import clock_of
+from fxpipe.distributed.transport import Transport
+
+_TURNS = 10
+_COPIES = 20  # of a large buffer: a GPU needs more time for them than its host for launching all turns
+
+
+def link_speeds(transport: Transport, per_node: int, numbers: int) -> dict[str, float]:
+    """Of messages from this rank to the next in its pipeline, and of sums over its data group: what the smallest takes,
+    and a link's bandwidth, by how much longer one of so many numbers takes.
+
+    Each message waits for the one before it, which came the other way. Over a ring's links go 2n(k − 1)/k of the n
+    bytes that k ranks all-reduce, and half as many where they reduce-scatter them.
+    """
+    pipe, data, here = transport.ranks("pipe"), transport.ranks("data"), transport.pipe_rank
+    size, found = len(data), dict[str, float]()
+    buffer, spare = (torch.zeros(numbers // size * size, device=transport.device) for _ in range(2))
+
+    def there_and_back(low: int, part: Tensor) -> None:
+        for pair in ((low, low + 1), (low + 1, low)):
+            (transport.send if here == pair[0] else transport.receive)(pair, part).wait()
+
+    def reduce(operation: str, part: Tensor) -> None:
+        buffers = (part,) if operation == "all_reduce" else (spare[: len(part) // size], part)
+        transport.start([Collective(operation, "data", *buffers)], "doctor").wait()
+
+    # What, its ranks, a turn of it, the messages of a turn, and how often a link carries the buffer. Pairs that share a
+    # rank run one behind the other.
+    lows = [low for low in range(len(pipe) - 1) if here in (low, low + 1)]
+    turns = [("message", pipe[low : low + 2], partial(there_and_back, low), 2, 2.0) for low in lows]
+    for operation, rounds in (("all_reduce", 2), ("reduce_scatter", 1)) if size > 1 else ():
+        turns.append((operation, data, partial(reduce, operation), 1, rounds * (size - 1) / size))
+    for what, ranks, turn, messages, carried in turns:
+        parts = buffer[:size], buffer
+        small, large = (_seconds(partial(turn, part), buffer, spare) for part in parts)
+        # On a busy machine the smallest message may take longer than the large one.
+        rate = carried * (buffer.nbytes - parts[0].nbytes) / (large - small if large > small else large)
+        where = "inside nodes" if ranks[0] // per_node == ranks[-1] // per_node else "between nodes"
+        if what != "message" or ranks[0] == transport.rank:  # of a pair the first one reports
+            found[f"{what} {where}: latency [µs]"] = small / messages * 1e6
+            found[f"{what} {where}: bandwidth [GB/s]"] = rate / 1e9
+    return found
+
+
+def _seconds(turn: Callable[[], None], buffer: Tensor, spare: Tensor) -> float:
+    """The median of several turns by the device's clock, without the first one, in which a rank waits for others."""
+    clock = clock_of(buffer.device)
+    for _ in range(_COPIES if buffer.device.type != "cpu" else 0):  # meanwhile the host launches all turns
+        spare.copy_(buffer)
+    marks = [clock.mark()]
+    for _ in range(_TURNS + 1):
+        turn()
+        marks.append(clock.mark())
+    return median(end - start for start, end in pairwise(clock.seconds(marks)[1:]))

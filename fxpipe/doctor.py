@@ -1,0 +1,221 @@
+"""Doctor: ``python -m fxpipe doctor`` looks at a cluster in parts, one behind another, each of which may fail alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from fxpipe.compiler import compile
+from fxpipe.distributed.activity import announced
+from fxpipe.distributed.grid import abbreviated
+from fxpipe.distributed.link_speed import link_speeds
+from fxpipe.distributed.processes import connect, init, slurm_place, torchrun_place
+from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.torch_transport import facts_of
+from fxpipe.distributed.traffic import DATA_AXIS
+from fxpipe.distributed.transport import failing_together
+from fxpipe.errors import RunError, describe_error
+from fxpipe.hardware import Hardware, measure
+from fxpipe.run.forward_backward import ForwardBackward
+from fxpipe.schedules.comparison import compare
+
+TIMEOUT = 60.0
+"""Seconds that any wait may take."""
+ON_A_GPU, ON_A_CPU = (2**24, 4096, 1024), (2**20, 256, 64)
+"""Numbers of a large message, the width of a layer, and the rows of a micro-batch."""
+_MOST_PIPE, _ALONE = 8, 4  # ranks of a pipeline, unless the command says; and of one that a single process plays
+
+_UNITS = {"µs": 1e-6, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12}
+
+Figures = dict[str, Any]
+"""What was found, with its unit in brackets → a number, or words: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
+
+
+class Doctor:
+    """A rank of it. Ranks agree over ``_control``, which no part uses for anything else."""
+
+    def __init__(self, pipe: int | None, ranks_per_node: int | None) -> None:
+        self._device, place = init(TIMEOUT), torchrun_place(os.environ) or slurm_place(os.environ)
+        world = place.world_size if place else pipe or _ALONE
+        pipe = pipe or next(size for size in range(_MOST_PIPE, 0, -1) if world % size == 0)
+        self._topology = Topology.fit(world, pipe=pipe, ranks_per_node=ranks_per_node)
+        self._control = connect(self._topology, TIMEOUT)
+        self._control.open((), (), {"all": [range(world)]})
+        self._step: ForwardBackward | None = None
+        self._module = torch.get_device_module(self._device)
+        self._numbers, self._width, self._rows = ON_A_CPU if self._device.type == "cpu" else ON_A_GPU
+
+    def check_up(self, path: str | None) -> None:
+        """Prints what all ranks find, and writes it as JSON. A collective call; RunError where a part has failed."""
+        several, leads = self._control.pipe_rank is not None, self._control.rank == 0
+        parts: dict[str, dict[str, Any]] = {}
+        for part in (self.versions, self.nodes, self.device, *[self.links] * several, self.pipeline, self.overlap):
+            name = part.__name__
+            parts[name] = self._run(name, part)
+            if leads:  # at once: NCCL may end this process in a later part
+                print(_table(name, **parts[name]), flush=True)
+        if leads:
+            hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])
+            print(hardware if several else f"links need several processes, as torchrun starts them\n{hardware}")
+            if path is not None:
+                figures = {name: value for name, value in vars(hardware).items() if value is not None}
+                found = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
+                Path(path).write_text(json.dumps(found, indent=1))
+            if failed := [name for name, part in parts.items() if any(part["errors"])]:
+                raise RunError(f"failed: {', '.join(failed)}")
+
+    def _run(self, name: str, part: Callable[[Figures], None]) -> dict[str, Any]:
+        start, found, error = time.perf_counter(), Figures(), ""
+        with announced(f"doctor: {name}"):
+            try:
+                part(found)
+            except Exception as failure:
+                error = describe_error(failure)
+            ranks, errors = zip(*self._control.gather("all", (found, error)), strict=True)
+        return {"seconds": time.perf_counter() - start, "ranks": ranks, "errors": errors}
+
+    def versions(self, found: Figures) -> None:
+        found |= {name.removeprefix("the version of "): fact for name, fact in facts_of(self._topology, {}).items()}
+        found |= {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
+        with suppress(AttributeError):  # of a device, or a build, without it
+            found["NCCL"] = ".".join(map(str, self._module.nccl.version()))
+        with suppress(OSError):
+            found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+
+    def nodes(self, found: Figures) -> None:
+        """Hosts are nodes, unless the command has said how many ranks a node has."""
+        found |= {"host": platform.node(), "device": getattr(self._module, "get_device_name", platform.machine)()}
+        hosts = self._control.gather("all", platform.node())
+        count = hosts.count(hosts[0])
+        if self._topology.ranks_per_node is None and count < len(hosts):
+            if hosts != [host for host in hosts[::count] for _ in range(count)]:
+                raise RunError(f"write --ranks-per-node: hosts have not equally many ranks each, in a row: {hosts}")
+            self._topology = Topology(self._topology.axes, count)
+        found["ranks in a node"] = self._topology.ranks_per_node or self._topology.world_size
+
+    def device(self, found: Figures) -> None:
+        units = {"bandwidth": "GB/s", "launch": "µs", "memory": "GB"}
+        measured = [(name, units.get(name, "TFLOP/s"), value) for name, value in measure().items()]
+        found |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
+
+    def links(self, found: Figures) -> None:
+        """On a transport of its own, so that what fails on it, on all ranks, leaves the others alone."""
+        topology, free = self._topology, getattr(self._module, "mem_get_info", lambda: (0, 0))
+        pairs, before = list(pairwise(range(topology.size("pipe")))), free()[0]
+        transport = connect(topology, TIMEOUT)
+        with failing_together(transport, transport.abort):
+            transport.open([*pairs, *(pair[::-1] for pair in pairs)], ())
+            found |= {
+                "process groups": len(transport.process_groups()),
+                "their memory [GB]": (before - free()[0]) / 1e9,
+            }
+            found |= link_speeds(transport, topology.ranks_per_node or topology.world_size, self._numbers)
+        transport.close()
+
+    def pipeline(self, found: Figures) -> None:
+        """A layer for each stage: loss and gradients beside plain PyTorch's, micro-batch for micro-batch."""
+        loss_fn, stages, replicas = nn.functional.mse_loss, self._topology.size("pipe"), self._topology.data_size
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(self._width, self._width), nn.GELU()) for _ in range(stages))
+        model, count = nn.Sequential(*layers).to(self._device), 2 * stages
+        plain, cuts = copy.deepcopy(model), [str(stage) for stage in range(1, stages)]
+        step = compile(model, self._topology, loss_fn=loss_fn, boundaries=cuts, microbatches=count, timeout=TIMEOUT)
+
+        def batch(replica: int) -> list[Tensor]:
+            numbers, shape = torch.Generator(self._device).manual_seed(replica), (count * self._rows, self._width)
+            return [torch.randn(shape, device=self._device, generator=numbers) for _ in range(2)]
+
+        mine, loss = batch(self._topology.data_rank), torch.zeros((), device=self._device)
+        self._step, self._batch = step, mine
+        pairs: list[tuple[Any, Any]] = [(step(mine[0], target=mine[1]), loss)]
+        for replica in range(replicas):
+            for one in zip(*(whole.chunk(count) for whole in batch(replica)), strict=True):
+                part = loss_fn(plain(one[0]), one[1]) * (1 / (count * replicas))
+                torch.autograd.backward(part)
+                loss += part.detach()
+        expected = dict(plain.named_parameters())
+        pairs += [(one.grad, expected[name].grad) for name, one in step.named_parameters()]
+        worst = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max().item()
+        found["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
+        if not worst <= (1e-5 if replicas > 1 else 0.0):  # NaN, too; replicas are summed in any order
+            raise RunError("loss or gradients are not those of plain PyTorch")
+
+    def overlap(self, found: Figures) -> None:
+        """A step of it beside its table at the costs that were measured in the same step."""
+        if self._step is None:
+            raise RunError("no pipeline was compiled")
+        step, rank, (x, target) = self._step, self._control.pipe_rank, self._batch
+        step.record_timeline()
+        step(x, target=target)  # warms up
+        watch = getattr(self._module, "set_sync_debug_mode", lambda mode: None)
+        watch("warn")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            step(x, target=target)
+        watch("default")
+        waits = [f"{Path(one.filename).name}:{one.lineno}" for one in warned if "synchronizing" in str(one.message)]
+        found["host waits"] = ", ".join(waits) or "none, as far as the device tells"
+        exposed = sum(row.exposed for row in step.traffic().rows if row.scope in DATA_AXIS)
+        timeline = step.timeline()
+        costs, simulate = timeline.costs, timeline.schedule.simulate
+        found["makespan [ms]"] = timeline.makespan * 1e3
+        if rank is not None:  # one process plays all ranks in turns, and nothing overlaps
+            planned = simulate(costs).makespan
+            found |= {"forward, median stage [ms]": median(costs.forward) * 1e3, "hop [ms]": costs.comm * 1e3}
+            found |= {"planned at these [ms]": planned * 1e3, "longer [%]": (timeline.makespan / planned - 1) * 100}
+            # What a rank waits in a plan whose messages take no time is the bubble.
+            share = compare(simulate(replace(costs, comm=0.0)), timeline).shares[rank]
+            found["exposed: messages [ms]"] = max(share.waiting - share.planned_waiting, 0.0) * 1e3
+            found["exposed: gradients [ms]"] = exposed * 1e3
+
+
+def _by_rank(ranks: Sequence[Figures]) -> Mapping[str, Mapping[int, Any]]:
+    """What was found → rank → figure, of the ranks that have one."""
+    names = dict.fromkeys(name for figures in ranks for name in figures)
+    return {name: {rank: each[name] for rank, each in enumerate(ranks) if name in each} for name in names}
+
+
+def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence[str]) -> str:
+    """Of numbers the median, and the range over ranks; of words who has which."""
+    failures = {rank: error for rank, error in enumerate(errors) if error}
+    rows = []
+    for what, values in [*_by_rank(ranks).items(), *[("FAILED", failures)] * bool(failures)]:
+        words = {text: [rank for rank in values if values[rank] == text] for text in values.values()}
+        if isinstance(next(iter(words)), str):
+            each = [text + f", ranks {abbreviated(some)}" * (len(some) < len(ranks)) for text, some in words.items()]
+            rows.append([what, "\n".join(each)])
+        else:
+            rows.append([what, *(f"{pick(values.values()):.4g}" for pick in (median, min, max))])
+    return tabulate(rows, [name, f"{seconds:.1f} s", "least", "most"], disable_numparse=True) + "\n"
+
+
+def _hardware(ranks: Sequence[Figures]) -> Hardware:
+    """The medians over ranks, to four digits. Where no two ranks share a node, ``link`` is that between nodes."""
+    found = {}
+    for name, values in _by_rank(ranks).items():
+        what, _, unit = name.removesuffix("]").partition(" [")
+        if unit in _UNITS:
+            found[what] = median(values.values()) * _UNITS[unit]
+    sources = {field.name: [field.name] for field in fields(Hardware)}
+    sources["link"] = [
+        f"{what} nodes: bandwidth" for what in ("message inside", "all_reduce inside", "message between")
+    ]
+    sources["link_between"] = [f"{what} between nodes: bandwidth" for what in ("all_reduce", "message")]
+    sources["latency"] = [f"message {where} nodes: latency" for where in ("inside", "between")]
+    first = {figure: [found[name] for name in names if name in found][:1] for figure, names in sources.items()}
+    return Hardware(**{figure: float(f"{value:.4g}") for figure, values in first.items() for value in values})
