@@ -143,7 +143,11 @@ class Pool:
 
 def preloads() -> list[str]:
     """What the server imports that workers are forked from."""
-    return ["tests.device", "tests.preloaded", *(preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules)]
+    return [
+        "tests.device",
+        "tests.preloaded",
+        *(preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules),
+    ]
 
 
 def forking() -> ForkServerContext:

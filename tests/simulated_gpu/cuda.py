@@ -123,7 +123,10 @@ def _patch_devices() -> None:
     cuda.device_count = lambda: COUNT
     cuda.current_device = c._accelerator_getDeviceIndex
     cuda.set_device = lambda device: c._accelerator_setDeviceIndex(index_of(device))
-    cuda._exchange_device, cuda._maybe_exchange_device = c._accelerator_exchangeDevice, c._accelerator_maybeExchangeDevice
+    cuda._exchange_device, cuda._maybe_exchange_device = (
+        c._accelerator_exchangeDevice,
+        c._accelerator_maybeExchangeDevice,
+    )
     cuda.synchronize = lambda device=None: c._accelerator_synchronizeDevice(index_of(device))
     cuda.get_device_name = lambda device=None: Properties.name
     cuda.get_device_capability = lambda device=None: (Properties.major, Properties.minor)
