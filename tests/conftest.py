@@ -108,6 +108,7 @@ LONG = """
     whole/test_resume.py
     whole/test_save_load.py::test_a_run_of_four
     whole/test_several_ranks.py::test_random
+    whole/test_virtual_time.py::test_each
     whole/test_without_numpy.py
 """
 """Published models, benchmarks, the loops of examples/, ranks that are killed, runs that are resumed, random cases: a

@@ -582,11 +582,13 @@ def test_gradients_of_the_same_ranks_are_summed_together_in_the_type_that_precis
 
 
 def test_a_step_takes_no_less_than_its_busiest_link() -> None:
-    """Two values of 5 MB from rank 0 to rank 1 in each of 4 micro-batches, over a link of 1 MB a second."""
+    """Two values of 5 MB from rank 0 to rank 1 in each of 4 micro-batches, over a link of 1 MB a second, and as many
+    gradients back, with F = 1/3 and B = 2/3. Rank 0 runs stages 1 and 0 by turns, and posts the receives of the next
+    two gradients between them: the link waits for three backwards of stage 1. Behind the last gradient are two."""
     work = work_of([1.0, 1.0, 1.0], [(0, 2), (1, 2)], size=5 * 10**6)
-    outcome = Judge(work, with_costs("1f1b"), 4, None).outcome(StageLayout((0, 1, 2), (0, 0, 1)))
+    outcome = Judge(work, with_costs("gpipe"), 4, None).outcome(StageLayout((0, 1, 2), (0, 0, 1)))
     assert outcome is not None
-    assert outcome.seconds == 4 * 10
+    assert outcome.seconds == pytest.approx(1 / 3 + 4 * 10 + 1 / 3 + 2 / 3 + 4 * 10 + (3 + 2) * 2 / 3)
 
 
 # --- thousands of nodes ---
