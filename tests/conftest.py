@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests import device  # before torch: FXPIPE_DEVICE=cuda simulates it
+
+import torch  # isort: skip
 
 from tests import forked_server
+from tests.gpus import Gpus, require
 from tests.pool import RARELY, Pool, preloads
 from tests.scripts import Scripts
 from tests.thinned import ALL
@@ -114,6 +118,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
 """torch asks for the name of each address that it connects to: 5 s wherever a name server does not answer."""
 sys.dont_write_bytecode = False  # the other processes of the suite, some hundred, need not compile fxpipe again
 torch.set_num_threads(1)  # thread counts change bits
+device.place()
 torch.manual_seed(0)  # for what test modules make when they are imported
 
 
@@ -178,8 +183,32 @@ def scripts() -> Iterator[Scripts]:
         server.close()
 
 
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[Gpus]:
+    """Worker processes on simulated GPUs for ``gpus.run(fn, *args, ranks=2)``, of which none is left at the end."""
+    require()
+    workers = Gpus()
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_scripts() -> Iterator[Scripts]:
+    """As ``scripts``, with simulated GPUs."""
+    require()
+    root = str(Path(__file__).parents[1])
+    server = Scripts(PYTHONPATH=root, OMP_NUM_THREADS="1", COLUMNS="120", FXPIPE_DEVICE="cuda")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processes: uses the pool of worker processes")
+    config.addinivalue_line("markers", "gpu: runs on simulated GPUs (tests/simulated_gpu)")
     config.addinivalue_line("markers", "slow: takes seconds, and is listed in tests/conftest.py")
     config.addinivalue_line("markers", "long: runs with -m long, where it is named, or with FXPIPE_ALL=1")
 
@@ -197,6 +226,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid.startswith(slow) or "four_times" in item.name:  # which counts each line that runs
             item.add_marker("slow")
         call = getattr(item, "callspec", None)
+        if {"gpus", "gpu_scripts"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("gpu")
         if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):
             item.add_marker("processes")
 

@@ -28,8 +28,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from tests import device  # before torch, in a process that unpickles what it is to do
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
 
 SECONDS = 120.0  # for a call, once its workers have started; with what follows, less than a test's own limit
 START_SECONDS = 100.0  # for a worker to import torch
@@ -63,8 +65,9 @@ class Lost(AssertionError):
 class Pool:
     """Worker processes, started when they are first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ForkServerContext | None = None) -> None:
         self._workers: list[_Worker] = []
+        self._context = context
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: int = 4, seconds: float = SECONDS) -> list[Any]:
         """The results by rank; RankFailed with the first rank's traceback where one raised."""
@@ -101,7 +104,8 @@ class Pool:
     def _start(self, ranks: int) -> None:
         if not all(worker.process.is_alive() for worker in self._workers):
             self.close()
-        new = [_Worker(rank) for rank in range(len(self._workers), ranks)]
+        context = self._context or forking()
+        new = [_Worker(rank, context) for rank in range(len(self._workers), ranks)]
         self._workers += new
         self._answers(new, time.monotonic() + START_SECONDS)
 
@@ -139,7 +143,11 @@ class Pool:
 
 def preloads() -> list[str]:
     """What the server imports that workers are forked from."""
-    return ["tests.preloaded", *(preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules)]
+    return [
+        "tests.device",
+        "tests.preloaded",
+        *(preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules),
+    ]
 
 
 def forking() -> ForkServerContext:
@@ -151,9 +159,8 @@ def forking() -> ForkServerContext:
 
 
 class _Worker:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, context: ForkServerContext) -> None:
         self.rank = rank
-        context = forking()
         self.connection, theirs = context.Pipe()
         handle, name = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".txt")
         os.close(handle)
@@ -194,7 +201,7 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "CUDA_VISIBLE_DEVICES": "",
+        **device.visible(),
     }
 
 
@@ -220,6 +227,7 @@ def _work(connection: Connection, stacks: str) -> None:
 
 def _serve(connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...], variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
+    device.place(int(variables["LOCAL_RANK"]))
     outcome = _outcome(int(variables["RANK"]), fn, args)
     if outcome.error is not None:
         _leave()  # as if its process had ended: nobody may wait for it

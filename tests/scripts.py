@@ -19,7 +19,7 @@ SECONDS = 200.0  # for a program, the start of the server included
 
 _SERVER = """
 import atexit, gc, json, multiprocessing, os, runpy, sys, threading
-import torch, torch._dynamo, torch.distributed.fsdp, fxpipe
+import tests.device, torch, torch._dynamo, torch.distributed.fsdp, fxpipe
 
 for name in fxpipe.__all__:
     getattr(fxpipe, name)

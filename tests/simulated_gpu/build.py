@@ -1,0 +1,118 @@
+"""Builds the device's C++ once for each torch, Python and content of ``src/``, into a folder outside of the checkout.
+
+``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built. Processes
+that build at once wait for the first of them. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "src"
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+LIBRARIES = ["-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+
+
+class Unavailable(ImportError):
+    """The simulated device cannot be built here."""
+
+
+def library() -> Path:
+    """The extension module, which is built where it is not there; Unavailable where it cannot be."""
+    if torch_has_cuda():
+        raise Unavailable("the simulated GPU needs a CPU build of torch, and this one has CUDA")
+    folder = _cache() / _key()
+    module = folder / f"_device{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    if module.exists():
+        return module
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise Unavailable("the simulated GPU needs a C++ compiler: install g++, or name one in CXX")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder / "lock"):
+        if not module.exists():
+            _build(compiler, module)
+    return module
+
+
+@functools.cache
+def reason() -> str:
+    """Why it cannot be built, or an empty string; it is built now where it can be."""
+    try:
+        library()
+    except Unavailable as error:
+        return str(error)
+    return ""
+
+
+def torch_has_cuda() -> bool:
+    return runpy.run_path(str(_torch() / "version.py"))["cuda"] is not None
+
+
+def _torch() -> Path:
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        raise Unavailable("the simulated GPU needs torch")
+    return Path(found.submodule_search_locations[0])
+
+
+def _key() -> str:
+    content = hashlib.sha256(repr(FLAGS).encode())
+    content.update((_torch() / "version.py").read_bytes())
+    for file in sorted(SOURCE.iterdir()):
+        content.update(file.name.encode() + file.read_bytes())
+    return f"{sys.implementation.cache_tag}-{content.hexdigest()[:16]}"
+
+
+def _cache() -> Path:
+    own = os.environ.get("FXPIPE_GPU_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own) if own else Path(home) / "fxpipe-simulated-gpu"
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(compiler: str, module: Path) -> None:
+    """All files at once, one for each core, the longest first; the module appears when it is whole."""
+    torch = _torch()
+    includes = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    includes_of = [argument for folder in includes for argument in ("-isystem", str(folder))]
+    sources = sorted(SOURCE.glob("*.cpp"), key=lambda file: -file.stat().st_size)
+    with tempfile.TemporaryDirectory(dir=module.parent) as scratch:
+        objects = [str(Path(scratch, f"{file.stem}.o")) for file in sources]
+        calls = [
+            [compiler, *FLAGS, *includes_of, "-c", str(file), "-o", built]
+            for file, built in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            list(threads.map(_call, calls))
+        linked = str(Path(scratch, module.name))
+        where = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
+        _call([compiler, "-shared", *objects, "-o", linked, *where, *LIBRARIES])
+        os.replace(linked, module)
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise Unavailable(f"the simulated GPU does not build: {' '.join(command)}\n{done.stderr}")
