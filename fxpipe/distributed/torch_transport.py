@@ -365,20 +365,21 @@ class DistributedTransport:
         if len(ranks) == 1:
             step.alone()
             return
-        group, root = self._member(self._groups, step.scope), ranks[step.root]
+        on_host = step.output.device.type == "cpu"
+        group, root = self._member(self._hosts if on_host else self._groups, step.scope), ranks[step.root]
         calls = {
             "all_reduce": partial(dist.all_reduce, step.output),
             "maximum": partial(dist.all_reduce, step.output, dist.ReduceOp.MAX),
             # gloo's own copies, and its wait cannot be left
-            "reduce_scatter": partial(dist.all_reduce, step.input)
-            if self._on_host
-            else partial(reduce_scatter_single, step.output, step.input),
+            "reduce_scatter": partial(reduce_scatter_single, step.output, step.input)
+            if not on_host
+            else partial(dist.all_reduce, step.input),
             "all_gather": partial(all_gather_single, step.output, step.input),
             "reduce": partial(dist.reduce, step.output, root),
             "broadcast": partial(dist.broadcast, step.output, root),
         }
         work: Any = calls[step.operation](group=group, async_op=True)
-        if not self._on_host:
+        if not on_host:
             work.wait()
             return
 

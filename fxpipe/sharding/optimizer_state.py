@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpipe.device import is_accelerator
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.precision import Precision, merged
@@ -49,7 +50,7 @@ class Target:
         self.tensor: Tensor = piece.parameter if precision is None and not sharded else data
         if self.is_copy:
             self.tensor = torch.empty_like(data, dtype=dtype, device="cpu" if offload else data.device)
-            if offload and data.device.type == "cuda":
+            if offload and is_accelerator(data.device):
                 self.tensor = self.tensor.pin_memory()
             with torch.no_grad():
                 self.tensor.copy_(data if original is None else piece.part_of(original))
