@@ -192,7 +192,8 @@ def compile(
             f"{topology.world_size} processes, with torchrun or fxpipe.launch, for all of it",
             UserWarning,
         )
-    transport = Metered(connected, topology, clock_of(connected.device))
+    # on a CPU a mark takes no time to speak of
+    transport = Metered(connected, topology, clock_of(connected.device), timed=connected.device.type == "cpu")
     planner = Planner.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     # From here on a rank that fails takes all others along: each raises, and none waits for it.

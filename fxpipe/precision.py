@@ -14,8 +14,9 @@ from fxpipe.errors import RunError
 class Precision:
     """Mixed precision with master weights: ``fxpipe.compile(..., precision=fxpipe.Precision())``.
 
-    Gradients add up over micro-batches in float32 (in ``compute``, where that is wider). A step for which any rank's
-    gradient has an inf or nan is left out on all ranks.
+    Gradients add up over micro-batches in float32 (in ``compute``, where that is wider). With float16, which overflows
+    where float32 does not, a step for which any rank's gradient has an inf or nan is left out on all ranks: each step
+    waits for the device to know. bfloat16 has the range of float32, and its steps wait for nothing.
 
     After Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
 
@@ -39,6 +40,11 @@ class Precision:
                     f"Precision({field.name}={dtype!r}) is no floating-point type of at least 16 bits; "
                     "write torch.bfloat16, torch.float16, torch.float32 or torch.float64"
                 )
+
+    @property
+    def overflows(self) -> bool:
+        """Whether gradients may be inf that float32 has room for."""
+        return torch.float16 in (self.compute, self.reduce)
 
     @property
     def gradient(self) -> torch.dtype:

@@ -106,7 +106,8 @@ class DistributedTransport:
         # (scope, what this rank sends) → what all ranks of the scope sent beside it the last time. Ranks may remember
         # different things: then they do not agree, and gather.
         self._predicted: dict[tuple[Scope, bytes], tuple[bytes, ...]] = {}
-        self._beside = Streams(self._perform) if self._on_cuda else Threads(self._perform, self._waiting)
+        self._beside = Threads(self._perform, self._waiting)  # what hosts tell each other
+        self._on_device = Streams(self._perform) if self._on_cuda else self._beside
         _open.add(self)
         try:
             self._meet(topology, options)
@@ -358,7 +359,8 @@ class DistributedTransport:
                 raise PeerLost(words, [rank for rank in self.ranks(scope) if rank != self.rank], error) from None
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
-        return self._beside.start(steps, what)
+        on_host = all(step.output.device.type == "cpu" for step in steps)
+        return (self._beside if on_host else self._on_device).start(steps, what)
 
     def _perform(self, step: Collective) -> None:
         """Runs a collective to its end, or puts it on the current stream."""
@@ -366,20 +368,21 @@ class DistributedTransport:
         if len(ranks) == 1:
             step.alone()
             return
-        group, root = self._member(self._groups, step.scope), ranks[step.root]
+        on_host = step.output.device.type == "cpu"
+        group, root = self._member(self._hosts if on_host else self._groups, step.scope), ranks[step.root]
         calls = {
             "all_reduce": partial(dist.all_reduce, step.output),
             "maximum": partial(dist.all_reduce, step.output, dist.ReduceOp.MAX),
             # gloo's own copies, and its wait cannot be left
             "reduce_scatter": partial(reduce_scatter_single, step.output, step.input)
-            if self._on_cuda
+            if not on_host
             else partial(dist.all_reduce, step.input),
             "all_gather": partial(all_gather_single, step.output, step.input),
             "reduce": partial(dist.reduce, step.output, root),
             "broadcast": partial(dist.broadcast, step.output, root),
         }
         work: Any = calls[step.operation](group=group, async_op=True)
-        if self._on_cuda:
+        if not on_host:
             work.wait()
             return
 
@@ -397,11 +400,13 @@ class DistributedTransport:
         self._end(Ending(text, (self.rank,), error=True), text)
         if not self._closed:
             why = "an earlier step failed and closed the connections; compile again"
-            self._beside.fail(RunError(why))
+            for beside in {self._beside, self._on_device}:
+                beside.fail(RunError(why))
             self._destroy(why)
 
     def close(self) -> None:
-        self._beside.close()
+        for beside in {self._beside, self._on_device}:
+            beside.close()
         if not self._closed:
             self._destroy("the connections were closed by close(); compile again")
 

@@ -3,6 +3,7 @@ counts it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,7 +40,7 @@ class Moved:
     bytes: float
     """What this rank sends, by the formulas of a ring; a receive is counted where it is sent, and objects are not."""
     exposed: float
-    """For how many seconds this rank stood still, waiting for it."""
+    """For how many seconds this rank stood still, waiting for it; nan where waits were not timed yet."""
     leaving: float
     """What leaves this rank's node, of all groups of this kind in its data group together."""
 
@@ -82,7 +83,7 @@ class Traffic(Tabular):
         rows = []
         for row in self.rows:
             nodes = "between" if row.between_nodes else "inside"
-            exposed = f"{row.exposed * 1e3:.2f}"
+            exposed = "–" if math.isnan(row.exposed) else f"{row.exposed * 1e3:.2f}"
             rows.append((row.operation, _label(row), nodes, row.count, _size(row.bytes), exposed))
         table = tabulate(
             rows,
@@ -90,9 +91,12 @@ class Traffic(Tabular):
             colalign=("left", "left", "left", "right", "right", "right"),
             disable_numparse=True,
         )
+        in_all = f"{self.exposed * 1e3:.2f} ms exposed in all"
+        if math.isnan(self.exposed):
+            in_all = "waits are timed from the next call on"
         return (
             f"{table}\nrank {self.rank}, gradients and parameters: {_size(self.between)} leave the node for others, "
-            f"{_size(self.inside)} stay in it; {self.exposed * 1e3:.2f} ms exposed in all"
+            f"{_size(self.inside)} stay in it; {in_all}"
         )
 
     def __repr__(self) -> str:
@@ -130,9 +134,12 @@ class _Timed:
         self._work, self._home, self._keys, self._between = work, home, keys, between
 
     def wait(self) -> object:
-        before = self._home.mark()
+        waits, mark = self._home.waits, self._home.mark
+        if waits is None:
+            return self._work.wait()
+        before = mark()
         result = self._work.wait()
-        self._home.waits.append((self._keys, (before, *self._between, self._home.mark())))
+        waits.append((self._keys, (before, *self._between, mark())))
         return result
 
 
@@ -142,10 +149,13 @@ class Metered:
     It counts and marks now, and computes nothing until it is asked. The bytes that all-gathers move after a call belong
     to that call, and the time for which the next call waits for them belongs to the next one: it is that call which
     stood still.
+
+    ``timed``: whether waits are timed from the next ``begin_step`` on. ``traffic`` sets it: two events for each wait
+    are a tenth of the host's time for an action of a GPU, and nobody may ask.
     """
 
-    def __init__(self, transport: Transport, topology: Topology, clock: Clock) -> None:
-        self._inner, self._clock = transport, clock
+    def __init__(self, transport: Transport, topology: Topology, clock: Clock, timed: bool = True) -> None:
+        self._inner, self._clock, self.timed = transport, clock, timed
         self._per_node = topology.ranks_per_node or topology.world_size
         self.mark: Callable[[], Any] = clock.mark
         self.pipe_rank: int | None = transport.pipe_rank
@@ -186,16 +196,21 @@ class Metered:
     def _together(self, operation: str, scope: Scope, size: int, call: Callable[..., T], *args: Any) -> T:
         """A call that this rank stands still for."""
         key = (operation, scope)
+        self._count(key, size)
+        waits = self.waits
+        if waits is None:
+            return call(scope, *args)
         before = self.mark()
         result = call(scope, *args)
-        self.waits.append(((key,), (before, self.mark())))
-        self._count(key, size)
+        waits.append(((key,), (before, self.mark())))
         return result
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
         ends: list[Any] = []
-        marked = [step.followed_by(lambda: ends.append(self.mark())) for step in steps[:-1]]
-        work = self._inner.start([*marked, *steps[-1:]], what)
+        marked = steps
+        if self.waits is not None:
+            marked = [*(step.followed_by(lambda: ends.append(self.mark())) for step in steps[:-1]), *steps[-1:]]
+        work = self._inner.start(marked, what)
         keys = [(step.operation, step.scope) for step in steps]
         for key, step in zip(keys, steps, strict=True):
             self._count(key, step.whole.nbytes)
@@ -214,15 +229,16 @@ class Metered:
     def begin_step(self) -> None:
         """Starts a new table."""
         self.counts: dict[Key, tuple[int, int]] = {}  # how many, and the bytes that their groups worked on
-        self.waits: list[tuple[Sequence[Key], Sequence[Any]]] = []
+        self.waits: list[tuple[Sequence[Key], Sequence[Any]]] | None = [] if self.timed else None
         """For a chain of collectives: the wait's beginning, when each of them but the last had ended, and its end."""
 
     def exposed(self) -> dict[Key, float]:
         """Seconds of waiting: for each of a chain that part of the wait which lay between its predecessor's end and
         its own."""
-        moments = iter(self._clock.seconds([mark for _, marks in self.waits for mark in marks]))
+        waits = self.waits or []
+        moments = iter(self._clock.seconds([mark for _, marks in waits for mark in marks]))
         exposed: dict[Key, float] = {}
-        for keys, marks in self.waits:
+        for keys, marks in waits:
             first, *middle, last = [next(moments) for _ in marks]
             # A step that ended before the wait began was hidden whole; what is exposed of the next begins with the
             # wait.
@@ -235,7 +251,8 @@ class Metered:
         """What this rank moved since ``begin_step``. On a GPU it waits until that has happened."""
         data = self._inner.ranks("data")
         rank = data[self.data_rank]
-        exposed = self.exposed()
+        exposed, untimed = self.exposed(), math.nan if self.waits is None else 0.0
+        self.timed = True
         rows = []
         for key in dict.fromkeys([*self.counts, *exposed]):
             count, size = self.counts.get(key, (0, 0))
@@ -249,7 +266,7 @@ class Metered:
                 sent = (1 + (key[0] in _TWO_ROUNDS)) * size * (len(group) - 1) / len(group)
             nodes = {member // self._per_node for member in group}
             leaving = sent * self._edges(group, rank, data)
-            rows.append(Moved(*key, group, len(nodes) > 1, count, sent, exposed.get(key, 0.0), leaving))
+            rows.append(Moved(*key, group, len(nodes) > 1, count, sent, exposed.get(key, untimed), leaving))
         rows.sort(key=lambda row: (-row.bytes, -row.exposed))
         return Traffic(rank, tuple(row for row in rows if len(row.group) > 1))
 

@@ -143,7 +143,6 @@ class ForwardBackward:
             whole=whole,
             precision=self._planner.options.precision,
             offload=offload,
-            device=self._state.device,
             originals=self._state.originals,
             elementwise=elementwise,
             cause=self._steps.watch.cause,
@@ -300,6 +299,7 @@ class ForwardBackward:
         """Whether the steps from now on are timed, for ``timeline()``; off by default. The same on every rank."""
         _check_flag(on=on)
         self._steps.recorder.on = on
+        self._transport.timed |= on
 
     def timeline(self) -> Timeline:
         """When each action of the last recorded step ran, in seconds. A collective call of a pipe group.
@@ -319,7 +319,8 @@ class ForwardBackward:
         """What this rank moved in the last call and since then: print it. Only of this rank, so no collective call.
 
         The time for which a call waits for the parameters that an optimizer's step before it has sent counts with that
-        call.
+        call. On a GPU, where timing costs the host, waits are timed in the calls behind the first ``traffic()`` or
+        ``record_timeline()``; in those before it ``exposed`` is nan. Bytes are always counted.
         """
         return self._transport.traffic()
 

@@ -89,11 +89,15 @@ def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tensor:
     """The norm over a group of ranks, each with its part."""
-    if len(transport.ranks(scope)) == 1:
+    ranks = transport.ranks(scope)
+    if len(ranks) == 1:
         return norm
     if math.isinf(order):
-        norms = torch.tensor(transport.gather(scope, norm.item()), dtype=torch.float64)
-        return norms.max().to(norm.device)
+        # Each rank's in a place of its own: a maximum of gloo or NCCL may lose a nan, and a gather is waited for.
+        norms = norm.new_zeros(len(ranks))
+        norms[ranks.index(transport.rank)] = norm
+        transport.all_reduce(scope, norms)
+        return norms.max()
     power = norm.pow(order)
     transport.all_reduce(scope, power)
     return power.pow(1.0 / order)

@@ -57,7 +57,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``param_groups`` hold the model's own parameters; what a scheduler or the user writes into them counts in the next
     step. ``state`` is the inner one's, by the tensors that are stepped. Several optimizers may share a model.
 
-    A parameter that nobody used has no gradient, and stays unchanged. With ``precision`` a step for which any rank's
+    A parameter that nobody used has no gradient, and stays unchanged. With float16 a step for which any rank's
     gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
     counts them (``steps`` all calls of ``step``), and rank 0 warns of the first and, where that is known, of why.
     ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded.
@@ -85,7 +85,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         whole: Mapping[str, Tensor],
         precision: Precision | None,
         offload: bool,
-        device: torch.device,
         originals: dict[str, Tensor],
         elementwise: bool | None,
         cause: Callable[[], str],
@@ -101,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name, parameter in held.items():
             self._names.setdefault(id(parameter), []).append(name)
         self._canonical = first_names(whole)
-        self._precision, self._offload, self._device = precision, offload, device
+        self._precision, self._offload = precision, offload
         self._elementwise = is_elementwise(cls) if elementwise is None else elementwise
         self._cause, self._alone, self._originals = cause, alone, originals
         self._claims: list[OptimizerPieces] = []
@@ -251,13 +250,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "each of them parameters of its own"
             )
         # where ranks step parts of one another's parameters, or decide together; elsewhere one need not step
-        meets = self._store.way.sharded or self._precision is not None
+        skips = self._precision is not None and self._precision.overflows
+        meets = self._store.way.sharded or skips
         under_way = announced("optimizer.step") if meets else phase("optimizer.step", extends=False)
         with self._alone("optimizer.step()"), torch.no_grad(), under_way, self._together():
             self.stepping = True
             try:
                 self.steps += 1
-                broken = self._broken_ranks() if self._precision else ()
+                broken = self._broken_ranks() if skips else ()
                 if broken:
                     self._skip(broken)
                 else:
@@ -273,12 +273,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         # 1. What the step before has sent may still be on its way into the memory that is stepped now.
         self._store.settle()
-        # 2. Copies follow what was written by hand, and are shown the gradients; transfers to the CPU run meanwhile.
+        # 2. Copies follow what was written by hand, and are shown the gradients.
         targets = self._flat
-        for target in targets:
-            target.follow()
-        stepped = [target for target in targets if target.take_gradient()]
-        self._wait()
+        stepped = self._take_gradients(targets)
         # 3. Schedulers write into the outer groups, and some optimizers keep numbers in theirs, the inner ones.
         self._exchange(self.param_groups, self._inner.param_groups)
         self._inner.step()
@@ -289,14 +286,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             target.drop_gradient()
         for target in stepped:
             target.write_back()
-        self._wait()
         for claim in self._claims:
             self._store.publish(claim)
 
-    def _wait(self) -> None:
-        """Until copies to and from the CPU are done."""
-        if self._offload and self._device.type != "cpu":
-            torch.accelerator.current_stream(self._device).synchronize()
+    @staticmethod
+    def _take_gradients(targets: Sequence[Target]) -> list[Target]:
+        """Those that have one, which the optimizer is shown."""
+        gradients = [target.fetch() for target in targets]
+        # All transfers to the CPU run side by side; its step, which needs them, waits for the device once.
+        moving = [target.piece.data.device for target in targets if target.tensor.device != target.piece.data.device]
+        if moving:
+            torch.accelerator.current_stream(moving[0]).synchronize()
+        return [target for target, given in zip(targets, gradients, strict=True) if target.take(given)]
 
     def _broken_ranks(self) -> tuple[int, ...]:
         """The ranks of the world whose gradients have an inf or nan, the same on all."""
@@ -328,8 +329,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         raise RunError(
             "a GradScaler cannot step this optimizer: the gradients are there before the loss could be scaled; write "
-            "optimizer.step(), and compile(..., precision=fxpipe.Precision()) for half precision, which "
-            "leaves out steps whose gradients have an inf or nan"
+            "optimizer.step(), and compile(..., precision=fxpipe.Precision()) for bfloat16, which needs no scale, or "
+            "fxpipe.Precision(torch.float16), which leaves out steps whose gradients have an inf or nan"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

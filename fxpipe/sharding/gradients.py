@@ -251,11 +251,11 @@ class WhoUsed:
         self._work: Work | None = None
         over_data = bool(used) and transport.data_size > 1
         if not over_data and not any(owners for owners, _ in used.values()):
-            return  # this rank's word is all there is: no device need be waited for
+            return  # this rank's word is all there is
         # The owners' groups come in one order on all ranks. In different orders, ranks would wait in a circle.
         self._names = sorted(used, key=lambda name: used[name][0])
-        flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
-        self._flags = flags.to(transport.device)
+        # On the host, which decides by them: on a GPU they would wait for all that is in front of them there.
+        self._flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
         # First the replicas agree, then the owners. The flags of an owners' group lie side by side, as sorted.
         steps = [Collective("maximum", "flags", self._flags)] if over_data else []
         start = 0

@@ -47,10 +47,9 @@ class Target:
         dtype = precision.master if precision is not None and self.saves_master else data.dtype
         self.is_copy = offload or dtype != data.dtype
         self.tensor: Tensor = piece.parameter if precision is None and not sharded else data
+        self._values = data  # of the parameter, where the copy is stepped: pinned memory on the CPU
         if self.is_copy:
             self.tensor = torch.empty_like(data, dtype=dtype, device="cpu" if offload else data.device)
-            if offload and data.device.type == "cuda":
-                self.tensor = self.tensor.pin_memory()
             with torch.no_grad():
                 self.tensor.copy_(data if original is None else piece.part_of(original))
                 self.refresh(None)  # where the parameter has been written since, it counts
@@ -60,47 +59,56 @@ class Target:
         """Whether all of the parameter is stepped here, in its own shape."""
         return self.tensor.shape == self.piece.parameter.shape
 
-    def take_gradient(self) -> bool:
-        """Shows the optimizer the piece's gradient, or None, and says whether there is one."""
-        if self.tensor is self.piece.parameter:
-            return self.tensor.grad is not None
-        gradient = self.piece.current_gradient()
-        if gradient is not None:
-            # a copy to the CPU is pinned, and under way until the stream is waited for
-            gradient = gradient.to(self.tensor.device, self.tensor.dtype, non_blocking=True)
-        self.tensor.grad = gradient
-        return gradient is not None
+    def fetch(self) -> Tensor | None:
+        """Starts copies of the parameter and of its gradient, which it returns, to where the copy is stepped. On the
+        CPU they are there once the stream was waited for.
 
-    def drop_gradient(self) -> None:
-        """Lets go of what ``take_gradient`` has shown; a parameter keeps its own."""
-        if self.tensor is not self.piece.parameter:
-            self.tensor.grad = None
-
-    def write_back(self) -> None:
-        """The parameter's memory becomes what the optimizer has made of the master."""
-        if self.is_copy:
-            self.piece.data.copy_(self.tensor, non_blocking=True)
-
-    def follow(self) -> None:
-        """A copy takes what somebody has written into the parameter by hand since the last step.
-
-        RunError where it has other memory by now, which ``write_back`` would not reach, nor the ranks that share it.
+        RunError where the parameter has other memory by now, which ``write_back`` would not reach, nor the ranks that
+        share it.
         """
         if self.tensor is self.piece.parameter:
-            return
+            return self.tensor.grad
         if storage_id(local(self.piece.parameter.detach())) != storage_id(self.piece.data):
             raise RunError(
                 f"{self.piece.name} was given other memory, as by parameter.data = ..., and the optimizer steps what "
                 "it had; write into it, as parameter.data.copy_(...) does"
             )
-        self.refresh(None)
+        self._values = self.piece.data.to(self.tensor.device, non_blocking=True)
+        gradient = self.piece.current_gradient()
+        return None if gradient is None else gradient.to(self.tensor.device, non_blocking=True)
+
+    def take(self, gradient: Tensor | None) -> bool:
+        """A copy takes what somebody has written into the parameter by hand since the last step. Shows the optimizer
+        the gradient, what ``fetch`` has returned, and says whether there is one."""
+        if self.tensor is not self.piece.parameter:
+            if self.is_copy:
+                self._merge(self._values)
+            self.tensor.grad = None if gradient is None else gradient.to(self.tensor.dtype)
+        return gradient is not None
+
+    def drop_gradient(self) -> None:
+        """Lets go of what ``take`` has shown; a parameter keeps its own."""
+        if self.tensor is not self.piece.parameter:
+            self.tensor.grad = None
+
+    def write_back(self) -> None:
+        """The parameter's memory becomes what the optimizer has made of the master."""
+        if not self.is_copy:
+            return
+        self._values.copy_(self.tensor)
+        if self._values is not self.piece.data:
+            # torch keeps pinned memory until the device has read it; the next step's is other memory
+            self.piece.data.copy_(self._values, non_blocking=True)
+            self._values = self.piece.data
 
     def refresh(self, original: Tensor | None) -> None:
         """The copy becomes ``original``, or the parameter's value where there is none; but it keeps its bits where
         they round to that, so that rounded values undo no exact ones that were loaded before."""
         if self.is_copy:
-            values = self.piece.data if original is None else self.piece.part_of(original)
-            self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
+            self._merge(self.piece.data if original is None else self.piece.part_of(original))
+
+    def _merge(self, values: Tensor) -> None:
+        self.tensor.copy_(merged(self.tensor, values.to(self.tensor.device), values.dtype))
 
 
 def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -283,6 +284,32 @@ def test_a_wait_is_exposed_and_computing_beside_it_is_not() -> None:
     takes(transport, 2.0)
     message.wait()
     assert transport.traffic().exposed == 1.25 + 2.0
+
+
+def test_where_marks_cost_something_waits_are_timed_once_traffic_was_asked_for() -> None:
+    topology = data_topology(2, 2)
+    CLOCK.now = 0.0
+    transport = Metered(Still(topology), topology, CLOCK, timed=False)
+
+    def step() -> Traffic:
+        transport.begin_step()
+        transport.all_reduce("data", filled(100))
+        chain = [
+            Collective("all_reduce", "shard", filled(8), then=lambda: None),
+            Collective("all_reduce", "replica", filled(8)),
+        ]
+        work = transport.start(chain, "bucket 0")
+        takes(transport, 0.25, 0.5)
+        work.wait()
+        return transport.traffic()
+
+    first, second = step(), step()
+    assert bytes_of(first) == bytes_of(second)
+    assert all(math.isnan(row.exposed) for row in first.rows)
+    assert "waits are timed from the next call on" in str(first)
+    assert {row.scope: row.exposed for row in second.rows} == {"data": 0.0, "shard": 0.25, "replica": 0.5}
+    assert second.exposed == 0.75
+    assert "750.00 ms exposed in all" in str(second)
 
 
 def test_of_a_chain_each_step_is_exposed_while_it_runs() -> None:

@@ -268,7 +268,7 @@ def test_every_rank_raises_in_the_call_and_can_go_on(run: Callable[..., list[Any
         assert "zero_grad()" in texts[0]
 
 
-# --- Precision, whose optimizer leaves such a step out ---
+# --- Precision, whose optimizer leaves such a step of float16 out ---
 
 
 def skipped(options: dict[str, Any]) -> Any:
@@ -281,11 +281,11 @@ def skipped(options: dict[str, Any]) -> Any:
     return texts, optimizer.skipped_steps
 
 
-@pytest.mark.parametrize("compute", every(2, [torch.bfloat16, torch.float16]), ids=str)
+@pytest.mark.parametrize("types", every(2, [{"compute": torch.float16}, {"reduce": torch.float16}]), ids=str)
 def test_a_step_that_an_optimizer_leaves_out_is_told_once_and_by_it(
-    run: Callable[..., list[Any]], compute: torch.dtype
+    run: Callable[..., list[Any]], types: dict[str, torch.dtype]
 ) -> None:
-    (texts, count), *others = run(skipped, {"compute": compute})
+    (texts, count), *others = run(skipped, types)
     assert count == 2
     (_, (text,)) = texts.pop(1)
     assert text.startswith("step 1 (from 0) was skipped on all ranks")
@@ -293,6 +293,16 @@ def test_a_step_that_an_optimizer_leaves_out_is_told_once_and_by_it(
     assert "stage 1 `b`" in text
     assert texts == [([], [])] * 4
     assert others == [([([], [])] * 5, 2)] * len(others)
+
+
+def test_a_step_of_bfloat16_is_not_waited_for_and_the_next_call_tells_of_it(run: Callable[..., list[Any]]) -> None:
+    (texts, count), *others = run(skipped, {})
+    assert count == 0
+    ((text,), by_optimizer) = texts.pop(2)  # the call behind the one whose loss is nan
+    assert text.startswith("the loss of step 1 is nan: micro-batch 2")
+    assert by_optimizer == []
+    assert texts == [([], [])] * 4
+    assert others == [([([], [])] * 5, 0)] * len(others)
 
 
 # --- the data axis ---

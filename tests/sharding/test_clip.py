@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxpipe
+from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
@@ -89,6 +90,23 @@ def test_inf_and_nan_are_an_error_if_asked_and_otherwise_as_in_pytorch(value: fl
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, 1.0, order), equal_nan=True)
     for a, b in zip(mine, plain, strict=True):
         torch.testing.assert_close(a.grad, b.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize(("value", "rank"), [(math.inf, 0), (math.nan, 0), (math.nan, 2), (None, 0)])
+def test_the_largest_gradient_of_all_ranks_is_found_and_an_inf_or_nan_of_any(value: float | None, rank: int) -> None:
+    def body(mine: int) -> Tensor:
+        topology = fxpipe.Topology([("pipe", 3)])
+        transport = connect(topology)
+        (parameter,) = parameters_with_gradients(1)
+        assert parameter.grad is not None
+        parameter.grad[0, 0] = 10.0 + mine
+        if value is not None and mine == rank:
+            parameter.grad[0, 0] = value
+        return clip_grad_norm_([piece(parameter)], transport, False, 1.0, math.inf)
+
+    expected = torch.tensor(12.0 if value is None else value)
+    for norm in run_strict(body, 3):
+        torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_bfloat16_parameters_with_float32_gradients() -> None:

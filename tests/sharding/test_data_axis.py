@@ -577,7 +577,8 @@ def test_the_norm_is_that_of_the_unsplit_model_with_zero_3(pool: Pool, tied: boo
 def poisoned(topology: Topology, way: Mapping[str, Any], victim: int, poison: float) -> tuple[list[State], int]:
     """This rank's parameters after each of four steps, in two of which one rank's gradient has one bad number; and how
     many steps the optimizer says it has skipped."""
-    forward_backward = fxpipe.compile(network(True), topology, microbatches=2, precision=fxpipe.Precision(), **way)
+    half = fxpipe.Precision(torch.float16)
+    forward_backward = fxpipe.compile(network(True), topology, microbatches=2, precision=half, **way)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
     seat = current_seat()
     assert seat is not None

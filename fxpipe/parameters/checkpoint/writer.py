@@ -39,7 +39,7 @@ class RankPlan:
     """
 
     def __init__(self, state: dict[str, Any], rank: int) -> None:
-        self._rank = rank
+        self._rank, self._copied = rank, list[torch.Event]()
         self._planner = _WritePlanner()
         self._planner.set_up_planner(state, is_coordinator=rank == 0)
         for name, value in self._planner.state_dict.items():
@@ -60,15 +60,26 @@ class RankPlan:
         self._plans, self._metadata = self._planner.create_global_plan(local)
 
     def keep_copies(self) -> None:
-        """Copies the share to memory of the host, so that training may go on meanwhile."""
+        """Copies the share to memory of the host, so that training may go on meanwhile.
+
+        A device copies by itself, into pinned memory, in front of all that it is given later; ``write`` waits for it.
+        """
         copies: dict[MetadataIndex, Any] = {}
+        devices: set[torch.device] = set()
         for item in self._plans[self._rank].items:
             data = self._planner.resolve_data(item)
-            copies[item.index] = data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
+            if isinstance(data, Tensor):
+                devices.add(data.device)
+                data = data.detach().to("cpu", copy=True, non_blocking=True)
+            copies[item.index] = data
+        copying = [torch.accelerator.current_stream(device) for device in devices if device.type != "cpu"]
+        self._copied = [stream.record_event() for stream in copying]
         self._planner.copies = copies
 
     def write(self, folder: Path) -> Message:
         """Writes this rank's share, and waits until it is on the disk; for ``finish``."""
+        for event in self._copied:
+            event.synchronize()
         # torch's zip writer would sum every tensor once more; the manifest's checksums cover all bytes of the file.
         (writer, written), torchs_crc32 = self._writer(folder), get_crc32_options()
         if self._planner.copies is not None:

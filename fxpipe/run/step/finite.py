@@ -109,7 +109,7 @@ class Watch:
         """
         if not self._raises:
             self.warn()
-        if self._extremes is not None:
+        if self._extremes is not None and not self._over:
             self._last = _FinishedStep(number, to_host(loss), self._extremes, plan)
         return self.cause() if self._raises else ""
 

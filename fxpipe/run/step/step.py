@@ -210,10 +210,10 @@ class Steps:
             with self.failing.together():
                 check_rows(self.transport, agreed.plan, 0)
                 shares = self._shares(agreed, batches, training=False)
-                self.watch.warn()
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
                     made = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
+                self.watch.warn()  # behind the forward, so that the device has work while the host waits for a loss
                 return self._output(agreed, made, shares, outputs)
 
     def _agree(
