@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
+from fxpipe.graph.awaiting import ReadsMore
 from fxpipe.graph.elsewhere import HeldElsewhere
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.listed import ListOfTensors, can_be_joined, joined
@@ -129,7 +130,7 @@ class SizeCheck(Protocol):
         """RunError where it is not so. ``sizes``: of other tensors."""
 
 
-class OpaqueCall(nn.Module):
+class OpaqueCall(ReadsMore):
     """One call of an opaque region: the tensors that it is given, flat, to those that it returns, flat.
 
     ``owner``, ``method``: what runs. ``parts``: the modules that it uses. ``given``, ``returned``: what the call was

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest
+from fxpipe.graph.awaiting import reading
 from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.opaque_call import unwritten
@@ -84,7 +85,7 @@ class Stage:
 
     def _returned(self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any]) -> tuple[Any, ...]:
         with modes_restored(), running(self.name):
-            outputs = function(*inputs)
+            outputs: tuple[Any, ...] = reading(function)(*inputs)
         if self.result is None:
             return outputs
         return *outputs[:-1], pytree.tree_unflatten(outputs[-1], self.result)

@@ -352,6 +352,12 @@ class FlatBucket:
         if steps:
             self.gathering = self.transport.start(steps, f"parameters of {self}")
 
+    def settle(self) -> None:
+        """Until its values are what all ranks have stepped."""
+        if self.gathering is not None:
+            self.gathering.wait()
+        self.gathering = None
+
 
 _IN_PARTS = (
     "leaves each replica a part of the gradient of {}, and .grad marks that there is one; write "

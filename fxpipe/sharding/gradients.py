@@ -22,6 +22,7 @@ from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport, in_flat_buffers
 from fxpipe.errors import RunError
+from fxpipe.graph.awaiting import Settle
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.schedules.action import Action, Op
@@ -75,8 +76,8 @@ class OptimizerPieces:
 class Gradients(ABC):
     """All gradients of one rank.
 
-    A call: ``begin``; ``settle(stage)`` ahead of each forward, ``before`` and ``after`` around each backward, one that
-    is left out included; ``flush``, ``end``. In a forward-only call ``settle`` stands inside of ``evaluating``.
+    A call: ``begin``; ``awaited(stage)`` ahead of each forward, ``before`` and ``after`` around each backward, one that
+    is left out included; ``flush``, ``end``. In a forward-only call ``awaited`` stands inside of ``evaluating``.
 
     ``own``: the parameters of this rank alone, by name, that lie in no bucket. What earlier calls have left in their
     ``.grad`` is kept out of a call that sums or scales, and added at its end. ``tied``: owners → names, as
@@ -114,6 +115,11 @@ class Gradients(ABC):
     @abstractmethod
     def settle(self, stage: int | None = None) -> None:
         """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
+
+    def awaited(self, stage: int) -> Settle | None:
+        """``settle``, with a forward that begins before it is done; what waits for its parameters one by one then."""
+        self.settle(stage)
+        return None
 
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""

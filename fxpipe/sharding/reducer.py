@@ -17,17 +17,18 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.graph.awaiting import Settle, settling
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
+from fxpipe.sharding.arrival import ArrivalHook, late
 from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
@@ -38,12 +39,14 @@ FIRST_BUCKET = 2**20
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that others hold, too. ``stages``: all that use it. ``owners``: its pipe ranks, if several."""
+    """A parameter that others hold, too. ``stages``: all that use it. ``owners``: its pipe ranks, if several.
+    ``turn``: its place in the order in which forward first uses them."""
 
     name: str
     parameter: nn.Parameter
     stages: tuple[int, ...]
     owners: tuple[int, ...]
+    turn: int
 
 
 class Reducer(Gradients):
@@ -64,7 +67,7 @@ class Reducer(Gradients):
         super().__init__(alone, transport, way, tied)
         self._shared, self._capacity = {one.name: one for one in shared}, capacity
         self._buckets: list[FlatBucket] = []
-        self._hooks: dict[str, Any] = {}
+        self._hooks: dict[str, ArrivalHook] = {}
         self._claims: set[int] = set()
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
@@ -121,8 +124,7 @@ class Reducer(Gradients):
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         for one in self._shared.values() if len(self._hooks) < len(self._shared) else ():
             if one.parameter.requires_grad and one.name not in self._hooks:  # it may have been frozen until now
-                hook = partial(_arrived, weakref.ref(self), one.name)
-                self._hooks[one.name] = one.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks[one.name] = ArrivalHook(one.parameter, partial(_arrived, weakref.ref(self), one.name))
         self._sync = sync
         # Unsummed gradients of earlier calls must not be scaled with this call's. So nothing is summed until the factor
         # is known: this call's are scaled, the earlier ones join them, and one sum takes both.
@@ -161,18 +163,17 @@ class Reducer(Gradients):
             for bucket in mine:
                 bucket.awaited = {one.slot.name for one in bucket.members if one.parameter.requires_grad}
 
-    def arrived(self, name: str) -> None:
-        """A gradient is there. Its bucket goes once another one comes: the user's own hooks may follow this one."""
+    def arrived(self, name: str, is_final: bool) -> None:
+        """A gradient is there. Its bucket goes at once, or with the next one where a hook of the user's follows."""
         bucket, one = self._home[name]
         if bucket.complete:
-            raise RunError(
-                f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
-                "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise late(name)
         self._go()
         bucket.collect(one)
         if bucket.awaited is not None:
             bucket.awaited.discard(name)
+        if is_final:
+            self._go()
 
     def _go(self) -> None:
         """Starts the buckets at the head of the queue that nothing is missing from."""
@@ -248,24 +249,38 @@ class Reducer(Gradients):
     def publish(self, claim: OptimizerPieces) -> None:
         if claim.number not in self._claims:
             raise RunError("another optimizer has been made for the same parameters since; step that one")
-        for bucket in self._buckets:
+        for bucket in sorted(self._buckets, key=self._turn):
             if bucket.claim == claim.number:
                 bucket.gather()
 
+    def _turn(self, bucket: FlatBucket) -> int:
+        """Where a bucket stands in the order of the next forward. Those of tied parameters come first: their owners see
+        different rows, and gather them in one order."""
+        return -1 if bucket.owners else min(self._shared[one.slot.name].turn for one in bucket.members)
+
     def settle(self, stage: int | None = None) -> None:
-        # Each bucket is waited for where the next forward first uses it, so that gathers run beside other stages.
-        for bucket in self._buckets:
-            users = (self._shared[one.slot.name].stages for one in bucket.members)
-            if bucket.gathering is not None and (stage is None or any(stage in stages for stages in users)):
-                bucket.gathering.wait()
-                bucket.gathering = None
+        for bucket in self._gathering(stage):
+            bucket.settle()
+
+    def awaited(self, stage: int) -> Settle | None:
+        # Each bucket is waited for where the next forward first uses it, so that gathers run beside what comes before.
+        homes = {id(one.parameter): bucket for bucket in self._gathering(stage) for one in bucket.members}
+        return settling(homes, FlatBucket.settle) if homes else None
+
+    def _gathering(self, stage: int | None) -> list[FlatBucket]:
+        """The buckets, of a stage or of all, whose values are under way."""
+        under_way = [bucket for bucket in self._buckets if bucket.gathering is not None]
+        if stage is None:
+            return under_way
+        users = self._shared
+        return [bucket for bucket in under_way if any(stage in users[one.slot.name].stages for one in bucket.members)]
 
 
-def _arrived(reducer: weakref.ref[Reducer], name: str, parameter: nn.Parameter) -> None:
-    """A parameter's hook; it does not keep what a user has dropped."""
+def _arrived(reducer: weakref.ref[Reducer], name: str, is_final: bool) -> None:
+    """What a parameter's hook calls; it does not keep what a user has dropped."""
     alive = reducer()
     if alive is not None:
-        alive.arrived(name)
+        alive.arrived(name, is_final)
 
 
 def _kind(one: Shared, whole: bool) -> Kind:
@@ -297,6 +312,9 @@ def reducer_for(
     # Gradients come stage by stage in the order of the last backwards in this row, and in a stage those of the last
     # parameters first. Buckets are filled in that order.
     ends = {action.stage: place for place, action in enumerate(row) if action.op is not Op.F}
+    forwards = dict.fromkeys(action.stage for action in row if action.op is Op.F)
+    reads = dict.fromkeys(id(parameter) for stage in forwards for parameter in graph[stage].parameters.values())
+    turns = {key: turn for turn, key in enumerate(reads)}
     users: dict[int, dict[int, None]] = {}
     for stage in dict.fromkeys([*sorted(ends, key=ends.__getitem__), *range(len(graph))]):
         for parameter in reversed(graph[stage].parameters.values()):
@@ -307,7 +325,8 @@ def reducer_for(
     shared: list[Shared] = []
     alone: dict[str, nn.Parameter] = {}
     for key in dict.fromkeys([*users, *names]):
-        one = Shared(names[key], parameters[names[key]], tuple(users.get(key, ())), tied.get(key, ()))
+        stages, turn = tuple(users.get(key, ())), turns.get(key, len(reads))
+        one = Shared(names[key], parameters[names[key]], stages, tied.get(key, ()), turn)
         has_gradient = one.parameter.is_floating_point() or one.parameter.is_complex()
         if has_gradient and (transport.data_size > 1 or one.owners):
             shared.append(one)

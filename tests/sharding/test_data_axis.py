@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -462,10 +463,18 @@ def put_another(parameter: Tensor) -> None:
     parameter.grad = parameter.grad * 0.5
 
 
+def put_on_node(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """As Megatron does: on the node that adds gradients up, which lives as long as somebody holds it."""
+    parameter.node = get_gradient_edge(parameter).node
+    parameter.node.register_hook(lambda *_: hook(parameter))
+
+
 HOOKS: dict[str, Callable[[nn.Parameter], object]] = {
     "on the gradient": lambda parameter: parameter.register_hook(halve),
     "behind it": lambda parameter: parameter.register_post_accumulate_grad_hook(halve_what_is_there),
     "behind it, another tensor": lambda parameter: parameter.register_post_accumulate_grad_hook(put_another),
+    "behind autograd's node": lambda parameter: put_on_node(parameter, halve_what_is_there),
+    "behind autograd's node, another tensor": lambda parameter: put_on_node(parameter, put_another),
 }
 HOOKED = ("embed.weight", "a.weight", "b.bias")
 
@@ -492,7 +501,7 @@ def put_hooks(named: Iterable[tuple[str, nn.Parameter]], hook: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "early", "microbatches", "way"), every(9, list(product(HOOKS, [True, False], [1, 3], WAYS)))
+    ("hook", "early", "microbatches", "way"), every(12, list(product(HOOKS, [True, False], [1, 3], WAYS)))
 )
 def test_hooks_act_once_and_on_what_they_act_on_in_plain_pytorch(
     hook: str, early: bool, microbatches: int, way: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import broadcast
+from fxpipe.sharding.flat_bucket import FlatBucket
 from fxpipe.sharding.gradients import Piece
 from tests.strict_transport import run_strict
 from tests.thinned import ALL, every
@@ -365,6 +367,118 @@ def test_gathered_parameters_are_waited_for_where_the_next_forward_first_uses_th
     for events in run_strict(body, 2):
         assert events[:4] == ["wait for one", "one", "wait for two", "two"]
         assert [event for event in events if event.startswith("wait")] == ["wait for one", "wait for two"]
+
+
+class Blocks(nn.Module):
+    """An embedding and linear layers, each of a bucket of its own, and a parameter that no module calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embedding(ids)).tanh()
+        x = self.blocks[1](x * self.gain).tanh()
+        return self.blocks[2](x).square().mean()
+
+
+BUCKET_MB = 16 * 16 * 4 / 2**20
+IDS = torch.arange(4 * 16).view(4, 16) % 16
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that use a parameter of ``Blocks``."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("embedding", "mm", "mul", "embedding_dense_backward"):
+            self._events.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def name_of(bucket: FlatBucket) -> str:
+    (member,) = bucket.members
+    return member.slot.name.removesuffix(".weight")
+
+
+@pytest.mark.parametrize(
+    ("tracer", "zero", "options"),
+    [
+        ("symbolic", 1, {}),
+        ("export", 2, {}),
+        ("record", 1, {}),
+        ("symbolic", 1, {"recompute": True}),
+        ("symbolic", 2, {"schedule": "zb_h1"}),
+        ("export", 1, {"schedule": "zb_h1"}),
+    ],
+)
+def test_a_forward_waits_for_each_bucket_where_it_first_reads_it(
+    tracer: str, zero: int, options: dict[str, Any]
+) -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+
+    def body(rank: int) -> tuple[list[str], list[str]]:
+        given = {"tracer": tracer, "example_args": (IDS,), "bucket_cap_mb": BUCKET_MB, **options}
+        step = fxpipe.compile(Blocks(), topology, microbatches=2, zero=zero, **given)
+        optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+        step(IDS)
+        order, events = list[str](), list[str]()
+        for bucket in step._reducer._buckets:
+            bucket.gather = noting(order, name_of(bucket), bucket.gather)
+        optimizer.step()
+        for bucket in step._reducer._buckets:
+            bucket.gathering = Log(bucket.gathering, name_of(bucket), events)
+        with Operations(events):
+            step(IDS)
+        return order, events[events.index("wait for embedding") :]
+
+    for order, events in run_strict(body, 2):
+        assert order == ["embedding", "blocks.0", "gain", "blocks.1", "blocks.2"], "in the order of the forward"
+        reads = {"embedding": "embedding", "blocks.0": "mm", "gain": "mul", "blocks.1": "mm", "blocks.2": "mm"}
+        assert events[:10] == [event for name, use in reads.items() for event in (f"wait for {name}", use)]
+        assert not any(event.startswith("wait") for event in events[10:])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_bucket_is_summed_ahead_of_the_backward_of_the_layer_before(zero: int) -> None:
+    topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
+
+    def body(rank: int) -> list[str]:
+        step = fxpipe.compile(Blocks(), topology, microbatches=1, zero=zero, bucket_cap_mb=BUCKET_MB)
+        step(IDS)
+        events: list[str] = []
+        for bucket in step._reducer._buckets:
+            bucket.start = noting(events, f"sum {name_of(bucket)}", bucket.start)
+        with Operations(events):
+            step(IDS)
+        return events[events.index("sum blocks.2") :]
+
+    # each linear layer's backward is two products, for its weight and its input
+    products = ["mm", "mm"]
+    for events in run_strict(body, 2):
+        sums = [event for event in events if event.startswith("sum") or event in ("mm", "embedding_dense_backward")]
+        assert sums == [
+            "sum blocks.2",
+            *(*products, "sum blocks.1"),
+            "sum gain",
+            *(*products, "sum blocks.0"),
+            *("embedding_dense_backward", "sum embedding"),
+        ]
+
+
+def noting(events: list[str], event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        events.append(event)
+        return call(*args)
+
+    return noted
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

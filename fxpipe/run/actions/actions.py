@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError
+from fxpipe.graph.awaiting import awaiting
 from fxpipe.graph.gathering import added
 from fxpipe.graph.loss import read_loss, root_weight
 from fxpipe.graph.modes import Autocast, within
@@ -179,16 +180,19 @@ class _BoundAction:
     def __call__(self) -> None:
         executor, action = self.executor, self.action
         here.at(action)
-        if self._reads:
-            executor.parameters.settle(action.stage)
-        elif self._sums:
+        settle = executor.parameters.awaited(action.stage) if self._reads else None
+        if self._sums:
             executor.parameters.before(action)
         # Between the two marks the action waits for its inputs: the timeline shows that as waiting.
         executor.stopwatch.mark()
         arrived = [take() for take in self.takes]
         executor.stopwatch.mark()
         try:
-            self.run(arrived)
+            if settle is None:
+                self.run(arrived)
+            else:
+                awaiting(settle, self.run, arrived)
+                settle(None)
         except BaseException as error:
             executor.report(error, action, self.inputs_among(arrived))
             raise

@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from fxpipe.errors import RunError
+from fxpipe.graph.awaiting import ReadsMore
 from fxpipe.graph.modes import modes_restored
 from fxpipe.trace.user_line import code_of
 
@@ -28,7 +29,7 @@ class Applied(nn.Module):
         return self.function.__qualname__
 
 
-class Method(nn.Module):
+class Method(ReadsMore):
     """A method of a submodule that cannot be opaque itself, since a boundary lies inside of it, such as transformers'
     ``Idefics3Model.get_image_features``.
 
