@@ -123,12 +123,14 @@ torch.manual_seed(0)  # for what test modules make when they are imported
 
 
 @pytest.fixture(autouse=True)
-def _same_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _same_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test draws the same numbers in every run, whichever others run before it, and prints as wide."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed would format a stack for each kind of device
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
     monkeypatch.delenv("COLUMNS", raising=False)
+    yield
+    device.check()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,10 @@
 from __future__ import annotations
 
 import os
+import pickle
+import sys
+from io import BytesIO
+from typing import Any
 
 DEVICE = os.environ.get("FXPIPE_DEVICE", "cpu")
 
@@ -13,6 +17,7 @@ if DEVICE == "cuda":
     from tests.simulated_gpu import build
 
     if not build.torch_has_cuda():
+        os.environ.setdefault("FXPIPE_GPUS", "8")
         from tests import simulated_gpu
 
         assert simulated_gpu.is_active(), "torch was imported before tests.device"
@@ -20,13 +25,54 @@ if DEVICE == "cuda":
 import torch
 
 
+class _Generator(type(torch._C.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class Generator(torch._C.Generator, metaclass=_Generator):
+    """``torch.Generator``, by default of the default device, as tensors are: of another's, tensors cannot be drawn."""
+
+    def __new__(cls, device: Any = DEVICE) -> Any:
+        return torch._C.Generator(device)
+
+
 def place(rank: int = 0) -> None:
-    """What this process makes without naming a device is made on the one of that rank of this node."""
+    """What this thread makes without naming a device is made on the one of that rank of this node."""
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")
+        torch.Generator = Generator  # type: ignore[misc]
+
+
+def check() -> None:
+    """Fails if a simulated device has found a race or memory that was freed too early, of which none is kept."""
+    if DEVICE == "cuda" and "tests.simulated_gpu" in sys.modules:
+        from tests import simulated_gpu
+
+        faults = simulated_gpu.faults()
+        simulated_gpu.reset()
+        assert not faults, f"the simulated GPU reports\n{simulated_gpu.summary(faults)}"
 
 
 def visible() -> dict[str, str]:
     """The environment of a worker: none of its code shall find a GPU that the suite does not run on."""
     return {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def loads(data: bytes) -> Any:
+    """What another process pickled, with its tensors on this process's device where they were on its own."""
+    return _Unpickler(BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _load_storage if name == "_load_from_bytes" else super().find_class(module, name)
+
+
+def _load_storage(data: bytes) -> Any:
+    return torch.load(BytesIO(data), map_location=_here, weights_only=False)
+
+
+def _here(storage: Any, location: str) -> Any:
+    return storage if location == "cpu" else torch.serialization.default_restore_location(storage, DEVICE)
