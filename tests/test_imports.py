@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
-    torch_compat
+    device torch_compat
     errors notebook packed precision progress seeds small_file hardware labels validation
     options
     graph schedules

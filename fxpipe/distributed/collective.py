@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -96,6 +96,14 @@ class Collective(NamedTuple):
         if self.input is not None:
             self.output.copy_(self.input)
 
+    def run(self, perform: Callable[[Collective], object], what: str) -> None:
+        """Performs it, and what follows it; PeerLost where the group fails."""
+        try:
+            perform(self)
+        except RuntimeError as error:
+            raise PeerLost(f"{self} ({what})", reason=error) from None
+        self.then()
+
     def __str__(self) -> str:
         return f"{self.operation.replace('_', '-')} of {self.whole.numel()} elements over {self.scope}"
 
@@ -110,6 +118,7 @@ class ThreadedChain:
 
     def __init__(self, steps: Sequence[Collective], what: str, waiting: LooksUp) -> None:
         self._steps: list[Collective | None] = list(steps)
+        self._what = what
         self._named = [(f"{step} ({what})", step.scope) for step in steps]
         self._waiting = waiting
         self._done = [threading.Event() for _ in steps]
@@ -123,11 +132,7 @@ class ThreadedChain:
         step, self._steps[place] = self._steps[place], None
         try:
             if self._error is None and step is not None:
-                try:
-                    perform(step)
-                except RuntimeError as error:
-                    raise PeerLost(self._named[place][0], reason=error) from None
-                step.then()
+                step.run(perform, self._what)
         # An error is raised where the chain is waited for. Later steps run nothing, but pass: their threads must go on.
         except Exception as error:
             self._error = without_frames(error)
@@ -244,27 +249,35 @@ class Streams:
 
     def __init__(self, perform: Callable[[Collective], object]) -> None:
         self._perform = perform
-        self._streams: dict[Scope, torch.cuda.Stream] = {}
+        self._streams: dict[Scope, torch.Stream] = {}
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
         # Each step begins behind the one before it, on whatever stream that is; the first one behind what the caller
         # has put on its own stream, which makes the buffers.
-        before = torch.cuda.current_stream().record_event()
+        before, failure = torch.accelerator.current_stream().record_event(), None
         for step in steps:
-            stream = self._streams.setdefault(step.scope, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+            if step.scope not in self._streams:  # torch has 32 for all, NCCL's own among them
+                self._streams[step.scope] = torch.Stream()
+            stream = self._streams[step.scope]
             stream.wait_event(before)
-            with torch.cuda.stream(stream):
-                self._perform(step)
-                step.then()
+            try:
+                with stream:
+                    step.run(self._perform, what)
+            except Exception as error:  # raised where the chain is waited for; later steps are not run
+                failure = without_frames(error)
             before = stream.record_event()
-        return OnceAwaited(partial(self._wait, before, steps))
+            if failure is not None:
+                break
+        return OnceAwaited(partial(self._wait, before, failure, steps))
 
-    def _wait(self, end: Any, steps: Sequence[Collective]) -> None:
+    def _wait(self, end: torch.Event, failure: Exception | None, steps: Sequence[Collective]) -> None:
         """``steps``: their buffers stay until later work is behind the end."""
-        torch.cuda.current_stream().wait_event(end)
+        torch.accelerator.current_stream().wait_event(end)
+        if failure is not None:
+            raise failure
 
     def fail(self, error: Exception) -> None:
         self._streams.clear()
 
     def close(self) -> None:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()

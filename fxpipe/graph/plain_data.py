@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxpipe.device import by_shared_name, shared_name
 from fxpipe.errors import RunError
 from fxpipe.torch_compat import pytree
 
@@ -167,7 +168,7 @@ _PLAIN: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[list[Any]], A
         lambda value: [base64.b64encode(value).decode()],
         lambda parts: base64.b64decode(parts[0], validate=True),
     ),
-    torch.device: (lambda value: [str(value)], lambda parts: torch.device(*parts)),
+    torch.device: (lambda value: [shared_name(value)], lambda parts: by_shared_name(*parts)),
 }
 """Class → the parts of a value of it, and the value of these parts."""
 _MAKERS = {cls.__name__: make for cls, (_, make) in _PLAIN.items()}

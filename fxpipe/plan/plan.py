@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fxpipe.device import with_shared_names
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.stage_graph import StageGraph
@@ -40,7 +41,8 @@ class Plan:
     def description(self) -> str:
         """What must be equal on all ranks, in words; ``digest`` is its hash."""
         ahead = [f"stage {stage} ahead by {cap}" for stage, cap in self.schedule.dependencies.ahead.items()]
-        return "\n".join([self.program, *ahead, *(" ".join(map(str, row)) for row in self.schedule.rows)])
+        rows = (" ".join(map(str, row)) for row in self.schedule.rows)
+        return "\n".join([with_shared_names(self.program), *ahead, *rows])
 
     @cached_property
     def group(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fxpipe
-from fxpipe.distributed.collective import Collective
+from fxpipe.distributed.collective import Collective, PeerLost, Streams
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.harness import engine_of
@@ -103,6 +103,27 @@ def test_chains_run_in_order_and_beside_each_other(on_four: Callable[..., list[A
             assert [line[0] for line in log if line.endswith(f" {what}")] == list("01234")
 
 
+class Stream:
+    """Stands for torch's: what is put on it has run at once."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def record_event(self) -> None: ...
+
+    def wait_event(self, event: None) -> None: ...
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The streams that torch was asked for."""
+    asked: list[Stream] = []
+    monkeypatch.setattr(torch, "Stream", lambda: asked.append(Stream()) or asked[-1])
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    return asked
+
+
 def failing() -> str:
     transport = opened()
     reached = []
@@ -122,6 +143,41 @@ def failing() -> str:
 
 def test_what_fails_beside_the_caller_is_raised_where_it_is_waited_for(pool: Pool) -> None:
     assert pool.run(failing, ranks=4) == ["in the middle"] * 4
+
+
+def test_a_chain_on_streams_raises_where_it_is_waited_for_and_runs_nothing_more(streams: list[Stream]) -> None:
+    performed: list[str] = []
+    chains = Streams(lambda step: performed.append(str(step.scope)))
+
+    def fail() -> None:
+        raise ValueError("in the middle")
+
+    steps = [Collective("all_reduce", scope, torch.ones(1)) for scope in ("shard", "replica", "gather")]
+    steps[1] = steps[1].followed_by(fail)
+    work = chains.start(steps, "a chain")
+    with pytest.raises(ValueError, match="in the middle"):
+        work.wait()
+    assert performed == ["shard", "replica"]
+    chains.start(steps[:1], "another").wait()
+    assert performed == ["shard", "replica", "shard"]
+
+
+def test_a_group_that_fails_on_streams_is_a_lost_peer(streams: list[Stream]) -> None:
+    def perform(step: Collective) -> None:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    work = Streams(perform).start([Collective("all_reduce", "shard", torch.ones(4))], "stage 0")
+    with pytest.raises(PeerLost, match=r"^all-reduce of 4 elements over shard \(stage 0\)$") as caught:
+        work.wait()
+    assert caught.value.reason == "NCCL communicator was aborted"
+
+
+def test_each_scope_has_one_stream(streams: list[Stream]) -> None:
+    """Of a pool of 32, which NCCL shares: with more, unrelated work waits for each other."""
+    chains = Streams(lambda step: None)
+    for _ in range(100):
+        chains.start([Collective("all_reduce", scope, torch.ones(1)) for scope in ("shard", "replica")], "a chain")
+    assert len(streams) == 2
 
 
 def test_a_group_of_one_has_nothing_to_wait_for() -> None:

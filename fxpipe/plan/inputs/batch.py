@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.device import shared_name
 from fxpipe.errors import RunError
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.plain_data import admitted, encode
@@ -144,7 +145,8 @@ def _like(leaf: Any) -> Any:
 def _named(leaf: Any, exact: bool) -> Any:
     """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ."""
     name = leaf.kind if isinstance(leaf, ObjectLike) else type(leaf).__name__
-    return (name, repr(leaf)) if exact and isinstance(leaf, PLAIN) else name
+    value = shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
+    return (name, value) if exact and isinstance(leaf, PLAIN) else name
 
 
 def example_of(description: Description) -> dict[str, Any]:
