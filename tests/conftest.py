@@ -16,7 +16,7 @@ from tests import device  # before torch: FXPIPE_DEVICE=cuda simulates it
 
 import torch  # isort: skip
 
-from tests import forked_server
+from tests import forked_server, not_on_gpus
 from tests.gpus import Gpus, require
 from tests.pool import RARELY, Pool, preloads
 from tests.scripts import Scripts
@@ -228,6 +228,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid.startswith(slow) or "four_times" in item.name:  # which counts each line that runs
             item.add_marker("slow")
         call = getattr(item, "callspec", None)
+        if device.DEVICE == "cuda" and (why := not_on_gpus.reason(item.nodeid, device.SIMULATED)):
+            item.add_marker(pytest.mark.skip(reason=why))
         if {"gpus", "gpu_scripts"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("gpu")
         if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from io import BytesIO
 from typing import Any
 
 DEVICE = os.environ.get("FXPIPE_DEVICE", "cpu")
+BACKEND = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "cpu:gloo"
+
+SIMULATED = False
 
 if DEVICE == "cuda":
+    os.environ.setdefault("FXPIPE_GPUS", "8")
+    from tests import simulated_gpu
     from tests.simulated_gpu import build
 
-    if not build.torch_has_cuda():
-        os.environ.setdefault("FXPIPE_GPUS", "8")
-        from tests import simulated_gpu
+    SIMULATED = simulated_gpu.is_active()
+    assert SIMULATED or build.torch_has_cuda(), "torch was imported before tests.device"
 
-        assert simulated_gpu.is_active(), "torch was imported before tests.device"
-
-import torch
+import torch  # isort: skip  # noqa: E402
 
 
 class _Generator(type(torch._C.Generator)):  # type: ignore[misc]
@@ -45,11 +46,17 @@ def place(rank: int = 0) -> None:
         torch.Generator = Generator  # type: ignore[misc]
 
 
+def settle() -> None:
+    """Nothing is under way on the device any more, and nothing of what it has found is kept."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    if SIMULATED:
+        simulated_gpu.reset()
+
+
 def check() -> None:
     """Fails if a simulated device has found a race or memory that was freed too early, of which none is kept."""
-    if DEVICE == "cuda" and "tests.simulated_gpu" in sys.modules:
-        from tests import simulated_gpu
-
+    if SIMULATED:
         faults = simulated_gpu.faults()
         simulated_gpu.reset()
         assert not faults, f"the simulated GPU reports\n{simulated_gpu.summary(faults)}"

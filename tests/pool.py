@@ -265,6 +265,7 @@ def _leave() -> None:
     """Leaves the world. What is in a circle with one of its groups would keep the group's threads running."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    device.settle()
     gc.collect()
 
 
