@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import forked_server
+from tests import forked_server, not_on_gpus
 from tests.gpus import Gpus, require
 from tests.pool import RARELY, Pool, preloads
 from tests.scripts import Scripts
@@ -123,12 +123,14 @@ torch.manual_seed(0)  # for what test modules make when they are imported
 
 
 @pytest.fixture(autouse=True)
-def _same_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _same_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test draws the same numbers in every run, whichever others run before it, and prints as wide."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed would format a stack for each kind of device
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
     monkeypatch.delenv("COLUMNS", raising=False)
+    yield
+    device.check()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -226,6 +228,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid.startswith(slow) or "four_times" in item.name:  # which counts each line that runs
             item.add_marker("slow")
         call = getattr(item, "callspec", None)
+        if device.DEVICE == "cuda" and (why := not_on_gpus.reason(item.nodeid, device.SIMULATED)):
+            item.add_marker(pytest.mark.skip(reason=why))
         if {"gpus", "gpu_scripts"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("gpu")
         if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):

@@ -118,7 +118,7 @@ class Pool:
             late = not ready
             for worker in [worker for worker in waiting if worker.connection in ready]:
                 try:
-                    answers[worker.rank] = pickle.loads(worker.connection.recv_bytes())
+                    answers[worker.rank] = device.loads(worker.connection.recv_bytes())
                 except (EOFError, OSError):
                     late = True
             if late:
@@ -162,7 +162,7 @@ class _Worker:
         handle, name = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".txt")
         os.close(handle)
         self._stacks = Path(name)
-        self.process = context.Process(target=_work, args=(theirs, name), name=f"rank {rank}", daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, name, rank), name=f"rank {rank}", daemon=True)
         self.process.start()
         theirs.close()
 
@@ -205,10 +205,11 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 # --- in the worker ---
 
 
-def _work(connection: Connection, stacks: str) -> None:
+def _work(connection: Connection, stacks: str, rank: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the test's process, which ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    device.place(rank)
     gc.set_threshold(RARELY)
     gc.freeze()  # what is imported; no later, or a world that is still held would never be collected
     with open(stacks, "w") as file:
@@ -216,7 +217,7 @@ def _work(connection: Connection, stacks: str) -> None:
         connection.send_bytes(pickle.dumps(None))
         while True:
             try:
-                call = pickle.loads(connection.recv_bytes())
+                call = device.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 return
             _serve(connection, *call)
@@ -224,7 +225,6 @@ def _work(connection: Connection, stacks: str) -> None:
 
 def _serve(connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...], variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
-    device.place(int(variables["LOCAL_RANK"]))
     outcome = _outcome(int(variables["RANK"]), fn, args)
     if outcome.error is not None:
         _leave()  # as if its process had ended: nobody may wait for it
@@ -240,6 +240,7 @@ def _serve(connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
 def _outcome(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
     try:
         result = fn(*args)
+        device.check()
     except BaseException as error:
         text = traceback.format_exc()
         error.__traceback__ = error.__cause__ = error.__context__ = None  # frames would keep connections open
@@ -261,6 +262,7 @@ def _leave() -> None:
     """Leaves the world. What is in a circle with one of its groups would keep the group's threads running."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    device.settle()
     gc.collect()
 
 

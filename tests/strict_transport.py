@@ -27,6 +27,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import decode, encode_for_all
+from tests import device
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ def run_strict(function: Callable[[int], T], ranks: int, seed: int = 0) -> list[
 
     def body(rank: int) -> None:
         torch.set_num_threads(threads_per_kernel)  # OpenMP keeps this per thread, and it changes bits
+        device.place()
         seat = _seat.seat = Seat(world, rank)
         seat_thread(ranks, partial(StrictTransport, seat))
         try:
@@ -207,7 +209,7 @@ class StrictTransport:
         self.pipe_rank: int | None = self._ranks["pipe"].index(seat.rank)
         self.data_rank = self._ranks["data"].index(seat.rank)
         self.data_size = len(self._ranks["data"])
-        self.device = torch.device("cpu")
+        self.device = torch.get_default_device()
         self._calls: dict[tuple[Any, ...], int] = {}
         seat.world.transports[seat.rank] += 1
         self._generation = seat.world.transports[seat.rank]

@@ -17,6 +17,7 @@ from fxpipe.distributed.activity import Alike, agree, announced, words
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.run.step.batch_check import KINDS
+from tests.device import DEVICE
 from tests.harness import compiled
 from tests.models import CASES
 from tests.pool import Pool
@@ -135,6 +136,10 @@ def test_ranks_that_gather_a_number_and_a_text_of_any_length_in_different_calls_
         assert "another" in told
 
 
+LOSS = ["broadcast of 2"] if DEVICE == "cuda" else []
+"""On a GPU the loss is broadcast; gloo sends it to each rank."""
+
+
 def collectives_of_steps(rows: Sequence[int], tracer: str) -> list[list[str]]:
     """What each step of batches of so many rows does together with other ranks."""
     forward_backward = compiled(
@@ -162,13 +167,13 @@ def noted(calls: list[str], name: str, call: Any, *args: Any, **options: Any) ->
 
 def test_a_step_settles_by_one_small_collective_and_nothing_else(pool: Pool) -> None:
     for steps in pool.run(collectives_of_steps, [12] * 6, "symbolic", ranks=2):
-        assert steps[4:] == [["all_reduce of 4"]] * 2
+        assert steps[4:] == [["all_reduce of 4", *LOSS]] * 2
 
 
 @pytest.mark.parametrize("tracer", every(2, ["symbolic", "export"]))
 def test_a_step_of_a_new_kind_of_batch_gathers_nothing_that_is_predicted(tracer: str, pool: Pool) -> None:
     """What all were given, and the plan; of a plan for any shape what the loss is, too."""
-    new = ["all_reduce of 4"] * (3 if tracer == "symbolic" else 2)
+    new = ["all_reduce of 4"] * (3 if tracer == "symbolic" else 2) + LOSS
     rows = [12, *range(13, 13 + KINDS), 24, 25, 26]
     for steps in pool.run(collectives_of_steps, rows, tracer, ranks=2):
         assert steps[-3:] == [new] * 3

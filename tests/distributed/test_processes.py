@@ -28,6 +28,7 @@ from fxpipe.distributed.processes import (
     torchrun_place,
 )
 from fxpipe.errors import RunError, TopologyError
+from tests.device import DEVICE
 from tests.distributed.environment import LAUNCHER_PREFIXES, TORCHRUN, clean_environment
 from tests.pool import forking
 from tests.scripts import Scripts
@@ -207,6 +208,10 @@ dist.destroy_process_group()
 """
 
 
+HERE = "cpu:gloo,cuda:nccl cuda:{}" if DEVICE == "cuda" else "gloo cpu"
+BOTH_MEET = [f"{rank} 2 {HERE.format(rank)} 3.0" for rank in (0, 1)]
+
+
 def run_all(script: str, environs: list[dict[str, str]]) -> list[str]:
     """The outputs of one process for each environment, all running at once; none has to import torch."""
     pipes = [multiprocessing.Pipe(duplex=False) for _ in environs]
@@ -249,13 +254,13 @@ def free_port() -> int:
 
 def test_without_variables_nothing_is_started() -> None:
     script = "import fxpipe.distributed.processes as w, torch.distributed as d; print(w.init(), d.is_initialized())"
-    assert run_all(script, [{}]) == ["cpu False"]
+    assert run_all(script, [{}]) == [f"{DEVICE}:0 False" if DEVICE == "cuda" else "cpu False"]
 
 
 def test_init_joins_the_processes_of_torchrun_s_variables() -> None:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environs = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    assert run_all(MEET, environs) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
+    assert run_all(MEET, environs) == BOTH_MEET
 
 
 def test_init_joins_the_processes_of_slurm_s_variables() -> None:
@@ -266,13 +271,13 @@ def test_init_joins_the_processes_of_slurm_s_variables() -> None:
         "WORLD_SIZE": "2",  # job scripts often set it for themselves
     }
     environs = [shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    assert run_all(MEET, environs) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
+    assert run_all(MEET, environs) == BOTH_MEET
 
 
 def test_init_joins_the_processes_of_torchrun(tmp_path: Path, scripts: Scripts) -> None:
     (tmp_path / "meet.py").write_text(MEET)
     printed = scripts.run(["-m", "tests.torchrun", "--standalone", "--nproc-per-node=2", "meet.py"], tmp_path)
-    assert sorted(printed.splitlines()) == ["0 2 gloo cpu 3.0", "1 2 gloo cpu 3.0"]
+    assert sorted(printed.splitlines()) == BOTH_MEET
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same, but on the CPU")

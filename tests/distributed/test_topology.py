@@ -14,6 +14,7 @@ import fxpipe
 from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import TopologyError
+from tests.device import BACKEND, DEVICE
 from tests.pool import Pool
 from tests.work import steps
 
@@ -313,11 +314,11 @@ def facts(topo: Topology, meeting: str) -> dict[str, Any]:
         dist.all_reduce(total, group=topo.group(axis))
         return total.item()
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pp", "dp"))
     seen = Topology.from_mesh(mesh, ranks_per_node=2)
-    unnamed = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    swapped = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp"))
-    other = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ep", "dp"))
+    unnamed = DeviceMesh(DEVICE, [[0, 1], [2, 3]])
+    swapped = DeviceMesh(DEVICE, [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp"))
+    other = DeviceMesh(DEVICE, [[0, 1], [2, 3]], mesh_dim_names=("ep", "dp"))
     result: dict[str, Any] = {
         "names": topo.mesh.mesh_dim_names,
         "ranks": topo.mesh.mesh.tolist(),
@@ -339,7 +340,7 @@ def facts(topo: Topology, meeting: str) -> dict[str, Any]:
     dist.destroy_process_group()
     result["stale"] = refusal(lambda: topo.mesh)
     # In a place of its own: the pool's store still holds the first group's addresses.
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=4)
+    dist.init_process_group(BACKEND, init_method=meeting, rank=rank, world_size=4)
     result["restarted"] = topo.mesh is not first and summed("data")
     return result
 
@@ -354,7 +355,7 @@ def test_the_mesh_has_the_axes_of_the_topology(four: list[dict[str, Any]]) -> No
     for seen in four:
         assert seen["names"] == ("pipe", "data")
         assert seen["ranks"] == [[0, 1], [2, 3]]
-        assert seen["device"] == "cpu"
+        assert seen["device"] == DEVICE
         assert seen["cached"]
 
 

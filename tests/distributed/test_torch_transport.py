@@ -16,6 +16,7 @@ from fxpipe.distributed.activity import announced
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import Transport
+from tests.device import BACKEND
 from tests.pool import Pool
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
@@ -36,7 +37,7 @@ def trained_on(backend: str | None) -> Tensor:
     return fxpipe.compile(Two(), TOPOLOGY, microbatches=2)(torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+@pytest.mark.parametrize("backend", [None, BACKEND])
 def test_torch_distributed_may_have_been_started_in_any_way(pool: Pool, backend: str | None) -> None:
     wanted = Two()(torch.ones(4, 4)).detach()
     for loss in pool.run(trained_on, backend, ranks=2):

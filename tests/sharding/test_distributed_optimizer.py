@@ -24,6 +24,7 @@ from fxpipe.sharding.gradients import OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
 from fxpipe.sharding.optimizer_state import Slice
 from fxpipe.sharding.parameter_groups import resolve_groups, whole_groups
+from tests.device import DEVICE
 from tests.thinned import in_turn
 
 STEPS = 5
@@ -134,7 +135,7 @@ def both(model: nn.Module, cls: Any, params: Any = None, **kw: Any) -> list[Any]
 
 def same_bits(mine: nn.Module, plain: nn.Module) -> None:
     for (name, a), b in zip(mine.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
+        assert torch.equal(a.cpu(), b.cpu()), f"{name}: {(a - b).abs().max()}"
 
 
 def run(model: nn.Module, optimizers: list[Any], schedulers: list[Any], steps: Iterable[int]) -> None:
@@ -167,7 +168,7 @@ MADE: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("made", "scheduler", "offload"), in_turn(MADE, list(SCHEDULERS), [False, True]))
 def test_halves_stepped_apart_equal_the_plain_optimizer_bit_for_bit(made: Any, scheduler: str, offload: bool) -> None:
-    (cls, kw), mine, plain = made, Model(), Model()
+    (cls, kw), mine, plain = made, Model(), Model().to("cpu" if offload else DEVICE)
     optimizers, expected = both(mine, cls, lr=0.05, offload=offload, **kw), cls(plain.parameters(), lr=0.05, **kw)
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine.parameters()}
     for target in itertools.chain(*optimizers[0]._targets):
@@ -252,9 +253,11 @@ def test_a_group_added_later_is_stepped() -> None:
 # --- precision and offload ---
 
 
-def reference(originals: dict[str, Tensor], cls: Any, steps: Iterable[int], **kw: Any) -> dict[str, Tensor]:
-    """Masters as plain torch.optim steps them, with gradients in float32."""
-    model = Model()
+def reference(
+    originals: dict[str, Tensor], cls: Any, steps: Iterable[int], device: str = DEVICE, **kw: Any
+) -> dict[str, Tensor]:
+    """Masters as plain torch.optim steps them on that device, with gradients in float32."""
+    model = Model().to(device)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(originals[name])
     optimizer = cls(model.parameters(), **kw)
@@ -272,10 +275,10 @@ def test_masters_start_from_the_values_before_they_were_rounded(cls: Any, offloa
         gradients(model, step, torch.float32)
         for optimizer in optimizers:
             optimizer.step()
-    expected = reference(originals, cls, range(STEPS), lr=0.01)
+    expected = reference(originals, cls, range(STEPS), "cpu" if offload else DEVICE, lr=0.01)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter, expected[name].bfloat16()), name
+        assert torch.equal(parameter.cpu(), expected[name].bfloat16().cpu()), name
         parts = [o.state_dict()["state"] for o in optimizers]
         masters = [part[name]["master"] for part in parts if name in part]
         in_memory = expected[name].as_strided((parameter.numel(),), (1,))

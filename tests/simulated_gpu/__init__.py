@@ -38,7 +38,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-_active = "torch" not in sys.modules
+from tests.simulated_gpu import build
+
+_active = "torch" not in sys.modules and not build.torch_has_cuda()
 
 
 def is_active() -> bool:

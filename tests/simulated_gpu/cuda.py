@@ -7,6 +7,7 @@ ask what was compiled in.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,6 +113,7 @@ def patch() -> None:
     _patch_memory()
     _patch_generators()
     _patch_storages()
+    _patch_recurrent()
 
 
 def _patch_devices() -> None:
@@ -184,6 +186,12 @@ def _patch_generators() -> None:
 
 def _patch_storages() -> None:
     plain_to, plain_resize = torch.storage._to, torch.UntypedStorage.resize_
+    plain_new = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, **known: Any) -> Any:
+        if torch.device(known.get("device") or "cpu").type != "cuda":
+            return plain_new(cls, *args, **known)
+        return torch.empty(*args, dtype=torch.uint8, device=known["device"]).untyped_storage()
 
     def tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -202,3 +210,27 @@ def _patch_storages() -> None:
         return storage
 
     torch.storage._to, torch.UntypedStorage.resize_ = to, resize_
+    torch.UntypedStorage.__new__ = new  # type: ignore[assignment]
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def _patch_recurrent() -> None:
+    """Recurrent layers, as torch decomposes them: CUDA has kernels for a cell that the CPU lacks."""
+    for name in ("lstm", "gru"):
+        for overload in ("input", "data"):
+            for key in ("AutogradCUDA", "CUDA"):
+                _library.impl(f"{name}.{overload}", functools.partial(_decomposed, f"{name}.{overload}"), key)
+
+
+def _decomposed(name: str, *args: Any, **options: Any) -> Any:
+    from torch._decomp import decompositions
+
+    functions = {
+        "lstm.input": decompositions.lstm_impl,
+        "lstm.data": decompositions.lstm_data_impl,
+        "gru.input": decompositions.gru_impl,
+        "gru.data": decompositions.gru_impl_data,
+    }
+    return functions[name](*args, **options)
