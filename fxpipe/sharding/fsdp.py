@@ -22,10 +22,9 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, cast
 
 import torch
@@ -44,9 +43,8 @@ from fxpipe.parameters.dtensors import local
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action, Op
-from fxpipe.sharding.arrival import ArrivalHook, late
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, late, watch_arrivals
 from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
 
 
@@ -198,7 +196,7 @@ class FsdpUnit(_FsdpModules):
         self._handle: Any = None
         self._reduced = False
         self.whole: dict[str, nn.Parameter] = {}  # the same objects in every call, once FSDP2 has made them
-        self.hooks: dict[str, ArrivalHook] = {}
+        self._hooks: dict[str, Any] = {}
         self.awaited: set[str] = set()  # what the backward that runs has still to give
 
     def gather(self) -> None:
@@ -211,11 +209,11 @@ class FsdpUnit(_FsdpModules):
         whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
         self.whole = dict(zip(self.shards, whole, strict=True))
 
-    def expect(self, arrived: Callable[[FsdpUnit, str, bool], object]) -> None:
-        """``arrived`` is called with each gradient, from now on; those of the next backward are awaited."""
+    def expect(self, arrived: weakref.WeakMethod[Any]) -> None:
+        """A backward begins. ``arrived`` is called with each gradient from now on."""
         self.awaited = {name for name, parameter in self.whole.items() if parameter.requires_grad}
-        for name in self.awaited - self.hooks.keys():
-            self.hooks[name] = ArrivalHook(self.whole[name], partial(arrived, self, name))
+        for name in self.awaited - self._hooks.keys():
+            self._hooks[name] = watch_arrivals(self.whole[name], name, arrived)
 
     def free(self) -> None:
         self.shell.reshard()
@@ -324,6 +322,7 @@ class FullyShardedGradients(Gradients):
         way = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
         super().__init__(held, transport, way, owners.tied)
         self._units, self._precision = units, precision
+        self._home = {name: unit for unit in units for name in unit.shards}
         self._names = {id(parameter): name for name, parameter in held.items()}
         self._whole = {name: p for name, p in held.items() if not isinstance(p, DTensor)}
         self._call = _CallState()
@@ -370,9 +369,8 @@ class FullyShardedGradients(Gradients):
             self._put_in(unit.whole)
 
     def awaited(self, stage: int) -> Settle | None:
-        """The modules hold the whole parameters then, the values of which come."""
         units = self._unready(stage)
-        if not all(unit.whole for unit in units):
+        if not all(unit.whole for unit in units):  # FSDP2 makes the whole parameters with the first values
             return super().awaited(stage)
         for unit in units:
             self._put_in(unit.whole)
@@ -400,10 +398,11 @@ class FullyShardedGradients(Gradients):
         # What no later action needs is reduced in this one, in an order that is the same on all replicas.
         self._call.ending = [unit for unit, last in reversed(self._call.last.items()) if last == action]
         for unit in self._call.ending:
-            unit.expect(partial(_arrived, weakref.ref(self)))
+            unit.expect(weakref.WeakMethod(self.arrived))
 
-    def arrived(self, unit: FsdpUnit, name: str, is_final: bool) -> None:
+    def arrived(self, name: str, is_final: bool) -> None:
         """A gradient is there; as in ``Reducer``."""
+        unit = self._home[name]
         if unit in self._call.reduced:
             raise late(name)
         self._reduce_ready()
@@ -531,26 +530,16 @@ class _CallState:
     used: set[str] = field(default_factory=set)
 
 
-def _arrived(gradients: weakref.ref[FullyShardedGradients], unit: FsdpUnit, name: str, is_final: bool) -> None:
-    """What a parameter's hook calls; it does not keep what a user has dropped."""
-    alive = gradients()
-    if alive is not None:
-        alive.arrived(unit, name, is_final)
-
-
 def in_blocks(parameters: Mapping[str, nn.Parameter], least: int) -> list[dict[str, nn.Parameter]]:
-    """Groups of parameters, which come in the order of their use: whole blocks, of at least ``least`` bytes together.
+    """Groups of parameters, given in the order of their use: whole blocks, of ``least`` bytes or more together.
 
     A block is an entry of the outermost list of modules, such as ``layers.3``; outside of lists, each parameter is one.
     """
-    groups, block, size = [dict[str, nn.Parameter]()], "", 0
-    for name, parameter in parameters.items():
-        before, block = block, (re.match(r"(.*?\.)?\d+\.", name) or [name])[0]
-        if size >= least and groups[-1] and block != before:
+    groups = [dict[str, nn.Parameter]()]
+    for _, block in groupby(parameters, lambda name: (re.match(r"(.*?\.)?\d+\.", name) or [name])[0]):
+        if groups[-1] and sum(parameter.nbytes for parameter in groups[-1].values()) >= least:
             groups.append({})
-            size = 0
-        groups[-1][name] = parameter
-        size += parameter.nbytes
+        groups[-1].update((name, parameters[name]) for name in block)
     return groups
 
 
