@@ -437,7 +437,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     add("--forward", type=costs, default=1, metavar="T[,…]", help="1")
     add("--backward", type=costs, default=2, metavar="T[,…]", help="the whole of it; 2")
     add("--weight", type=costs, metavar="T[,…]", help="the part of backward that W does; half")
-    add("--comm", type=float, default=0, metavar="T", help="the latency of a hop between ranks; 0")
+    add("--comm", type=float, default=0, metavar="T", help="what a message between two ranks takes; 0")
     add("--gather-cost", type=costs, metavar="F,B", help="of a group, at the stages of --gather")
     add("--bytes", type=costs, metavar="N[,…]", help="what a stage holds of it from forward to backward")
     add("--deferred-bytes", type=costs, metavar="N[,…]", help="what it holds of it between I and W; --bytes")

@@ -27,11 +27,13 @@ def replays_what_it_simulated(printed: str) -> None:
 
 
 class Case(NamedTuple):
-    """``check``: a pattern of what the command prints, or what is given it. ``long``: runs with FXPIPE_ALL=1 alone."""
+    """``check``: a pattern of what the command prints, or what is given it. ``long``: runs with FXPIPE_ALL=1 alone.
+    ``simulated``: on simulated GPUs."""
 
     command: str
     check: str | Callable[[str], None]
     long: bool = False
+    simulated: bool = False
 
 
 def rows(printed: str, beginning: str, count: int) -> list[list[float]]:
@@ -116,6 +118,24 @@ def sends_what_formulas_say(printed: str) -> None:
     assert ratio == pytest.approx((least + gradients) / (2 * least), abs=0.01)
 
 
+def takes_what_its_plan_says(printed: str) -> None:
+    """To the digits that are printed, and to 9 beyond those."""
+    found = rows(printed, r"\S+, m 16.*?\)(?: 1 frozen)?", 40)
+    assert all(planned == virtual and abs(more) < 1e-9 for _, planned, virtual, more in found)
+
+
+def launches_as_often_as_torch(printed: str) -> None:
+    """A step takes two launches an action more than torch's at most; so much more is on streams, but for events."""
+    for *_, more in rows(printed, "1f1b|interleaved_1f1b|zb_h1", 6 + 24)[:6]:
+        assert more <= 2
+    puts = re.findall(r"^(\w+) +(\d) +(fxpipe|torch) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) ", printed, re.MULTILINE)
+    assert len(puts) == 24
+    for ours, theirs in zip(puts[::2], puts[1::2], strict=True):
+        actions = 16 * (3 if ours[0] == "zb_h1" else 4 if ours[0] == "interleaved_1f1b" else 2)
+        kernels, copies, _, messages, waits = (int(a) - int(b) for a, b in zip(ours[3:], theirs[3:], strict=True))
+        assert kernels + copies + messages + waits <= 2 * actions
+
+
 CASES = [
     Case("compatibility.py --only ViT --page page.md", r"^ViT: record as it comes \S+ \S+ s$"),
     Case("compile_cost.py actions --divided 500", grown("actions, 1f1b, 8 ranks", "actions, zb_h1, 8 ranks")),
@@ -132,6 +152,8 @@ CASES = [
     Case("step_profile.py sleep --rounds 2", sleeps_as_long),
     Case("step_profile.py gpt --rounds 2 --width 64", parts_sum_to_the_step),
     Case("step_profile.py collectives --rounds 1", r"all-gather \d+\.\d+, maximum \d+\.\d+, broadcast \d"),
+    Case("virtual_time.py plan", takes_what_its_plan_says, simulated=True),
+    Case("virtual_time.py host", launches_as_often_as_torch, simulated=True),
     Case(
         "vlm.py --models ImageBind-huge --ranks 4 --encoder frozen --measure --rounds 1",
         replays_what_it_simulated,
@@ -144,8 +166,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if ALL or not case.long], ids=lambda case: case.command)
-def test_a_subcommand_prints_what_is_so(case: Case, tmp_path: Path, scripts: Scripts) -> None:
+def test_a_subcommand_prints_what_is_so(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     script, *arguments = case.command.split()
+    scripts: Scripts = request.getfixturevalue("gpu_scripts" if case.simulated else "scripts")
     printed = scripts.run([str(BENCHMARKS / script), *arguments], tmp_path)
     if callable(case.check):
         case.check(printed)

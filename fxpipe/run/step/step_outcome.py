@@ -126,11 +126,11 @@ def conclude(
                 "the replicas' losses come with different metrics, or as a fxpipe.Sum on one and as a mean on another: "
                 f"(is a Sum, metrics) are {shown(others)}; return the same on all"
             )
-        sums = step.numbers(names, numbers.device)  # loss or total, count, metrics ...
+        numbers = sums = step.numbers(names, numbers.device)  # loss or total, count, metrics ...
         transport.all_reduce("data", sums)
-        # A step in which nothing counts has the loss 0, and not 0 / 0.
-        count = torch.where(sums[1] == 0, 1.0, sums[1])
-        torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]], out=numbers)
+        if is_sum:  # a step in which nothing counts has the loss 0, and not 0 / 0
+            count = torch.where(sums[1] == 0, 1.0, sums[1])
+            numbers = torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]])
     loss, factor, *metrics = message.exchange(numbers, output_rank)
     named = {name: metric.to(metric_dtype(dtype)) for name, metric in zip(names, metrics, strict=True)}
     return StepOutcome(loss.to(dtype), factor if is_sum else None, named, kind)
