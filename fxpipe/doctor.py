@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import platform
@@ -33,11 +32,13 @@ from fxpipe.errors import RunError, describe_error
 from fxpipe.hardware import Hardware, measure
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.schedules.comparison import compare
+from fxpipe.small_file import write_whole
 
 TIMEOUT = 60.0
 """Seconds that any wait may take."""
 ON_A_GPU, ON_A_CPU = (2**24, 4096, 1024), (2**20, 256, 64)
 """Numbers of a large message, the width of a layer, and the rows of a micro-batch."""
+_PER_RANK = 2  # micro-batches
 _MOST_PIPE, _ALONE = 8, 4  # ranks of a pipeline, unless the command says; and of one that a single process plays
 
 _UNITS = {"µs": 1e-6, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12}
@@ -54,8 +55,9 @@ class Doctor:
         world = place.world_size if place else pipe or _ALONE
         pipe = pipe or next(size for size in range(_MOST_PIPE, 0, -1) if world % size == 0)
         self._topology = Topology.fit(world, pipe=pipe, ranks_per_node=ranks_per_node)
-        self._control = connect(self._topology, TIMEOUT)
+        self._control = connect(self._topology, 2 * TIMEOUT)  # others may yet wait in a part that failed here
         self._control.open((), (), {"all": [range(world)]})
+        self._plain: tuple[nn.Module, list[Tensor], dict[str, Any]] | None = None
         self._step: ForwardBackward | None = None
         self._module = torch.get_device_module(self._device)
         self._numbers, self._width, self._rows = ON_A_CPU if self._device.type == "cpu" else ON_A_GPU
@@ -64,7 +66,15 @@ class Doctor:
         """Prints what all ranks find, and writes it as JSON. A collective call; RunError where a part has failed."""
         several, leads = self._control.pipe_rank is not None, self._control.rank == 0
         parts: dict[str, dict[str, Any]] = {}
-        for part in (self.versions, self.nodes, self.device, *[self.links] * several, self.pipeline, self.overlap):
+        for part in (
+            self.versions,
+            self.nodes,
+            self.device,
+            *[self.links] * several,
+            self.plain,
+            self.pipeline,
+            self.overlap,
+        ):
             name = part.__name__
             parts[name] = self._run(name, part)
             if leads:  # at once: NCCL may end this process in a later part
@@ -75,7 +85,7 @@ class Doctor:
             if path is not None:
                 figures = {name: value for name, value in vars(hardware).items() if value is not None}
                 found = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
-                Path(path).write_text(json.dumps(found, indent=1))
+                write_whole(path, json.dumps(found, indent=1).encode())
             if failed := [name for name, part in parts.items() if any(part["errors"])]:
                 raise RunError(f"failed: {', '.join(failed)}")
 
@@ -87,10 +97,13 @@ class Doctor:
             except Exception as failure:
                 error = describe_error(failure)
             ranks, errors = zip(*self._control.gather("all", (found, error)), strict=True)
+        if name == self.plain.__name__ and any(errors):
+            self._plain = None  # on all ranks, so that none begins to compile alone
         return {"seconds": time.perf_counter() - start, "ranks": ranks, "errors": errors}
 
     def versions(self, found: Figures) -> None:
-        found |= {name.removeprefix("the version of "): fact for name, fact in facts_of(self._topology, {}).items()}
+        facts = facts_of(self._topology, {}).items()
+        found |= {name.removeprefix("the version of "): str(fact) for name, fact in facts}
         found |= {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
         with suppress(AttributeError):  # of a device, or a build, without it
             found["NCCL"] = ".".join(map(str, self._module.nccl.version()))
@@ -127,29 +140,45 @@ class Doctor:
             found |= link_speeds(transport, topology.ranks_per_node or topology.world_size, self._numbers)
         transport.close()
 
-    def pipeline(self, found: Figures) -> None:
-        """A layer for each stage: loss and gradients beside plain PyTorch's, micro-batch for micro-batch."""
-        loss_fn, stages, replicas = nn.functional.mse_loss, self._topology.size("pipe"), self._topology.data_size
+    def plain(self, found: Figures) -> None:
+        """Plain PyTorch, a layer for each stage: the micro-batches of all replicas, one after another."""
+        stages, replicas, loss = (
+            self._topology.size("pipe"),
+            self._topology.data_size,
+            torch.zeros((), device=self._device),
+        )
         torch.manual_seed(0)
         layers = (nn.Sequential(nn.Linear(self._width, self._width), nn.GELU()) for _ in range(stages))
-        model, count = nn.Sequential(*layers).to(self._device), 2 * stages
-        plain, cuts = copy.deepcopy(model), [str(stage) for stage in range(1, stages)]
-        step = compile(model, self._topology, loss_fn=loss_fn, boundaries=cuts, microbatches=count, timeout=TIMEOUT)
-
-        def batch(replica: int) -> list[Tensor]:
-            numbers, shape = torch.Generator(self._device).manual_seed(replica), (count * self._rows, self._width)
-            return [torch.randn(shape, device=self._device, generator=numbers) for _ in range(2)]
-
-        mine, loss = batch(self._topology.data_rank), torch.zeros((), device=self._device)
-        self._step, self._batch = step, mine
-        pairs: list[tuple[Any, Any]] = [(step(mine[0], target=mine[1]), loss)]
+        model, count, mine = nn.Sequential(*layers).to(self._device), _PER_RANK * stages, list[Tensor]()
         for replica in range(replicas):
-            for one in zip(*(whole.chunk(count) for whole in batch(replica)), strict=True):
-                part = loss_fn(plain(one[0]), one[1]) * (1 / (count * replicas))
+            numbers, shape = torch.Generator(self._device).manual_seed(replica), (count * self._rows, self._width)
+            batch = [torch.randn(shape, device=self._device, generator=numbers) for _ in range(2)]
+            for x, target in zip(*(whole.chunk(count) for whole in batch), strict=True):
+                part = nn.functional.mse_loss(model(x), target) * (1 / (count * replicas))
                 torch.autograd.backward(part)
                 loss += part.detach()
-        expected = dict(plain.named_parameters())
-        pairs += [(one.grad, expected[name].grad) for name, one in step.named_parameters()]
+            mine = batch if replica == self._topology.data_rank else mine
+        found["loss"] = loss.item()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        self._plain = model, mine, {"loss": loss, **gradients}
+
+    def pipeline(self, found: Figures) -> None:
+        """Loss and gradients of the same model in a pipeline beside those."""
+        if self._plain is None:
+            raise RunError("there is nothing to compare with")
+        model, (x, target), expected = self._plain
+        stages, replicas = self._topology.size("pipe"), self._topology.data_size
+        self._step = step = compile(
+            model,
+            self._topology,
+            loss_fn=nn.functional.mse_loss,
+            boundaries=[str(stage) for stage in range(1, stages)],
+            microbatches=_PER_RANK * stages,
+            timeout=TIMEOUT,
+        )
+        real = {"loss": step(x, target=target)} | {name: one.grad for name, one in step.named_parameters()}
+        pairs = [(one, expected[name]) for name, one in real.items()]
         worst = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max().item()
         found["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
         if not worst <= (1e-5 if replicas > 1 else 0.0):  # NaN, too; replicas are summed in any order
@@ -157,9 +186,9 @@ class Doctor:
 
     def overlap(self, found: Figures) -> None:
         """A step of it beside its table at the costs that were measured in the same step."""
-        if self._step is None:
+        if self._step is None or self._plain is None:
             raise RunError("no pipeline was compiled")
-        step, rank, (x, target) = self._step, self._control.pipe_rank, self._batch
+        step, rank, (_, (x, target), _) = self._step, self._control.pipe_rank, self._plain
         step.record_timeline()
         step(x, target=target)  # warms up
         watch = getattr(self._module, "set_sync_debug_mode", lambda mode: None)

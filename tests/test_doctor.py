@@ -1,0 +1,203 @@
+"""``python -m fxpipe doctor``: its figures are those of the cluster, and a part that fails stops no other."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe import Hardware, Topology
+from fxpipe.__main__ import main
+from fxpipe.compiler import compile
+from tests import simulated_gpu
+from tests.gpus import Gpus
+from tests.pool import Pool
+
+US, MS = 1e-6, 1e-3
+SMALL = {
+    "fxpipe.hardware.ON_A_CPU": (32, 2**10),
+    "fxpipe.hardware.ON_A_GPU": (32, 2**10),
+    "fxpipe.doctor.ON_A_CPU": (2**12, 16, 4),
+    "fxpipe.doctor.ON_A_GPU": (2**12, 16, 4),
+}
+"""What is measured, small enough for a test."""
+LINK = {"p2p_latency": 20 * US, "p2p_bytes": 1e9, "ring_latency": 30 * US, "ring_bytes": 2e9}
+
+Found = tuple[int, str, dict[str, Any]]
+"""Of a rank: the exit code, what it printed, and the file."""
+
+
+def doctor_with(broken: str, path: Path, *arguments: str) -> Found:
+    """``broken``: a function that raises on rank 1."""
+    with contextlib.ExitStack() as patched:
+        for name, size in SMALL.items():
+            patched.enter_context(mock.patch(name, size))
+        if broken and os.environ["RANK"] == "1":
+            patched.enter_context(mock.patch(broken, side_effect=ValueError("a loose cable")))
+        printed = patched.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        code = main(["doctor", *arguments, "--json", str(path)])
+        found = json.loads(path.read_text()) if os.environ.get("RANK", "0") == "0" else {}  # which writes it
+        return code, printed.getvalue(), found
+
+
+def doctor(path: Path, *arguments: str) -> Found:
+    return doctor_with("", path, *arguments)
+
+
+def in_virtual_time(path: Path, *arguments: str) -> Found:
+    """Kernels take no time but for products, which take 1 ms each. Ranks compare their hosts' clocks, too."""
+    simulated_gpu.costs(**{**simulated_gpu.STRUCTURE, **LINK})
+    simulated_gpu.fix({"aten::addmm": MS, "aten::mm": MS})
+    clock = SimpleNamespace(perf_counter=simulated_gpu.host_now)
+    with (
+        mock.patch("fxpipe.distributed.stopwatch.time", clock),
+        mock.patch("fxpipe.run.timeline_recorder.time", clock),
+    ):
+        return doctor(path, *arguments)
+
+
+def figures(found: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    """By rank."""
+    assert not any(found["parts"][part]["errors"]), found["parts"][part]
+    return list(found["parts"][part]["ranks"])
+
+
+def check_hardware(printed: str, path: Path) -> Hardware:
+    """The printed line is that of the file, and ``preview`` counts with it."""
+    line = printed.splitlines()[-1]
+    hardware = eval(line, {"Hardware": Hardware})
+    assert isinstance(hardware, Hardware)
+    assert hardware == Hardware.read(path) == Hardware(**json.loads(path.read_text())["hardware"])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    preview = fxpipe.preview(
+        model,
+        Topology([("pipe", 2)]),
+        loss_fn=torch.nn.functional.mse_loss,
+        boundaries="auto",
+        example_args=(torch.randn(8, 4),),
+        example_kwargs={"target": torch.randn(8, 4)},
+        hardware=hardware,
+    )
+    assert len(preview.schedule.rows) == 2
+    return hardware
+
+
+def test_two_ranks(pool: Pool, tmp_path: Path) -> None:
+    (code, printed, found), other = pool.run(doctor, tmp_path / "doctor.json", ranks=2)
+    assert (code, other[:2]) == (0, (0, ""))
+    assert list(found["parts"]) == ["versions", "nodes", "device", "links", "plain", "pipeline", "overlap"]
+    assert [each["torch"] for each in figures(found, "versions")] == [torch.__version__] * 2
+    assert [each["ranks in a node"] for each in figures(found, "nodes")] == [2, 2]
+    assert [each["beside plain PyTorch"] for each in figures(found, "pipeline")] == ["equal bits"] * 2
+    latency, bandwidth = "message inside nodes: latency [µs]", "message inside nodes: bandwidth [GB/s]"
+    first, last = figures(found, "links")
+    assert (latency in first, latency in last) == (True, False)  # one pair, and its first rank reports
+    assert first["process groups"] == 2 + 2  # "pipe" and "data", and a pair in both directions
+    hardware = check_hardware(printed, tmp_path / "doctor.json")
+    assert hardware.latency == pytest.approx(first[latency] * US, rel=1e-3)
+    assert hardware.link == pytest.approx(first[bandwidth] * 1e9, rel=1e-3)
+    assert hardware.link_between is None
+    timed = figures(found, "overlap")[0]
+    assert timed["longer [%]"] == pytest.approx((timed["makespan [ms]"] / timed["planned at these [ms]"] - 1) * 100)
+
+
+def test_nodes_and_replicas(pool: Pool, tmp_path: Path) -> None:
+    """Two nodes of two ranks each: a pipeline crosses, replicas do not, and sums of them are equal to rounding."""
+    arguments = "--pipe", "2", "--ranks-per-node", "2"
+    code, printed, found = pool.run(doctor, tmp_path / "doctor.json", *arguments, ranks=4)[0]
+    assert (code, found["topology"]) == (0, "Topology([('pipe', 2), ('data', 2)], ranks_per_node=2)")
+    kinds = [{name.partition(":")[0] for name in each if ":" in name} for each in figures(found, "links")]
+    reductions = {"all_reduce inside nodes", "reduce_scatter inside nodes"}
+    assert kinds == [{"message between nodes", *reductions}] * 2 + [reductions] * 2
+    for each in figures(found, "pipeline"):
+        assert re.match(r"equal bits|at most \d\.\de-0[678] of the largest", each["beside plain PyTorch"])
+    hardware = check_hardware(printed, tmp_path / "doctor.json")
+    assert hardware.link
+    assert hardware.link_between
+
+
+@pytest.mark.parametrize(
+    ("part", "function"),
+    [
+        ("device", "fxpipe.doctor.measure"),
+        ("links", "fxpipe.distributed.link_speed._seconds"),
+        ("plain", "fxpipe.doctor.torch.autograd.backward"),
+        ("overlap", "fxpipe.doctor.compare"),
+    ],
+)
+def test_a_part_that_fails_on_a_rank_names_itself_and_stops_no_other(
+    part: str, function: str, pool: Pool, tmp_path: Path
+) -> None:
+    code, printed, found = pool.run(doctor_with, function, tmp_path / "doctor.json", ranks=2)[0]
+    assert code == 1
+    errors = {name: one["errors"] for name, one in found["parts"].items() if any(one["errors"])}
+    assert errors[part][1].startswith("ValueError: a loose cable")
+    # Without plain PyTorch's gradients there is nothing to compare with, and without a pipeline nothing to time.
+    assert set(errors) == {part, *["pipeline", "overlap"] * (part == "plain")}
+    assert re.search(r"FAILED .*ValueError: a loose cable, ranks \[1\]", printed, re.DOTALL)
+
+
+def test_one_process_has_no_links(tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    code, printed, found = doctor(path)
+    assert code == 0
+    assert list(found["parts"]) == ["versions", "nodes", "device", "plain", "pipeline", "overlap"]
+    assert figures(found, "pipeline")[0]["beside plain PyTorch"] == "equal bits"
+    assert "links need several processes" in printed
+    assert Hardware.read(path).link is None
+
+
+def test_other_bits_are_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pipeline's parameters are others than plain PyTorch's."""
+
+    def other(model: torch.nn.Module, *rest: Any, **options: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.data *= 2
+        return compile(model, *rest, **options)
+
+    with mock.patch("fxpipe.doctor.compile", other):
+        code, printed, found = doctor(tmp_path / "doctor.json")
+    assert code == 1
+    assert found["parts"]["pipeline"]["errors"] == ["RunError: loss or gradients are not those of plain PyTorch"]
+    assert found["parts"]["overlap"]["errors"] == [""]
+    assert re.search(r"beside plain PyTorch +at most \d", printed)
+    assert capsys.readouterr().err.endswith("fxpipe: failed: pipeline\n")
+
+
+def test_on_gpus_the_figures_are_those_of_the_device(gpus: Gpus, tmp_path: Path) -> None:
+    """A message of n bytes takes a latency and n over the bandwidth; so does a ring, with n(k − 1)/k a round."""
+    path = tmp_path / "doctor.json"
+    arguments = "--pipe", "2", "--ranks-per-node", "2"
+    code, printed, found = gpus.run(in_virtual_time, path, *arguments, ranks=4)[0]
+    assert code == 0
+    links, least = figures(found, "links")[0], 2 * 4  # bytes: a number for each replica
+    near = partial(pytest.approx, rel=1e-5)
+    assert links["message between nodes: bandwidth [GB/s]"] == near(1.0)
+    assert links["message between nodes: latency [µs]"] == near(20 + least / 1e9 * 1e6)
+    assert links["all_reduce inside nodes: bandwidth [GB/s]"] == near(2.0)
+    assert links["all_reduce inside nodes: latency [µs]"] == near(30 + least / 2e9 * 1e6)
+    assert links["reduce_scatter inside nodes: bandwidth [GB/s]"] == near(2.0)
+    assert links["reduce_scatter inside nodes: latency [µs]"] == near(30 + least / 2 / 2e9 * 1e6)
+    hardware = check_hardware(printed, path)
+    assert (hardware.link, hardware.link_between) == (2e9, 1e9)
+
+
+def test_on_gpus_a_step_takes_what_its_plan_says(gpus: Gpus, tmp_path: Path) -> None:
+    """A forward has one product, and a backward two."""
+    code, _, found = gpus.run(in_virtual_time, tmp_path / "doctor.json", ranks=2)[0]
+    assert code == 0
+    assert [each["beside plain PyTorch"] for each in figures(found, "pipeline")] == ["equal bits"] * 2
+    for each in figures(found, "overlap"):
+        assert each["forward, median stage [ms]"] == pytest.approx(1.0, rel=1e-5)
+        assert each["longer [%]"] == pytest.approx(0.0, abs=1e-3)
