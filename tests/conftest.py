@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import forked_server, not_on_gpus
+from tests import forked_server, on_gpus
 from tests.gpus import Gpus, require
 from tests.pool import RARELY, Pool, preloads
 from tests.scripts import Scripts
@@ -217,18 +217,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``pytest -m "not processes and not slow"`` is the short way through."""
-    slow, long = (tuple(f"tests/{name}" for name in names.split()) for names in (SLOW, LONG))
+    slow, long, first = (tuple(f"tests/{name}" for name in names.split()) for names in (SLOW, LONG, on_gpus.FIRST))
+
+    def is_long(item: pytest.Item) -> bool:
+        later = device.DEVICE == "cuda" and (item.nodeid.startswith(slow) or not item.nodeid.startswith(first))
+        return later or item.nodeid.startswith(long)
+
     if _is_whole_suite(config) and not (config.option.markexpr or config.option.keyword or ALL):
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid.startswith(long)])
-        items[:] = [item for item in items if not item.nodeid.startswith(long)]
+        config.hook.pytest_deselected(items=[item for item in items if is_long(item)])
+        items[:] = [item for item in items if not is_long(item)]
     items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     for item in items:
-        if item.nodeid.startswith(long):
+        if is_long(item):
             item.add_marker("long")
         if item.nodeid.startswith(slow) or "four_times" in item.name:  # which counts each line that runs
             item.add_marker("slow")
         call = getattr(item, "callspec", None)
-        if device.DEVICE == "cuda" and (why := not_on_gpus.reason(item.nodeid, device.SIMULATED)):
+        if device.DEVICE == "cuda" and (why := on_gpus.reason(item.nodeid, device.SIMULATED)):
             item.add_marker(pytest.mark.skip(reason=why))
         if {"gpus", "gpu_scripts"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("gpu")

@@ -13,7 +13,7 @@ import torch
 
 from fxpipe.seeds import seed_of, seeded
 
-CPU = torch.device("cpu")
+HERE = torch.get_default_device()
 
 
 def test_every_step_stage_micro_batch_and_replica_has_a_seed_of_its_own() -> None:
@@ -36,13 +36,13 @@ def test_a_seed_is_63_bits_of_a_hash_of_the_five_numbers_whatever_torchs_seed_is
 
 def test_inside_numbers_follow_from_the_seed_alone() -> None:
     torch.manual_seed(1)
-    with seeded(7, CPU):
+    with seeded(7, HERE):
         first = torch.rand(4)
     torch.manual_seed(2)
     torch.rand(3)
-    with seeded(7, CPU):
+    with seeded(7, HERE):
         assert torch.equal(torch.rand(4), first)
-    with seeded(8, CPU):
+    with seeded(8, HERE):
         assert not torch.equal(torch.rand(4), first)
 
 
@@ -54,7 +54,7 @@ def test_inside_the_cpu_draws_as_after_manual_seed_and_no_other_device_is_seeded
         wanted = torch.rand(4)
     seeded_gpus: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded_gpus.append)
-    with seeded(7, CPU):
+    with seeded(7, HERE):
         assert torch.equal(torch.rand(4), wanted)
     assert seeded_gpus == []
 
@@ -77,7 +77,7 @@ def test_outside_the_generator_goes_on_as_if_nothing_had_been_drawn_after_an_err
     expected = torch.rand(6)
     torch.manual_seed(1)
     before = torch.rand(3)
-    with pytest.raises(RuntimeError, match="size"), seeded(7, CPU), seeded(8, CPU):
+    with pytest.raises(RuntimeError, match="size"), seeded(7, HERE), seeded(8, HERE):
         torch.rand(5) @ torch.rand(4)
     assert torch.equal(torch.cat([before, torch.rand(3)]), expected)
 
@@ -91,6 +91,6 @@ def test_pythons_and_numpys_numbers_are_seeded_inside_and_go_on_outside() -> Non
     wanted = random.random(), np.random.rand()
     random.seed(1)
     np.random.seed(1)
-    with seeded(7, CPU, python=True):
+    with seeded(7, HERE, python=True):
         assert (random.random(), np.random.rand()) == inside
     assert (random.random(), np.random.rand()) == wanted

@@ -13,7 +13,7 @@ import fxpipe
 from fxpipe.graph.loss import StepLoss, read_loss
 from tests.strict_transport import run_strict
 
-CPU = torch.device("cpu")
+HERE = torch.get_default_device()
 
 
 def test_every_real_number_beside_the_loss_is_a_metric() -> None:
@@ -118,7 +118,7 @@ def test_a_count_is_a_number_or_a_tensor_and_keeps_no_graph(count: Any) -> None:
     step = StepLoss()
     for _ in range(3):
         step.add(read_loss(fxpipe.Sum(torch.tensor(5.0), count)), 1 / 3)
-    numbers = step.numbers((), CPU)
+    numbers = step.numbers((), HERE)
     assert numbers.tolist() == [15.0, 6.0]
     assert not numbers.requires_grad
 
@@ -126,8 +126,8 @@ def test_a_count_is_a_number_or_a_tensor_and_keeps_no_graph(count: Any) -> None:
 def test_a_default_device_changes_nothing() -> None:
     step = StepLoss()
     with torch.device("meta"):
-        step.add(read_loss({"loss": fxpipe.Sum(torch.tensor(5.0, device=CPU), 2), "rows": 3}), 1.0)
-        assert step.numbers(("rows",), CPU).tolist() == [5.0, 2.0, 3.0]
+        step.add(read_loss({"loss": fxpipe.Sum(torch.tensor(5.0, device=HERE), 2), "rows": 3}), 1.0)
+        assert step.numbers(("rows",), HERE).tolist() == [5.0, 2.0, 3.0]
 
 
 class Soft(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.graph.plain_data import decode, encode
 
-CPU = torch.device("cpu")
+HERE = torch.get_default_device()
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.bool, torch.int64, torch.int8, torch.uint8,
@@ -24,7 +24,7 @@ def travel(value: Any) -> Any:
     meta, buffers = pack(value)
     arrived = Meta.of(decode(encode(meta.tree), "rank 0"), "rank 0")
     assert arrived == meta
-    received = allocate(arrived, CPU)
+    received = allocate(arrived, HERE)
     assert [(b.shape, b.dtype) for b in received] == [(b.shape, b.dtype) for b in buffers]
     for source, target in zip(buffers, received, strict=True):
         assert source.dtype == torch.uint8

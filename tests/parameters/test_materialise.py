@@ -19,7 +19,7 @@ from fxpipe.parameters.weights import Weights
 from tests.pool import Pool
 from tests.thinned import every
 
-CPU = torch.device("cpu")
+HERE = torch.get_default_device()
 
 
 class Block(nn.Module):
@@ -64,7 +64,7 @@ def saved(model: nn.Module, folder: Path) -> Weights:
 def filled(model: nn.Module, names: set[str] | None = None, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of these names after ``reset_parameters``."""
     names = everything(model) if names is None else names
-    materialise(model, names, CPU, reset_parameters, seed=seed)
+    materialise(model, names, HERE, reset_parameters, seed=seed)
     return {name: tensor.detach().clone() for name, tensor in all_tensors(model).items() if name in names}
 
 
@@ -74,7 +74,7 @@ def filled(model: nn.Module, names: set[str] | None = None, seed: int = 0) -> di
 def test_a_checkpoint_makes_the_model_that_was_saved(tmp_path: Path) -> None:
     original = Net().eval()
     model = on_meta(Net).eval()
-    materialise(model, everything(model), CPU, weights=saved(original, tmp_path))
+    materialise(model, everything(model), HERE, weights=saved(original, tmp_path))
     tokens = torch.arange(6)
     assert torch.equal(model(tokens), original(tokens))
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_makes_the_model_that_was_saved(tmp_path: Path) -> None:
 def test_only_what_is_asked_for_gets_memory(tmp_path: Path) -> None:
     original, model = Net(), on_meta(Net)
     mine = {name for name in everything(model) if name.startswith("blocks.1.")}
-    materialise(model, mine, CPU, weights=saved(original, tmp_path))
+    materialise(model, mine, HERE, weights=saved(original, tmp_path))
     for name, tensor in all_tensors(model).items():
         assert tensor.is_meta == (name not in mine)
         assert name not in mine or torch.equal(tensor, all_tensors(original)[name])
@@ -94,7 +94,7 @@ def test_a_tied_tensor_stays_tied_whatever_name_the_checkpoint_has_it_under(alia
     state = original.state_dict()
     del state["head.weight" if alias == "embedding.weight" else "embedding.weight"]
     torch.save(state, tmp_path / "weights.pt")
-    materialise(model, {"embedding.weight", "head.weight"}, CPU, weights=Weights.open(tmp_path))
+    materialise(model, {"embedding.weight", "head.weight"}, HERE, weights=Weights.open(tmp_path))
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, original.head.weight)
 
@@ -106,7 +106,7 @@ def test_type_strides_requires_grad_and_attributes_are_kept(tmp_path: Path) -> N
     model.weight.requires_grad_(False)
     model.weight.no_decay = True
     strides = model.weight.stride()
-    materialise(model, everything(model), CPU, weights=saved(original, tmp_path))
+    materialise(model, everything(model), HERE, weights=saved(original, tmp_path))
     assert isinstance(model.weight, nn.Parameter)
     assert (model.weight.dtype, model.weight.requires_grad, model.weight.no_decay) == (torch.bfloat16, False, True)
     assert model.weight.stride() == strides != original.weight.stride()
@@ -117,7 +117,7 @@ def test_type_strides_requires_grad_and_attributes_are_kept(tmp_path: Path) -> N
 def test_a_module_that_keeps_a_list_of_its_parameters_runs(tmp_path: Path) -> None:
     original = nn.LSTM(3, 4, num_layers=2)
     model = on_meta(lambda: nn.LSTM(3, 4, num_layers=2))
-    materialise(model, everything(model), CPU, weights=saved(original, tmp_path))
+    materialise(model, everything(model), HERE, weights=saved(original, tmp_path))
     x = torch.randn(5, 2, 3)
     assert torch.equal(model(x)[0], original(x)[0])
 
@@ -126,7 +126,7 @@ def test_a_real_model_is_loaded_in_place(tmp_path: Path) -> None:
     original, model = Net(), Net()
     before = all_tensors(model)
     untouched = model.head.bias.detach().clone()
-    result = materialise(model, everything(model) - {"head.bias"}, CPU, weights=saved(original, tmp_path))
+    result = materialise(model, everything(model) - {"head.bias"}, HERE, weights=saved(original, tmp_path))
     assert result == {}
     assert all(tensor is before[name] for name, tensor in all_tensors(model).items())
     assert torch.equal(model.blocks[0].first.weight, original.blocks[0].first.weight)
@@ -140,7 +140,7 @@ def test_a_stage_gets_the_new_tensors(tmp_path: Path) -> None:
     weight = graph.get_attr("second.weight")
     graph.output(graph.call_function(torch.mul, (graph.call_module("first", (x,)), weight)))
     stage = torch.fx.GraphModule(model, graph)
-    result = materialise(model, everything(model), CPU, weights=saved(original, tmp_path))
+    result = materialise(model, everything(model), HERE, weights=saved(original, tmp_path))
     replace_tensors(stage, result)
     check_no_meta(stage, "only")
     assert stage.get_parameter("second.weight") is model.second.weight
@@ -164,7 +164,7 @@ def test_a_tensor_that_is_no_part_of_the_model_is_found() -> None:
 def test_modules_of_torch_initialise_themselves(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         model = nn.Linear(64, 512, dtype=dtype)
-    materialise(model, everything(model), CPU, reset_parameters)
+    materialise(model, everything(model), HERE, reset_parameters)
     bound = 1 / 64**0.5  # kaiming_uniform_ with a = √5
     values = torch.view_as_real(model.weight) if dtype.is_complex else model.weight
     assert values.abs().max() <= bound * 1.01
@@ -197,8 +197,8 @@ def test_writes_from_further_out_depend_on_no_placement_either(
 
     whole, last = on_meta(Net), on_meta(Net)
     names = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
-    materialise(whole, names, CPU, from_root)
-    materialise(last, {"blocks.1.second.weight", "head.bias"}, CPU, from_root)
+    materialise(whole, names, HERE, from_root)
+    materialise(last, {"blocks.1.second.weight", "head.bias"}, HERE, from_root)
     assert torch.equal(last.head.bias, whole.head.bias)
     assert torch.equal(last.blocks[1].second.weight, whole.blocks[1].second.weight)
     assert last.head.weight.is_meta
@@ -215,7 +215,7 @@ def test_an_init_fn_may_assign_new_tensors() -> None:
 
     model = on_meta(Net).half()
     names = {"embedding.weight", "head.weight", "blocks.0.second.weight"}
-    materialise(model, names, CPU, assign)
+    materialise(model, names, HERE, assign)
     assert model.head.weight is model.embedding.weight
     assert model.head.weight.unique().tolist() == [2.0]  # the head comes after the embedding
     assert model.blocks[0].second.weight.dtype == torch.float16
@@ -229,7 +229,7 @@ def test_what_a_checkpoint_lacks_is_made_and_told(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match=r"lacks 1 of the model's 26 tensors, first 'head.bias'; init_fn makes .* 'old'"
     ):
-        materialise(model, everything(model), CPU, reset_parameters, Weights.open(tmp_path))
+        materialise(model, everything(model), HERE, reset_parameters, Weights.open(tmp_path))
     assert torch.equal(model.head.weight, original.head.weight)  # which reset_parameters would have overwritten
     assert torch.equal(model.blocks[1].norm.weight, original.blocks[1].norm.weight)
     assert model.head.bias.abs().max() <= 1 / 4**0.5
@@ -245,7 +245,7 @@ def test_real_parts_of_a_model_are_not_initialised_again() -> None:
         if module is model:
             nn.init.zeros_(model.blocks[0].first.weight)
 
-    materialise(model, everything(model), CPU, from_root)
+    materialise(model, everything(model), HERE, from_root)
     assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(model.blocks[0]).items())
 
 
@@ -276,7 +276,7 @@ def half_of_weight(module: nn.Module) -> None:
 )
 def test_what_init_fn_forgets_is_named(init_fn: Callable[[nn.Module], None], name: str, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        materialise(on_meta(Net), {name}, CPU, init_fn)
+        materialise(on_meta(Net), {name}, HERE, init_fn)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex128])
@@ -287,9 +287,9 @@ def test_buffers_of_every_type_are_seen_to_be_written_or_not(dtype: torch.dtype)
         return module
 
     with pytest.raises(RunError, match="has not written table"):
-        materialise(on_meta(build), {"table"}, CPU, lambda module: None)
+        materialise(on_meta(build), {"table"}, HERE, lambda module: None)
     written = on_meta(build)
-    materialise(written, {"table"}, CPU, lambda module: module.table.copy_(torch.zeros(3)))
+    materialise(written, {"table"}, HERE, lambda module: module.table.copy_(torch.zeros(3)))
     assert torch.equal(written.table, torch.zeros(3, dtype=dtype))
 
 
@@ -298,7 +298,7 @@ def test_a_tensor_of_another_shape_from_init_fn() -> None:
         module.weight = nn.Parameter(torch.zeros(1, 1))
 
     with pytest.raises(RunError, match=r"tensor of shape \[1, 1\] in the place of Linear.weight, which has \[2, 3\]"):
-        materialise(on_meta(lambda: nn.Linear(3, 2)), {"weight"}, CPU, wrong)
+        materialise(on_meta(lambda: nn.Linear(3, 2)), {"weight"}, HERE, wrong)
 
 
 def test_an_error_in_init_fn_comes_with_what_it_was_called_on() -> None:
@@ -307,7 +307,7 @@ def test_an_error_in_init_fn_comes_with_what_it_was_called_on() -> None:
             module.head.weight.sum().item()
 
     with pytest.raises(RuntimeError, match=r"item\(\)") as caught:
-        materialise(on_meta(Net), {"head.bias"}, CPU, look)
+        materialise(on_meta(Net), {"head.bias"}, HERE, look)
     assert any("init_fn was called on the Net ''" in note for note in caught.value.__notes__)
 
 
@@ -315,7 +315,7 @@ def test_a_hook_that_would_be_lost() -> None:
     model = on_meta(lambda: nn.Linear(3, 2))
     model.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(RunError, match="weight is on the meta device and has a hook"):
-        materialise(model, {"weight"}, CPU, reset_parameters)
+        materialise(model, {"weight"}, HERE, reset_parameters)
 
 
 @pytest.mark.parametrize("mine", [{"blocks.0.first.weight"}, {"head.bias"}])
@@ -334,15 +334,15 @@ def test_a_checkpoint_that_does_not_fit_is_told_on_every_rank(
     change(state)
     torch.save(state, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=message):
-        materialise(on_meta(Net), mine, CPU, weights=Weights.open(tmp_path))
+        materialise(on_meta(Net), mine, HERE, weights=Weights.open(tmp_path))
 
 
 def test_a_checkpoint_with_other_names_is_not_taken_for_one_that_lacks_some(tmp_path: Path) -> None:
     torch.save({f"model.{name}": tensor for name, tensor in Net().state_dict().items()}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"lacks 26 of the model's 26.*Weights.open\(path, rename=...\)"):
-        materialise(on_meta(Net), {"head.bias"}, CPU, reset_parameters, Weights.open(tmp_path))
+        materialise(on_meta(Net), {"head.bias"}, HERE, reset_parameters, Weights.open(tmp_path))
     renamed = Weights.open(tmp_path, rename=lambda name: name.removeprefix("model."))
-    materialise(on_meta(Net), {"head.bias"}, CPU, weights=renamed)
+    materialise(on_meta(Net), {"head.bias"}, HERE, weights=renamed)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -382,11 +382,11 @@ def peak() -> int:
 def memory_of_materialise(source: str, rank: int) -> float:
     """The memory that the stage of a rank takes at most while it is made, as a multiple of what it then takes."""
     model = on_meta(four_stages)
-    materialise(nn.Linear(4, 4, device="meta"), ["weight", "bias"], CPU, reset_parameters)  # what torch imports
+    materialise(nn.Linear(4, 4, device="meta"), ["weight", "bias"], HERE, reset_parameters)  # what torch imports
     mine = {name for name in all_tensors(model) if name.startswith(f"stage{rank}.")}
     weights = None if source == "init_fn" else Weights.open(source)
     before = peak()
-    materialise(model, mine, CPU, reset_parameters, weights)
+    materialise(model, mine, HERE, reset_parameters, weights)
     return (peak() - before) / sum(tensor.nbytes for name, tensor in all_tensors(model).items() if name in mine)
 
 

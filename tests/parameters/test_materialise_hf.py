@@ -20,7 +20,7 @@ from tests.thinned import ALL, every
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-CPU = torch.device("cpu")
+HERE = torch.get_default_device()
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -84,7 +84,7 @@ def test_a_hugging_face_checkpoint_makes_the_model_that_was_saved(
     original, model = build(), on_meta(build)
     original.save_pretrained(tmp_path)
     weights = Weights.open(tmp_path, rename=RENAMED.get(build))
-    materialise(model, set(all_tensors(model)), CPU, init_weights_of(model), weights)
+    materialise(model, set(all_tensors(model)), HERE, init_weights_of(model), weights)
     expected = all_tensors(original)
     for name, tensor in all_tensors(model).items():  # with buffers that no checkpoint holds
         assert torch.equal(tensor, expected[name]), name
@@ -105,7 +105,7 @@ def hugging_face_init(model: nn.Module) -> Callable[[nn.Module], None]:
 @pytest.mark.parametrize("build", HUGGING_FACE.values(), ids=HUGGING_FACE)
 def test_hugging_face_models_initialise_themselves_alike_and_in_parts(build: Callable[[], nn.Module]) -> None:
     original, model, parts = build(), on_meta(build), on_meta(build)
-    materialise(model, set(all_tensors(model)), CPU, hugging_face_init(model))
+    materialise(model, set(all_tensors(model)), HERE, hugging_face_init(model))
     expected = all_tensors(original)
     for name, tensor in all_tensors(model).items():
         deviation = expected[name].double().std(correction=0).item()
@@ -116,14 +116,14 @@ def test_hugging_face_models_initialise_themselves_alike_and_in_parts(build: Cal
     names = list(all_tensors(parts))
     half = set(names[: len(names) // 2])
     for part in (half, set(all_tensors(parts)) - half):
-        materialise(parts, part, CPU, hugging_face_init(parts))
+        materialise(parts, part, HERE, hugging_face_init(parts))
     assert all(torch.equal(tensor, all_tensors(model)[name]) for name, tensor in all_tensors(parts).items())
 
 
 def test_what_hugging_face_leaves_out_is_named() -> None:
     model = on_meta(clip)
     with pytest.raises(RunError, match=r"init_fn has not written logit_scale .* called on the CLIPModel ''"):
-        materialise(model, set(all_tensors(model)), CPU, model._init_weights)
+        materialise(model, set(all_tensors(model)), HERE, model._init_weights)
 
 
 def deep_llama() -> nn.Module:

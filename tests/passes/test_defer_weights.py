@@ -17,6 +17,7 @@ from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.defer_weights import CALLS, MODULES, defer_weights
 from fxpipe.passes.split import split
 from tests.capturing import Model, partitioned
+from tests.device import DEVICE
 
 Body = Callable[..., Tensor]
 
@@ -158,7 +159,7 @@ def test_the_two_halves_make_the_gradients_of_plain_pytorch(name: str, autocast:
     body, parts, in_input = CASES[name]
     model = Model(body, **parts())
     plain = copy.deepcopy(model)
-    region = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    region = torch.autocast(DEVICE, torch.bfloat16) if autocast else contextlib.nullcontext()
     x, y = batch()
     torch.manual_seed(2)
     with region:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import TraceError, stage_boundary
 from fxpipe.plan.capture import capture_check
+from tests.device import DEVICE
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, Layers, linear, vectors
 from tests.strict_transport import run_strict
@@ -192,7 +193,7 @@ def test_a_factor_is_no_rounding(dtype: torch.dtype, factor: float) -> None:
 
 class Autocast(Hidden):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             h = self.b(in_another_order(stage_boundary(self.a(x))))
         return F.mse_loss(h.float(), y)
 

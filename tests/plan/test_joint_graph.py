@@ -16,6 +16,7 @@ import fxpipe
 from fxpipe import RunError, Topology, stage_boundary
 from fxpipe.graph.deferred import Deferred
 from fxpipe.plan.stage_compiler import in_halves
+from tests.device import DEVICE
 from tests.harness import replica_of
 from tests.pool import Pool
 from tests.strict_transport import run_strict
@@ -56,7 +57,7 @@ class Net(nn.Module):
 def trained(autocast: bool = False, **options: Any) -> dict[str, Tensor]:
     """Two steps of SGD: losses, gradients, buffers."""
     model, generator = Net().double(), torch.Generator().manual_seed(1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         forward_backward = fxpipe.compile(model, Topology([("pipe", 3)]), microbatches=4, **options)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     found: dict[str, Tensor] = {}
@@ -64,7 +65,7 @@ def trained(autocast: bool = False, **options: Any) -> dict[str, Tensor]:
         batch = [torch.randn(8, channels, 8, 8, generator=generator).double() for channels in (3, 4)]
         optimizer.zero_grad()
         torch.manual_seed(number)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             found[f"loss {number}"] = forward_backward(*batch)
         for name, parameter in forward_backward.named_parameters():
             if parameter.grad is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.run.step.step_outcome import detached
+from tests.device import DEVICE
 from tests.pool import Pool
 
 
@@ -43,7 +44,7 @@ def step(**options: Any) -> tuple[fxpipe.ForwardBackward, Tensor]:
         lambda loss: loss.requires_grad_().backward(),
         lambda loss: (loss / 4).backward(),  # as accumulation is written in transformers' scripts without a Trainer
         lambda loss: (0.5 * loss).backward(),
-        lambda loss: torch.amp.GradScaler("cpu").scale(loss).backward(),
+        lambda loss: torch.amp.GradScaler(DEVICE).scale(loss).backward(),
     ],
 )
 def test_a_backward_by_habit_says_that_gradients_are_there(habit: Callable[[Tensor], object]) -> None:

@@ -31,7 +31,7 @@ from tests.harness import engine_of
 from tests.messages import ByMessage
 from tests.strict_transport import run_strict
 
-CPU = torch.device("cpu")
+HERE = torch.get_default_device()
 every_seed = pytest.mark.parametrize("seed", range(3))
 
 
@@ -70,7 +70,7 @@ def on_two_ranks(body: Callable[[int, ByMessage, Recording], Any], seed: int = 0
     def run(rank: int) -> Any:
         transport = Recording(connect(topology))
         transport.open([(0, 1), (1, 0)], [])
-        return body(rank, ByMessage(WireExchange(transport, CPU)), transport)  # type: ignore[arg-type]
+        return body(rank, ByMessage(WireExchange(transport, HERE)), transport)  # type: ignore[arg-type]
 
     return run_strict(run, 2, seed)
 

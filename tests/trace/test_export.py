@@ -29,6 +29,7 @@ from fxpipe.torch_compat import known_truth
 from fxpipe.trace import Request, capture
 from fxpipe.trace.state.snapshot import Snapshot
 from tests.capturing import run_stages
+from tests.device import DEVICE
 
 WIDTH = 6
 Batch = dict[str, Any]
@@ -132,10 +133,10 @@ class AutocastAround(Two):
         self.c = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             h = stage_boundary(self.a(x), name="inside")
             h = self.b(h)
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(DEVICE, enabled=False):
                 h = stage_boundary(h.float() @ self.c.weight, name="nested")
                 h = h @ self.c.weight
             h = h.matmul(h.mT).sum(0)
@@ -375,7 +376,7 @@ def test_parameters_may_be_on_the_meta_device() -> None:
     program = exported(model, vectors())
     assert all(parameter.is_meta for parameter in model.parameters())
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "call_function"]
-    assert {value.device.type for value in values if isinstance(value, Tensor)} == {"cpu"}
+    assert {value.device.type for value in values if isinstance(value, Tensor)} == {DEVICE}
 
 
 def test_every_node_has_a_value_a_line_and_the_submodules_it_is_in() -> None:
@@ -391,18 +392,18 @@ def test_every_node_has_a_value_a_line_and_the_submodules_it_is_in() -> None:
 def test_nodes_know_the_modes_that_forward_has_changed() -> None:
     class Regions(Two):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 x = x.sin()
                 with torch.no_grad():
                     x = x.cos()
                 x = x.tan()
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 x = x.exp()
             return x.sum()
 
     program = exported(Regions(), vectors())
     found = {node.name: node.meta.get("modes") for node in program.graph.nodes if node.op == "call_function"}
-    region = ("cpu", True, torch.bfloat16, True)
+    region = (DEVICE, True, torch.bfloat16, True)
     assert found == {
         "sin": Modes(None, (region,), 1),
         "cos": Modes(False, (region,), 2),
@@ -416,12 +417,12 @@ def test_autocast_around_the_call_is_no_part_of_the_program() -> None:
     torch.manual_seed(0)
     model, batch = Residual(), vectors()
     plain = copy.deepcopy(model)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         ambient = ambient_autocast()
     program = exported(model, batch, autocast=ambient, training=False)
     assert not any("modes" in node.meta for node in program.graph.nodes)
     graph = stages_of(program)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         result = run_stages(graph, batch)
         expected = plain(**batch)
     assert torch.equal(result, expected)

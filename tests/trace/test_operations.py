@@ -17,6 +17,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
 from fxpipe.trace import NEED_SHAPES, TRACERS, Request
 from tests.capturing import run_stages
+from tests.device import DEVICE
 from tests.harness import assert_same, gradients_of
 from tests.thinned import in_turn
 
@@ -208,14 +209,14 @@ def with_grad_inside(x: Tensor, y: Tensor) -> Tensor:
 
 
 def in_bfloat16(x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         return x @ y
 
 
 def in_float32_again(x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         z = x @ y
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return z.float() @ y
 
 

@@ -26,6 +26,7 @@ from fxpipe.plan.inputs.batch import describe
 from fxpipe.trace import Request, capture
 from fxpipe.trace.fake import is_fake
 from tests.capturing import run_stages
+from tests.device import DEVICE
 from tests.thinned import every
 
 
@@ -195,16 +196,16 @@ class Modes(nn.Module):
         self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             h = F.linear(x, self.a.weight) @ self.a.weight
             h = fxpipe.stage_boundary(h)
             h = h @ self.b.weight
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(DEVICE, enabled=False):
                 h = self.b(h.float())
             h = self.c(h)
         with torch.no_grad():
             frozen = self.c(x)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return self.c(h.float()) + frozen * 2
 
 
@@ -298,7 +299,7 @@ class Checkpointing(nn.Module):
         skip = h * 3
 
         def inner(h: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 y = self.b(h) * self.scale
             return y.float() + (0 if self.options["use_reentrant"] else skip), torch.tanh(y)
 
@@ -482,14 +483,14 @@ def test_a_named_cut_leaves_the_submodule_behind_it_whole() -> None:
 
 
 def test_autocast_around_the_call_is_no_mode_of_its_own() -> None:
-    autocast = (Autocast("cpu", True, torch.bfloat16),)
+    autocast = (Autocast(DEVICE, True, torch.bfloat16),)
     torch.manual_seed(0)
     model, inputs = Modes(), batch(4, 8)
     program = recorded(model, inputs, autocast=autocast)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         expected = step(model, lambda: model(**inputs))
         assert_same(step(model, lambda: replayed(program, inputs)), expected)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert_same(step(model, lambda: staged(program, inputs)), expected)
 
 

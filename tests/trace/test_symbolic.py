@@ -23,6 +23,7 @@ from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.order_writes import order_writes
 from fxpipe.trace import TRACERS, Request, capture
 from tests.capturing import captured
+from tests.device import DEVICE
 
 # ---- what is refused ----
 
@@ -59,19 +60,19 @@ class Victim(nn.Module):
 
 
 def autocast(m: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # here
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):  # here
         return m.a(x)
 
 
 def autocast_off(m: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", enabled=False):  # here
+    with torch.autocast(DEVICE, enabled=False):  # here
         return m.a(x)
 
 
 def autocast_set(m: Any, x: Tensor) -> Any:
-    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_enabled(DEVICE, True)
     h = m.a(x)  # here
-    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_enabled(DEVICE, False)
     return h
 
 
@@ -222,7 +223,7 @@ REFUSED = {
 AMBIENT: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast": lambda: torch.autocast(DEVICE, dtype=torch.bfloat16),
 }
 
 
@@ -258,7 +259,7 @@ def random_states() -> tuple[Any, ...]:
 
 
 def modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(DEVICE)
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)

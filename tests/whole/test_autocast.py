@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import stage_boundary
+from tests.device import DEVICE
 from tests.harness import Engines, assert_gradients, assert_same, gradients_of
 from tests.pool import Pool
 from tests.thinned import in_turn
@@ -30,7 +31,7 @@ class Casting(nn.Module):
         self.second.register_full_backward_hook(self._look)
 
     def _look(self, *_: Any) -> None:
-        self.seen.append(torch.is_autocast_enabled("cpu"))
+        self.seen.append(torch.is_autocast_enabled(DEVICE))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = stage_boundary(torch.relu(self.first(x)))
@@ -51,9 +52,9 @@ def batch() -> tuple[Tensor, Tensor]:
 def step(on: bool) -> tuple[Tensor, dict[str, Tensor | None], list[bool]]:
     compiled = model()
     forward_backward = fxpipe.compile(compiled, fxpipe.Topology([("pipe", 3)]), microbatches=4)
-    with torch.autocast("cpu", torch.bfloat16, enabled=on):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=on):
         loss = forward_backward(*batch())
-        assert torch.is_autocast_enabled("cpu") == on
+        assert torch.is_autocast_enabled(DEVICE) == on
     return loss, gradients_of(forward_backward.named_parameters()), compiled.seen
 
 
@@ -62,7 +63,7 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(engine: str, on: bool, en
     plain = model()
     total = torch.zeros(())
     for x, y in zip(*(part.chunk(4) for part in batch()), strict=True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=on):
             loss = plain(x, y)
         (loss * 0.25).backward()
         total = total + loss.detach() * 0.25
@@ -81,7 +82,7 @@ def test_ranks_under_different_autocast_are_refused(pool: Pool) -> None:
 def one_rank_differs() -> None:
     fxpipe.init()
     forward_backward = fxpipe.compile(model(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
-    with torch.autocast("cpu", torch.bfloat16, enabled=torch.distributed.get_rank() == 1):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=torch.distributed.get_rank() == 1):
         forward_backward(*batch())
 
 
@@ -89,7 +90,7 @@ class Asks(nn.Module):
     """Asks torch in forward what is set around the call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        on, half = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu") is torch.float16
+        on, half = torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE) is torch.float16
         return x * (1 + on + 2 * (on and half) + 4 * (torch.get_default_dtype() is torch.float64))
 
 
@@ -112,7 +113,7 @@ def double_by_default() -> Iterator[None]:
 
 
 AMBIENT: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "autocast to another type": lambda: torch.autocast("cpu", torch.float16),
+    "autocast to another type": lambda: torch.autocast(DEVICE, torch.float16),
     "a default type": double_by_default,
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, Topology
+from tests.device import DEVICE
 from tests.harness import assert_optimized, gradients_of, optimized, replica_of, strict
 from tests.pool import Pool
 from tests.whole.gathered import Contrastive, LocalLoss, OverReplicas, batch, by_hand, cut, model
@@ -57,7 +58,7 @@ def test_autocast_and_precision_hold_in_a_gathered_stage() -> None:
             return super().loss(v, t)
 
     options: dict[str, Any] = {"microbatches": 3, "tracer": "record", "example_args": [x.float() for x in batch(9)]}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         plain = model(Contrastive).float()
         wanted = by_hand(plain, cut([x.float() for x in batch(9)], 3))
         forward_backward = fxpipe.compile(model(Watched).float(), PIPE_4, **options)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fxpipe
 from fxpipe.errors import CheckpointError, RunError
+from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
 
@@ -405,9 +406,9 @@ def test_a_grad_scaler_is_refused() -> None:
     """It divided by 65536 gradients that had never been multiplied by it, and with shards left out every step."""
     forward_backward = compiled(0)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE)
     loss = forward_backward(rows(0))
     scaler.scale(loss)
     with pytest.raises(RunError, match=r"a GradScaler cannot step this optimizer.*write optimizer\.step\(\)"):
         scaler.step(optimizer)
-    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    torch.amp.GradScaler(DEVICE, enabled=False).step(optimizer)

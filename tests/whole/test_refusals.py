@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from tests.device import DEVICE
 from tests.models import WIDTH, Chain
 from tests.pool import Pool
 from tests.strict_transport import run_strict
@@ -203,7 +204,7 @@ def test_a_batch_of_other_strides_under_autocast_is_another_kind() -> None:
         forward_backward = fxpipe.compile(Two(), TWO, microbatches=2)
         x = torch.arange(16.0).view(4, 4)
         losses = [forward_backward(x)]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             losses.append(forward_backward(x.t().contiguous().t()))
         return losses
 

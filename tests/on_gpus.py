@@ -1,7 +1,16 @@
-"""Tests that do not run with FXPIPE_DEVICE=cuda: why, and the beginnings of their names, from ``tests/`` on."""
+"""Tests with FXPIPE_DEVICE=cuda, by folders, files and beginnings of their names, from ``tests/`` on."""
 
 from __future__ import annotations
 
+FIRST = """
+    distributed/
+    run/
+    sharding/
+    simulated_gpu/
+"""
+"""What a run of the whole suite has there, but for slow ones. The others are long: ``-m long`` runs them."""
+
+# Why what does not run.
 NOT_ON_GPUS = {
     "needs no device": """
         formats/
@@ -13,6 +22,11 @@ NOT_ON_GPUS = {
 }
 
 NOT_ON_SIMULATED_GPUS = {
+    "where a stream waits for another rank, the host of a simulated GPU waits, too, and hears no signal": """
+        distributed/test_watchdog.py::test_a_message_is_called_by_what_makes_it
+        distributed/test_watchdog.py::test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline
+        distributed/test_watchdog.py::test_a_waiting_rank_hears_ctrl_c
+        """,
     "a process that is spawned imports torch before it imports what simulates a GPU": """
         distributed/test_launch.py::test_launch_returns_the_results_by_rank
         """,
