@@ -230,7 +230,7 @@ class _Forecast:
         """The last rank's end. The sums of a rank's gradients begin with the first of its stages' last backwards, with
         zero=2 with its first one, and what is left when all have ended is waited for; so are gathers of parameters."""
         assert self.staged is not None
-        end = whole = self.staged.seconds(self.timeline.makespan)
+        end = whole = self.timeline.makespan + self.staged.tied_seconds
         if self.topology.size("data") == 1:
             return end
         for traffic, row in zip(self._traffic, self.schedule.rows, strict=True):

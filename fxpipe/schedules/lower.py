@@ -193,8 +193,7 @@ class Lowering:
         self.sent = [[tuple(self._made_by(action)) for action in row] for row in rows]
         self.sent_at = {one: place for row in self.sent for place, messages in enumerate(row) for one in messages}
         self.used_at = {message: self._first_use(message) for message in self.sent_at}
-        # (sender, receiver) → the messages between them in the order in which the sender makes them, which is that of
-        # the queue
+        # (sender, receiver) → the messages between them in the order in which the sender makes them
         self.queues: dict[tuple[int, int], list[Message]] = {}
         for message in sorted(self.sent_at, key=lambda message: (message.sender, message.receiver)):
             self.queues.setdefault((message.sender, message.receiver), []).append(message)
@@ -236,7 +235,7 @@ class Lowering:
     def posts(self, rank: int) -> dict[int, list[Message]]:
         """Place in the row → receives to post before it, in each sender's own order."""
         posts: dict[int, list[Message]] = {}
-        for message in chain(*(queue for (_, receiver), queue in self.queues.items() if receiver == rank)):
+        for message in chain(*(self.queues.get((sender, rank), ()) for sender in range(len(self._rows)))):
             posts.setdefault(self.posted_at[message], []).append(message)
         return posts
 
@@ -255,10 +254,8 @@ class Lowering:
         Whoever got a message that the peer sent after it used ours knows that ours has arrived.
         """
         releases: dict[int, list[Message]] = {}
-        for (sender, peer), messages in self.queues.items():
-            if sender != rank:
-                continue
-            answers = self.queues.get((peer, rank), [])
+        for peer in range(len(self._rows)):
+            messages, answers = (self.queues.get(pair, ()) for pair in ((rank, peer), (peer, rank)))
             made = [self.sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
             soonest = list(accumulate((self.used_at[answer] for answer in reversed(answers)), min))[::-1]
             for message in messages:

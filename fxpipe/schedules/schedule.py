@@ -299,8 +299,7 @@ class Timeline:
     spells: tuple[Spell, ...] = ()
     """Where it was measured, what each process did from the step's beginning to its end, one process after another."""
     awaited: Mapping[Action, Action] = field(default_factory=dict)
-    """Of a plan with messages that take time, or with a stage that is held back: which action of another rank one
-    waited for, beyond its own rank's."""
+    """Of a plan, which action of another rank one waited for when its own rank stood ready."""
 
     @cached_property
     def spent(self) -> tuple[Spent, ...]:

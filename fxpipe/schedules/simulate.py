@@ -33,13 +33,10 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
     links = _Links(schedule, costs.comm, dependencies.ahead, ready) if costs.comm or dependencies.ahead else None
     for rank, action, before in in_order(schedule.rows, dependencies):
         start = since[action] = ready[rank][-1]
-        if links is None:
-            start = max([start, *[spans[other].end for other in before]])
-        else:
-            for arrival, cause in links.awaited(rank):
-                if arrival > start:
-                    start = arrival
-                    awaited[action] = cause
+        made = [(spans[other].end, other) for other in before] if links is None else links.awaited(rank)
+        for arrival, cause in made:
+            if arrival > start:
+                start, awaited[action] = arrival, cause
         end = start + costs.time(action)
         spans[action] = Span(start, end)
         ready[rank].append(end)
@@ -57,9 +54,7 @@ class _Links:
     ``ready``: when each rank stands ready for each place of its row, as far as it has come.
     """
 
-    def __init__(
-        self, schedule: Schedule, comm: float, ahead: Mapping[int, int], ready: Sequence[Sequence[float]]
-    ) -> None:
+    def __init__(self, schedule: Schedule, comm: float, ahead: Mapping[int, int], ready: list[list[float]]) -> None:
         messages = self._messages = schedule._messages
         self._rows, self._comm, self._ready = schedule.rows, comm, ready
         self._arrived: dict[Message, float] = {}
@@ -74,8 +69,8 @@ class _Links:
                 self._awaited.setdefault((rank, place), []).extend(sent)
 
     def awaited(self, rank: int) -> Iterator[tuple[float, Action]]:
-        """When each message that a rank's next action waits for arrives, and the action that made it, or, where others
-        are to receive it, behind which they post that. All before the action in ``in_order`` has run."""
+        """Of each message that a rank's next action waits for, when it arrives, and the action that made it, or, where
+        others are to receive it, behind which they post that."""
         for message in self._awaited.get((rank, len(self._ready[rank]) - 1), ()):
             owner, place = message.sender, self._messages.sent_at[message]
             if owner == rank and self._messages.posted_at[message]:

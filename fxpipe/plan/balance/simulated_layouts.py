@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -34,8 +33,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutOutcome:
-    """What a layout comes to. ``seconds``: the makespan of its table, or what the busiest link takes if that is more,
-    and the sums of tied gradients that follow."""
+    """What a layout comes to. ``seconds``: the makespan of its table, and the sums of tied gradients that follow."""
 
     layout: StageLayout
     seconds: float
@@ -177,21 +175,6 @@ class Staged:
         )
 
     @cached_property
-    def link_seconds(self) -> float:
-        """What the busiest link between two ranks takes for all micro-batches, one way."""
-        sent: dict[tuple[int, int], float] = {}
-        for (source, target), size in self.messages.items():
-            here, there = (ranks_of(self._rank_of[stage]) for stage in (source, target))
-            # Micro-batch i is on the (i mod r)-th rank of either stage, so the pairs repeat after lcm(r, r') micro-
-            # batches.
-            turns = math.lcm(len(here), len(there))
-            for turn in range(turns):
-                pair = here[turn % len(here)], there[turn % len(there)]
-                if pair[0] != pair[1]:
-                    sent[pair] = sent.get(pair, 0) + size / turns
-        return self.microbatches * max(sent.values()) / self._hardware.wire(crosses=False) if sent else 0.0
-
-    @cached_property
     def tied_seconds(self) -> float:
         """What the sums of the gradients of parameters take that live on several ranks: those of the same ranks travel
         together, in the type in which gradients are summed."""
@@ -240,11 +223,7 @@ class Staged:
         # The bound depends on stages, edges and ranks alone, so a table without actions will do.
         empty: tuple[tuple[()], ...] = ((),) * rank_count(self._rank_of)
         table = Schedule(empty, self.edges, self._rank_of, self.backward, self.microbatches)
-        return self.seconds(lower_bound(table, self.costs, self.problem.groups))
-
-    def seconds(self, makespan: float) -> float:
-        """Those of a step: no fewer than its busiest link takes, with the sums of tied gradients behind them."""
-        return max(makespan, self.link_seconds) + self.tied_seconds
+        return lower_bound(table, self.costs, self.problem.groups) + self.tied_seconds
 
 
 class Judge:
@@ -303,7 +282,7 @@ class Judge:
         peaks = staged.peaks(schedule, staged.costs)
         self.least_bytes = min(self.least_bytes, max(peaks))
         makespan = schedule.simulate(staged.costs).makespan
-        return LayoutOutcome(layout, staged.seconds(makespan), makespan, schedule, staged.costs, peaks)
+        return LayoutOutcome(layout, makespan + staged.tied_seconds, makespan, schedule, staged.costs, peaks)
 
     def _table(self, family: Limited, problem: Problem, staged: Staged) -> Schedule:
         rows = tuple(map(tuple, solved(family.family, problem)))
