@@ -13,6 +13,7 @@ import fxpipe
 from fxpipe.distributed.collective import Collective, PeerLost, Streams
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import LocalTransport, Transport
+from tests.gpus import Gpus
 from tests.harness import engine_of
 from tests.pool import Pool
 
@@ -131,18 +132,23 @@ def failing() -> str:
     def fail() -> None:
         raise ValueError("in the middle")
 
-    buffer = torch.ones(4)
-    first = transport.start([Collective("all_reduce", "shard", buffer, then=fail)], "a chain")
+    buffer, never = torch.ones(2, 4, device=transport.device)
+    steps = [Collective("all_reduce", "shard", buffer, then=fail), Collective("all_reduce", "replica", never)]
+    first = transport.start(steps, "a chain")
     try:
         first.wait()
     except ValueError as error:
-        reached.append(str(error))
+        reached.append(f"{error}: {buffer.tolist()}, {never.tolist()}")
     transport.close()
     return "".join(reached)
 
 
 def test_what_fails_beside_the_caller_is_raised_where_it_is_waited_for(pool: Pool) -> None:
-    assert pool.run(failing, ranks=4) == ["in the middle"] * 4
+    assert pool.run(failing, ranks=4) == ["in the middle: [2.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]"] * 4
+
+
+def test_what_fails_beside_a_gpu_s_stream_is_raised_where_it_is_waited_for(gpus: Gpus) -> None:
+    assert gpus.run(failing, ranks=4) == ["in the middle: [2.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]"] * 4
 
 
 def test_a_chain_on_streams_raises_where_it_is_waited_for_and_runs_nothing_more(streams: list[Stream]) -> None:
