@@ -52,6 +52,7 @@ SLOW = """
     sharding/test_data_axis.py
     sharding/test_reducer.py
     test_command_line.py
+    test_doctor.py
     test_options.py::test_what_functions
     test_imports.py::test_any_name
     trace/test_every_tracer.py
