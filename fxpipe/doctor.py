@@ -65,18 +65,10 @@ class Doctor:
     def check_up(self, path: str | None) -> None:
         """Prints what all ranks find, and writes it as JSON. A collective call; RunError where a part has failed."""
         several, leads = self._control.pipe_rank is not None, self._control.rank == 0
+        calls = [self.versions, self.nodes, self.device, self.links, self.plain, self.pipeline, self.overlap]
         parts: dict[str, dict[str, Any]] = {}
-        for part in (
-            self.versions,
-            self.nodes,
-            self.device,
-            *[self.links] * several,
-            self.plain,
-            self.pipeline,
-            self.overlap,
-        ):
-            name = part.__name__
-            parts[name] = self._run(name, part)
+        for name, call in ((call.__name__, call) for call in calls if several or call != self.links):
+            parts[name] = self._run(name, call)
             if leads:  # at once: NCCL may end this process in a later part
                 print(_table(name, **parts[name]), flush=True)
         if leads:
@@ -128,25 +120,20 @@ class Doctor:
 
     def links(self, found: Figures) -> None:
         """On a transport of its own, so that what fails on it, on all ranks, leaves the others alone."""
-        topology, free = self._topology, getattr(self._module, "mem_get_info", lambda: (0, 0))
-        pairs, before = list(pairwise(range(topology.size("pipe")))), free()[0]
+        topology, free = self._topology, getattr(self._module, "mem_get_info", None)
+        pairs, before = list(pairwise(range(topology.size("pipe")))), free()[0] if free else 0
         transport = connect(topology, TIMEOUT)
         with failing_together(transport, transport.abort):
             transport.open([*pairs, *(pair[::-1] for pair in pairs)], ())
-            found |= {
-                "process groups": len(transport.process_groups()),
-                "their memory [GB]": (before - free()[0]) / 1e9,
-            }
+            found["process groups"] = len(transport.process_groups())
+            found |= {"their memory [GB]": (before - free()[0]) / 1e9} if free else {}
             found |= link_speeds(transport, topology.ranks_per_node or topology.world_size, self._numbers)
         transport.close()
 
     def plain(self, found: Figures) -> None:
         """Plain PyTorch, a layer for each stage: the micro-batches of all replicas, one after another."""
-        stages, replicas, loss = (
-            self._topology.size("pipe"),
-            self._topology.data_size,
-            torch.zeros((), device=self._device),
-        )
+        stages, replicas = self._topology.size("pipe"), self._topology.data_size
+        loss = torch.zeros((), device=self._device)
         torch.manual_seed(0)
         layers = (nn.Sequential(nn.Linear(self._width, self._width), nn.GELU()) for _ in range(stages))
         model, count, mine = nn.Sequential(*layers).to(self._device), _PER_RANK * stages, list[Tensor]()
@@ -168,20 +155,19 @@ class Doctor:
         if self._plain is None:
             raise RunError("there is nothing to compare with")
         model, (x, target), expected = self._plain
-        stages, replicas = self._topology.size("pipe"), self._topology.data_size
-        self._step = step = compile(
-            model,
+        topology, loss_fn, cuts = (
             self._topology,
-            loss_fn=nn.functional.mse_loss,
-            boundaries=[str(stage) for stage in range(1, stages)],
-            microbatches=_PER_RANK * stages,
-            timeout=TIMEOUT,
+            nn.functional.mse_loss,
+            [name for name, _ in model.named_children()][1:],
         )
+        count = _PER_RANK * topology.size("pipe")
+        step = compile(model, topology, loss_fn=loss_fn, boundaries=cuts, microbatches=count, timeout=TIMEOUT)
+        self._step = step
         real = {"loss": step(x, target=target)} | {name: one.grad for name, one in step.named_parameters()}
         pairs = [(one, expected[name]) for name, one in real.items()]
         worst = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max().item()
         found["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
-        if not worst <= (1e-5 if replicas > 1 else 0.0):  # NaN, too; replicas are summed in any order
+        if not worst <= (1e-5 if topology.data_size > 1 else 0.0):  # NaN, too; replicas are summed in any order
             raise RunError("loss or gradients are not those of plain PyTorch")
 
     def overlap(self, found: Figures) -> None:
@@ -241,10 +227,9 @@ def _hardware(ranks: Sequence[Figures]) -> Hardware:
         if unit in _UNITS:
             found[what] = median(values.values()) * _UNITS[unit]
     sources = {field.name: [field.name] for field in fields(Hardware)}
-    sources["link"] = [
-        f"{what} nodes: bandwidth" for what in ("message inside", "all_reduce inside", "message between")
-    ]
-    sources["link_between"] = [f"{what} between nodes: bandwidth" for what in ("all_reduce", "message")]
+    links = ("message inside", "all_reduce inside", "message between"), ("all_reduce between", "message between")
+    for figure, names in zip(("link", "link_between"), links, strict=True):
+        sources[figure] = [f"{name} nodes: bandwidth" for name in names]
     sources["latency"] = [f"message {where} nodes: latency" for where in ("inside", "between")]
     first = {figure: [found[name] for name in names if name in found][:1] for figure, names in sources.items()}
     return Hardware(**{figure: float(f"{value:.4g}") for figure, values in first.items() for value in values})

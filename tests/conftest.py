@@ -51,6 +51,7 @@ SLOW = """
     sharding/test_reducer.py
     simulated_gpu/test_scripts.py
     test_command_line.py
+    test_doctor.py
     test_options.py::test_what_functions
     test_imports.py::test_any_name
     trace/test_every_tracer.py

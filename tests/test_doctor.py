@@ -20,6 +20,7 @@ import fxpipe
 from fxpipe import Hardware, Topology
 from fxpipe.__main__ import main
 from fxpipe.compiler import compile
+from fxpipe.run.forward_backward import ForwardBackward
 from tests import simulated_gpu
 from tests.gpus import Gpus
 from tests.pool import Pool
@@ -201,3 +202,20 @@ def test_on_gpus_a_step_takes_what_its_plan_says(gpus: Gpus, tmp_path: Path) -> 
     for each in figures(found, "overlap"):
         assert each["forward, median stage [ms]"] == pytest.approx(1.0, rel=1e-5)
         assert each["longer [%]"] == pytest.approx(0.0, abs=1e-3)
+
+
+def with_a_wait(path: Path) -> Found:
+    call = ForwardBackward.__call__
+
+    def waiting(step: ForwardBackward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = call(step, *args, **kwargs)
+        loss.item()
+        return loss
+
+    with mock.patch.object(ForwardBackward, "__call__", waiting):
+        return doctor(path)
+
+
+def test_on_gpus_a_wait_of_the_host_is_found(gpus: Gpus, tmp_path: Path) -> None:
+    found = gpus.run(with_a_wait, tmp_path / "doctor.json", ranks=2)[0][2]
+    assert all("test_doctor.py:" in each["host waits"] for each in figures(found, "overlap"))
