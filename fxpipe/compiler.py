@@ -108,7 +108,8 @@ def compile(
         zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as
             well. With 1 and 2 use ``forward_backward.optimizer``.
         zero_scope: "node": sharded inside the node, replicated across nodes; "data": over the whole data axis.
-        bucket_cap_mb: gradients are summed in buckets of this size, in MiB; the first is smaller.
+        bucket_cap_mb: gradients are summed in buckets of this size, in MiB; the first is smaller. With zero=3, what is
+            gathered together has at least this size.
         precision: the types of parameters, reductions and masters; None: as the model is.
         loss_weight: micro-batch → its weight, a function of the inputs in call order; None: its rows.
         recompute: stages that keep only their inputs, and run their forward again (R in the table) shortly before their

@@ -7,9 +7,9 @@ they are, and a forward that has nothing to await costs nothing.
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torch import Tensor, fx, nn
@@ -25,11 +25,7 @@ class ReadsMore(nn.Module):
     """A module that may read parameters which it does not hold."""
 
 
-class _Here(threading.local):
-    settle: Settle | None = None
-
-
-_here = _Here()
+_settle: ContextVar[Settle | None] = ContextVar("settle", default=None)
 
 
 def settling(homes: Mapping[int, T], wait: Callable[[T], object]) -> Settle:
@@ -45,17 +41,17 @@ def settling(homes: Mapping[int, T], wait: Callable[[T], object]) -> Settle:
 
 def awaiting(settle: Settle, call: Callable[..., T], *args: Any) -> T:
     """``call(*args)``; the stage that runs in it awaits its parameters."""
-    _here.settle = settle
+    token = _settle.set(settle)
     try:
         return call(*args)
     finally:
-        _here.settle = None
+        _settle.reset(token)
 
 
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
     """A stage's function, which waits for each parameter where it reads it; what is no captured code has all of them
     when this returns."""
-    settle, module = _here.settle, getattr(function, "__self__", None)
+    settle, module = _settle.get(), getattr(function, "__self__", None)
     if settle is None:
         return function
     if isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):

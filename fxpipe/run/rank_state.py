@@ -162,7 +162,9 @@ def make_rank_state(
         from fxpipe.sharding.fsdp import FullyShardedGradients  # it imports FSDP2, which takes its time
 
         mesh = topology.data_mesh(options.zero_scope)
-        gradients = FullyShardedGradients(planner.module, planner.graphs, mesh, transport, owners, options.precision)
+        gradients = FullyShardedGradients(
+            planner.module, planner.graphs, mesh, transport, owners, options.precision, options.bucket_bytes
+        )
         planner = planner.with_tensors_of_module()
     elif options.parallelize is not None:
         parallel = parallelise_stages(planner.first.graph, topology, transport, options.parallelize, owners)

@@ -1,16 +1,18 @@
 """FSDP: all that fxpipe has torch's FSDP2 do: ``zero=3``, and what ``parallelize`` has sharded with ``fully_shard``.
 
 A pipeline runs a stage's forward and backward once for each micro-batch, in the order of a table. By itself FSDP2 would
-gather parameters for each of them. Here, whatever ``reshard_after_forward`` says, they are gathered ahead of a stage's
-first forward, stay whole until its last backward, and are reduced and freed then: the same collectives in the same
-order on all replicas, also where a replica has other micro-batches, or leaves a backward out.
+gather parameters for each of them. Here, whatever ``reshard_after_forward`` says, they are gathered for a stage's first
+forward, stay whole until its last backward, and are reduced in it: the same collectives in the same order on all
+replicas, also where a replica has other micro-batches, or leaves a backward out.
 
   FsdpUnit    zero=3: parameters in a shell of their own; collectives go through fxpipe's transport
   FsdpStage   what the user has sharded in ``parallelize``; collectives are torch's own
 
 With ``zero=3`` the model holds shards between steps, as DTensors. A *unit* is the parameters of one type that the same
-stages of this rank use, in a shell: a module that holds them and nothing else, and is never called. So the user's
-modules keep their classes and hooks, and which collectives run, and in which order, follows from the row alone.
+blocks of a stage of this rank use, in a shell: a module that holds them and nothing else, and is never called. So the
+user's modules keep their classes and hooks, and which collectives run, and in which order, follows from the row alone.
+The first forward waits for each unit where it reads it, while the next one is gathered; the last backward starts the
+reduction of each as its gradients are there.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import contextlib
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, takewhile
 from typing import Any, cast
 
 import torch
@@ -32,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.graph.awaiting import Settle, settling
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
@@ -39,7 +44,7 @@ from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, late, watch_arrivals
 from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
 
 
@@ -56,7 +61,7 @@ class _FsdpModules:
         self.parameters: list[nn.Parameter] = [managed.sharded_param for managed in self._managed]
 
     def _post_backward(self) -> list[nn.Parameter]:
-        """Starts the reduction of what the backwards have left, and frees the whole parameters.
+        """Starts the reduction of what the backwards have left.
 
         Returns the shards whose parameters this replica has used.
         """
@@ -187,24 +192,34 @@ class FsdpUnit(_FsdpModules):
         self.shards = dict(zip(parameters, self.parameters, strict=True))
         for shard, old in zip(self.parameters, parameters.values(), strict=True):
             vars(shard).update(vars(old))
+        self.shell.set_reshard_after_backward(False)  # a block before it may read the same parameters in its backward
         self._handle: Any = None
         self._reduced = False
+        self.whole: dict[str, nn.Parameter] = {}  # the same objects in every call, once FSDP2 has made them
+        self._hooks: dict[str, Any] = {}
+        self.awaited: set[str] = set()  # what the backward that runs has still to give
 
     def gather(self) -> None:
         self._handle = self.shell.unshard(async_op=True)
 
-    def gathered(self) -> dict[str, nn.Parameter]:
-        """Waits for the all-gather; the whole parameters, the same objects in every call."""
+    def wait(self) -> None:
+        """Until the whole parameters are there."""
         self._all_gather.wait()
         self._handle.wait()
         whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
-        return dict(zip(self.shards, whole, strict=True))
+        self.whole = dict(zip(self.shards, whole, strict=True))
+
+    def expect(self, arrived: weakref.WeakMethod[Any]) -> None:
+        """A backward begins. ``arrived`` is called with each gradient from now on."""
+        self.awaited = {name for name, parameter in self.whole.items() if parameter.requires_grad}
+        for name in self.awaited - self._hooks.keys():
+            self._hooks[name] = watch_arrivals(self.whole[name], name, arrived)
 
     def free(self) -> None:
         self.shell.reshard()
 
     def reduce(self) -> None:
-        """Starts the reduction of what the backwards left, and frees the whole parameters."""
+        """Starts the reduction of what the backwards left."""
         self._post_backward()
         self._reduced = True
 
@@ -271,6 +286,7 @@ class FullyShardedGradients(Gradients):
         transport: Transport,
         owners: Ownership,
         precision: Precision | None = None,
+        least_bytes: int = 0,
     ) -> None:
         assert transport.pipe_rank is not None
         every, kept = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
@@ -280,7 +296,7 @@ class FullyShardedGradients(Gradients):
             if precision is not None and data.is_floating_point():
                 data = data.to(precision.master)
             every[name].data = data.contiguous()  # plain strides are all that FSDP2 can shard
-        # A unit's parameters have the same users, so that all are needed from the same action to the same action.
+        # A unit's parameters have the same users, and so are needed from the same action to the same action.
         users: dict[nn.Parameter, set[int]] = {}
         for stage in _stages_of(graphs[0], transport.pipe_rank):
             for parameter in stage.parameters.values():
@@ -290,7 +306,11 @@ class FullyShardedGradients(Gradients):
             if parameter.ndim:
                 group = grouped.setdefault((frozenset(stages), parameter.dtype), {})
                 group[names[id(parameter)]] = parameter
-        units = [FsdpUnit(stages, group, mesh, transport, precision) for (stages, _), group in grouped.items()]
+        units = [
+            FsdpUnit(stages, unit, mesh, transport, precision)
+            for (stages, _), group in grouped.items()
+            for unit in in_blocks(group, least_bytes)
+        ]
         # One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has.
         share_comm_ctx([unit.shell for unit in units])
         for unit in units:
@@ -302,6 +322,7 @@ class FullyShardedGradients(Gradients):
         way = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
         super().__init__(held, transport, way, owners.tied)
         self._units, self._precision = units, precision
+        self._home = {name: unit for unit in units for name in unit.shards}
         self._names = {id(parameter): name for name, parameter in held.items()}
         self._whole = {name: p for name, p in held.items() if not isinstance(p, DTensor)}
         self._call = _CallState()
@@ -343,28 +364,62 @@ class FullyShardedGradients(Gradients):
 
     def settle(self, stage: int | None = None) -> None:
         """In a call: what a stage needs lies whole in its modules. Between calls nothing is under way."""
-        for unit in self._call.last:
-            if stage not in unit.stages or unit in self._call.ready:
-                continue
-            self._call.ready.add(unit)
-            # All replicas gather in the order of first use, also what this one needs earlier.
-            while unit in self._call.waiting:
-                self._gather_next()
-            for name, parameter in unit.gathered().items():
-                self._swap(name, parameter)
+        for unit in self._unready(stage):
+            self._wait_for(unit)
+            self._put_in(unit.whole)
+
+    def awaited(self, stage: int) -> Settle | None:
+        units = self._unready(stage)
+        if not all(unit.whole for unit in units):  # FSDP2 makes the whole parameters with the first values
+            return super().awaited(stage)
+        for unit in units:
+            self._put_in(unit.whole)
+        homes = {id(parameter): unit for unit in units for parameter in unit.whole.values()}
+        return settling(homes, self._wait_for) if units else None
+
+    def _unready(self, stage: int | None) -> list[FsdpUnit]:
+        return [unit for unit in self._call.last if stage in unit.stages and unit not in self._call.ready]
+
+    def _wait_for(self, unit: FsdpUnit) -> None:
+        if unit in self._call.ready:
+            return
+        self._call.ready.add(unit)
+        # All replicas gather in the order of first use, also what this one needs earlier.
+        while unit in self._call.waiting:
             self._gather_next()
+        unit.wait()
+        self._gather_next()
 
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         return [self._call.now.get(self._names.get(id(one), ""), one) for one in parameters]
 
     def before(self, action: Action) -> None:
         self.settle(action.stage)
+        # What no later action needs is reduced in this one, in an order that is the same on all replicas.
+        self._call.ending = [unit for unit, last in reversed(self._call.last.items()) if last == action]
+        for unit in self._call.ending:
+            unit.expect(weakref.WeakMethod(self.arrived))
+
+    def arrived(self, name: str, is_final: bool) -> None:
+        """A gradient is there; as in ``Reducer``."""
+        unit = self._home[name]
+        if unit in self._call.reduced:
+            raise late(name)
+        self._reduce_ready()
+        unit.awaited.discard(name)
+        if is_final:
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        """Reduces the units at the head of the queue that nothing is missing from."""
+        for unit in takewhile(lambda unit: not unit.awaited, self._call.ending):
+            self._reduce(unit)
 
     def after(self, action: Action) -> None:
         """What no later action needs is reduced and freed."""
-        for unit in self._of(action):
-            if self._call.last.get(unit) == action:
-                self._let_go(unit)
+        for unit in self._call.ending:
+            self._let_go(unit)
+        self._call.ending = []
 
     def flush(self) -> None:
         """A stage without backward still has its parameters whole."""
@@ -399,6 +454,11 @@ class FullyShardedGradients(Gradients):
         if self._call.waiting:
             self._call.waiting.pop(0).gather()
 
+    def _put_in(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            if self._call.now.get(name) is not parameter:
+                self._swap(name, parameter)
+
     def _swap(self, name: str, parameter: nn.Parameter) -> None:
         """Puts a parameter into the modules of this call's stages."""
         self._call.now[name] = parameter
@@ -409,15 +469,17 @@ class FullyShardedGradients(Gradients):
                 setattr(module, leaf, parameter)
 
     def _let_go(self, unit: FsdpUnit) -> None:
-        call = self._call
-        del call.last[unit]
-        call.used |= {name for name in unit.shards if call.now[name].grad is not None}
-        for name, shard in unit.shards.items():
-            self._swap(name, shard)
-        if call.training:
+        del self._call.last[unit]
+        if self._call.training:
+            self._reduce(unit)
+        self._put_in(unit.shards)
+        unit.free()
+
+    def _reduce(self, unit: FsdpUnit) -> None:
+        if unit not in self._call.reduced:
+            self._call.reduced.add(unit)
+            self._call.used |= {name for name, parameter in unit.whole.items() if parameter.grad is not None}
             unit.reduce()
-        else:
-            unit.free()
 
     # what an optimizer sees
 
@@ -460,9 +522,25 @@ class _CallState:
     """The units that are still needed, in the order of their first use, each with its last action."""
     waiting: list[FsdpUnit] = field(default_factory=list)
     ready: set[FsdpUnit] = field(default_factory=set)
+    ending: list[FsdpUnit] = field(default_factory=list)
+    """The units that the backward which runs is the last to use, in the order of their reductions."""
+    reduced: set[FsdpUnit] = field(default_factory=set)
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     """What stands in a parameter's place."""
     used: set[str] = field(default_factory=set)
+
+
+def in_blocks(parameters: Mapping[str, nn.Parameter], least: int) -> list[dict[str, nn.Parameter]]:
+    """Groups of parameters, given in the order of their use: whole blocks, of ``least`` bytes or more together.
+
+    A block is an entry of the outermost list of modules, such as ``layers.3``; outside of lists, each parameter is one.
+    """
+    groups = [dict[str, nn.Parameter]()]
+    for _, block in groupby(parameters, lambda name: (re.match(r"(.*?\.)?\d+\.", name) or [name])[0]):
+        if groups[-1] and sum(parameter.nbytes for parameter in groups[-1].values()) >= least:
+            groups.append({})
+        groups[-1].update((name, parameters[name]) for name in block)
+    return groups
 
 
 def _stages_of(graph: StageGraph, rank: int | None) -> list[Stage]:

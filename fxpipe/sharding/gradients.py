@@ -8,6 +8,7 @@ ParallelGradients       a reducer that knows the DTensors that ``parallelize`` h
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
@@ -278,6 +280,34 @@ class WhoUsed:
             return self._mine
         self._work.wait()
         return {name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag}
+
+
+def watch_arrivals(parameter: nn.Parameter, name: str, arrived: weakref.WeakMethod[Any]) -> tuple[Node, Any]:
+    """Calls ``arrived(name, is_final)`` behind each gradient that is added to ``.grad``.
+
+    Gives the node of autograd's that adds them up, to be held as long, and the handle of the hook, which is on the
+    node, behind all hooks of the parameter. ``is_final`` is False where the user has put a hook on the node since: that
+    one runs next, and may change the gradient. From then on this one is behind it.
+    """
+
+    def run(*gradients: object) -> None:
+        hooks, call = handle.hooks_dict_ref(), arrived()
+        if not (is_final := next(reversed(hooks)) == handle.id):
+            hooks[handle.id] = hooks.pop(handle.id)
+        if call is not None:
+            call(name, is_final)
+
+    node = get_gradient_edge(parameter).node
+    handle: Any = node.register_hook(run)
+    return node, handle
+
+
+def late(name: str) -> RunError:
+    """For a gradient that comes when the sum of the others is on its way."""
+    return RunError(
+        f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
+        "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    )
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, Action]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,10 +28,9 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
-from fxpipe.sharding.arrival import ArrivalHook, late
 from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards, late, watch_arrivals
 
 FIRST_BUCKET = 2**20
 """Bytes. The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
@@ -67,7 +66,7 @@ class Reducer(Gradients):
         super().__init__(alone, transport, way, tied)
         self._shared, self._capacity = {one.name: one for one in shared}, capacity
         self._buckets: list[FlatBucket] = []
-        self._hooks: dict[str, ArrivalHook] = {}
+        self._hooks: dict[str, Any] = {}
         self._claims: set[int] = set()
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
@@ -76,8 +75,8 @@ class Reducer(Gradients):
         self._add_buckets(shared, 0, whole=False)
 
     def close(self) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
+        for _, handle in self._hooks.values():
+            handle.remove()
 
     # buckets
 
@@ -124,7 +123,7 @@ class Reducer(Gradients):
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         for one in self._shared.values() if len(self._hooks) < len(self._shared) else ():
             if one.parameter.requires_grad and one.name not in self._hooks:  # it may have been frozen until now
-                self._hooks[one.name] = ArrivalHook(one.parameter, partial(_arrived, weakref.ref(self), one.name))
+                self._hooks[one.name] = watch_arrivals(one.parameter, one.name, weakref.WeakMethod(self.arrived))
         self._sync = sync
         # Unsummed gradients of earlier calls must not be scaled with this call's. So nothing is summed until the factor
         # is known: this call's are scaled, the earlier ones join them, and one sum takes both.
@@ -274,13 +273,6 @@ class Reducer(Gradients):
             return under_way
         users = self._shared
         return [bucket for bucket in under_way if any(stage in users[one.slot.name].stages for one in bucket.members)]
-
-
-def _arrived(reducer: weakref.ref[Reducer], name: str, is_final: bool) -> None:
-    """What a parameter's hook calls; it does not keep what a user has dropped."""
-    alive = reducer()
-    if alive is not None:
-        alive.arrived(name, is_final)
 
 
 def _kind(one: Shared, whole: bool) -> Kind:

@@ -20,6 +20,7 @@ from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.parameters.dtensors import whole_of
 from fxpipe.precision import Precision
+from fxpipe.sharding.fsdp import in_blocks
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
 from tests.thinned import every, in_turn
@@ -149,9 +150,10 @@ def plain_gradients(build: Build, replicas: int, parts: int, weights: Sequence[f
 
 
 def compiled(build: Build, topology: Topology, parts: int = 2, **options: Any) -> tuple[Any, Tensor]:
-    """In evaluation mode, so that nothing is dropped; and this replica's rows."""
+    """In evaluation mode, so that nothing is dropped; and this replica's rows. Each block is a unit of its own."""
     model = build()
     module_of(model).eval()
+    options = {"bucket_cap_mb": 1e-6, **options}
     forward_backward = fxpipe.compile(model, topology, microbatches=parts, zero=3, **options)
     replica = topology.coordinate(torch.distributed.get_rank())["data"]
     return forward_backward, batch().chunk(topology.size("data"))[replica]
@@ -433,3 +435,92 @@ def loaded_from_channels_last() -> bool:
 def test_a_plain_optimizers_state_in_another_order_of_memory_is_loaded(pool: Pool) -> None:
     """torch could not copy it into a DTensor."""
     assert pool.run(loaded_from_channels_last, ranks=2) == [True] * 2
+
+
+# --- units ---
+
+
+def test_units_are_whole_blocks_of_a_least_size() -> None:
+    sizes = {
+        "embed.weight": 4,
+        "layers.0.a.weight": 6,
+        "layers.0.b.0.weight": 2,
+        "layers.1.a.weight": 9,
+        "norm.weight": 1,
+    }
+    parameters = {name: nn.Parameter(torch.zeros(size, dtype=torch.uint8), False) for name, size in sizes.items()}
+
+    def names(least: int) -> list[list[str]]:
+        return [list(group) for group in in_blocks(parameters, least)]
+
+    embed, a, b, layer_1, norm = sizes
+    assert names(0) == [[embed], [a, b], [layer_1], [norm]]
+    assert names(5) == [[embed, a, b], [layer_1], [norm]]
+    assert names(1000) == [[embed, a, b, layer_1, norm]]
+
+
+class Chain(nn.Module):
+    """Layers of which some are frozen, one is used twice, and all are behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+        self.gain = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x) * self.gain + self.gain.detach()
+        return x.square().mean()
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain()
+
+
+IDS = torch.arange(ROWS * 2).view(ROWS, 2) % 8
+
+
+@in_a_new_world
+def trained_in_blocks(options: dict[str, Any]) -> list[list[str]]:
+    """The units in the order in which the third step waits for them, and reduces them; the step is plain PyTorch's."""
+    forward_backward = fxpipe.compile(
+        chain(), ONE_NODE, microbatches=2, zero=3, bucket_cap_mb=1e-6, example_args=(IDS,), **options
+    )
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    rows = IDS.chunk(2)[torch.distributed.get_rank()]
+    model = chain()
+    plain_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    events: list[list[str]] = [[], []]
+    for step in range(3):
+        if step == 2:
+            for unit in forward_backward._reducer._units:
+                name = next(iter(unit.shards)).removesuffix(".weight").removesuffix(".0")
+                unit.wait = noting(events[0], name, unit.wait)
+                unit.reduce = noting(events[1], name, unit.reduce)
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        forward_backward(rows)
+        model(IDS).backward()
+        optimizer.step()
+        plain_optimizer.step()
+    for name, value in forward_backward.state_dict(full=True).items():
+        torch.testing.assert_close(value, model.state_dict()[name], msg=name)
+    return events
+
+
+def noting(events: list[str], event: str, call: Callable[[], object]) -> Callable[[], object]:
+    return lambda: [events.append(event), call()]
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "zb_h1"}], ids=str)
+def test_blocks_are_waited_for_in_order_and_reduced_in_reverse(
+    pool: Pool, tracer: str, options: dict[str, Any]
+) -> None:
+    for waited, reduced in pool.run(trained_in_blocks, {"tracer": tracer, **options}, ranks=2):
+        assert waited == ["embedding", "layers.0", "gain", "layers.1", "layers.2"]
+        assert reduced == waited[::-1]
