@@ -42,11 +42,6 @@ class Precision:
                 )
 
     @property
-    def overflows(self) -> bool:
-        """Whether gradients may be inf that float32 has room for."""
-        return torch.float16 in (self.compute, self.reduce)
-
-    @property
     def gradient(self) -> torch.dtype:
         """The type of ``.grad``, in which gradients add up over micro-batches."""
         return torch.promote_types(self.compute, torch.float32)

@@ -359,8 +359,8 @@ class DistributedTransport:
                 raise PeerLost(words, [rank for rank in self.ranks(scope) if rank != self.rank], error) from None
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
-        on_host = all(step.output.device.type == "cpu" for step in steps)
-        return (self._beside if on_host else self._on_device).start(steps, what)
+        beside = self._beside if steps[0].output.device.type == "cpu" else self._on_device
+        return beside.start(steps, what)
 
     def _perform(self, step: Collective) -> None:
         """Runs a collective to its end, or puts it on the current stream."""

@@ -91,12 +91,10 @@ class Traffic(Tabular):
             colalign=("left", "left", "left", "right", "right", "right"),
             disable_numparse=True,
         )
-        in_all = f"{self.exposed * 1e3:.2f} ms exposed in all"
-        if math.isnan(self.exposed):
-            in_all = "waits are timed from the next call on"
+        untimed = math.isnan(self.exposed) and "waits are timed from the next call on"
         return (
             f"{table}\nrank {self.rank}, gradients and parameters: {_size(self.between)} leave the node for others, "
-            f"{_size(self.inside)} stay in it; {in_all}"
+            f"{_size(self.inside)} stay in it; {untimed or f'{self.exposed * 1e3:.2f} ms exposed in all'}"
         )
 
     def __repr__(self) -> str:
@@ -134,12 +132,9 @@ class _Timed:
         self._work, self._home, self._keys, self._between = work, home, keys, between
 
     def wait(self) -> object:
-        waits, mark = self._home.waits, self._home.mark
-        if waits is None:
-            return self._work.wait()
-        before = mark()
+        before = self._home.mark()
         result = self._work.wait()
-        waits.append((self._keys, (before, *self._between, mark())))
+        self._home.waits.append((self._keys, (before, *self._between, self._home.mark())))
         return result
 
 
@@ -157,7 +152,6 @@ class Metered:
     def __init__(self, transport: Transport, topology: Topology, clock: Clock, timed: bool = True) -> None:
         self._inner, self._clock, self.timed = transport, clock, timed
         self._per_node = topology.ranks_per_node or topology.world_size
-        self.mark: Callable[[], Any] = clock.mark
         self.pipe_rank: int | None = transport.pipe_rank
         self.data_rank, self.data_size, self.device = transport.data_rank, transport.data_size, transport.device
         self.open, self.open_more, self.ranks = transport.open, transport.open_more, transport.ranks
@@ -196,21 +190,16 @@ class Metered:
     def _together(self, operation: str, scope: Scope, size: int, call: Callable[..., T], *args: Any) -> T:
         """A call that this rank stands still for."""
         key = (operation, scope)
-        self._count(key, size)
-        waits = self.waits
-        if waits is None:
-            return call(scope, *args)
         before = self.mark()
         result = call(scope, *args)
-        waits.append(((key,), (before, self.mark())))
+        self.waits.append(((key,), (before, self.mark())))
+        self._count(key, size)
         return result
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
         ends: list[Any] = []
-        marked = steps
-        if self.waits is not None:
-            marked = [*(step.followed_by(lambda: ends.append(self.mark())) for step in steps[:-1]), *steps[-1:]]
-        work = self._inner.start(marked, what)
+        marked = [step.followed_by(lambda: ends.append(self.mark())) for step in steps[:-1]]
+        work = self._inner.start([*marked, *steps[-1:]], what)
         keys = [(step.operation, step.scope) for step in steps]
         for key, step in zip(keys, steps, strict=True):
             self._count(key, step.whole.nbytes)
@@ -229,13 +218,14 @@ class Metered:
     def begin_step(self) -> None:
         """Starts a new table."""
         self.counts: dict[Key, tuple[int, int]] = {}  # how many, and the bytes that their groups worked on
-        self.waits: list[tuple[Sequence[Key], Sequence[Any]]] | None = [] if self.timed else None
+        self.mark: Callable[[], Any] = self._clock.mark if self.timed else lambda: None
+        self.waits: list[tuple[Sequence[Key], Sequence[Any]]] = []
         """For a chain of collectives: the wait's beginning, when each of them but the last had ended, and its end."""
 
     def exposed(self) -> dict[Key, float]:
         """Seconds of waiting: for each of a chain that part of the wait which lay between its predecessor's end and
         its own."""
-        waits = self.waits or []
+        waits = [(keys, marks) for keys, marks in self.waits if None not in marks]  # those that were timed
         moments = iter(self._clock.seconds([mark for _, marks in waits for mark in marks]))
         exposed: dict[Key, float] = {}
         for keys, marks in waits:
@@ -251,7 +241,7 @@ class Metered:
         """What this rank moved since ``begin_step``. On a GPU it waits until that has happened."""
         data = self._inner.ranks("data")
         rank = data[self.data_rank]
-        exposed, untimed = self.exposed(), math.nan if self.waits is None else 0.0
+        exposed, unknown = self.exposed(), 0.0 if self.mark == self._clock.mark else math.nan
         self.timed = True
         rows = []
         for key in dict.fromkeys([*self.counts, *exposed]):
@@ -266,7 +256,7 @@ class Metered:
                 sent = (1 + (key[0] in _TWO_ROUNDS)) * size * (len(group) - 1) / len(group)
             nodes = {member // self._per_node for member in group}
             leaving = sent * self._edges(group, rank, data)
-            rows.append(Moved(*key, group, len(nodes) > 1, count, sent, exposed.get(key, untimed), leaving))
+            rows.append(Moved(*key, group, len(nodes) > 1, count, sent, exposed.get(key, unknown), leaving))
         rows.sort(key=lambda row: (-row.bytes, -row.exposed))
         return Traffic(rank, tuple(row for row in rows if len(row.group) > 1))
 

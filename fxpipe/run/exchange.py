@@ -39,11 +39,13 @@ of the description, 8 bytes, and its beginning. Of a single tensor that is all; 
 class _WireLayout:
     """What a message looks like."""
 
-    __slots__ = ("like", "meta", "nbytes")
+    __slots__ = ("like", "meta", "nbytes", "number")
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
         self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels unchanged
+        # a size that one stage has asked for another's sake: both ends know it, and nothing travels
+        self.number = meta.leaves[0] if meta.spec.is_leaf() and type(meta.leaves[0]) is int else None
 
 
 class WireExchange:
@@ -212,6 +214,8 @@ class _Wire:
         if known is not None and known.like is not None and known.like.fits(value):
             self._start([value.detach()])
             return
+        if known is not None and type(value) is int and value == known.number:
+            return
         meta, buffers = pack(value, None if known is None else known.meta)
         header: list[Tensor] = []
         if known is None:
@@ -270,6 +274,8 @@ class _Wire:
             work.wait()
         if layout.like is not None:
             return works[0][1].requires_grad_(layout.like.requires_grad)
+        if layout.number is not None:
+            return layout.number
         return unpack(layout.meta, [buffer for _, buffer in works])
 
 

@@ -250,7 +250,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "each of them parameters of its own"
             )
         # where ranks step parts of one another's parameters, or decide together; elsewhere one need not step
-        skips = self._precision is not None and self._precision.overflows
+        precision = self._precision
+        skips = precision is not None and torch.float16 in (precision.compute, precision.reduce)
         meets = self._store.way.sharded or skips
         under_way = announced("optimizer.step") if meets else phase("optimizer.step", extends=False)
         with self._alone("optimizer.step()"), torch.no_grad(), under_way, self._together():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fxpipe.distributed.collective import Collective, Scope, Work
+from fxpipe.distributed.collective import Collective, Scope
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport, in_flat_buffers
 from fxpipe.errors import RunError
@@ -255,16 +255,12 @@ class WhoUsed:
     """
 
     def __init__(self, used: Mapping[str, tuple[tuple[int, ...], bool]], transport: Transport) -> None:
-        self._mine = {name for name, (_, is_used) in used.items() if is_used}
-        self._work: Work | None = None
-        over_data = bool(used) and transport.data_size > 1
-        if not over_data and not any(owners for owners, _ in used.values()):
-            return  # this rank's word is all there is
         # The owners' groups come in one order on all ranks. In different orders, ranks would wait in a circle.
         self._names = sorted(used, key=lambda name: used[name][0])
         # On the host, which decides by them: on a GPU they would wait for all that is in front of them there.
         self._flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
         # First the replicas agree, then the owners. The flags of an owners' group lie side by side, as sorted.
+        over_data = bool(used) and transport.data_size > 1
         steps = [Collective("maximum", "flags", self._flags)] if over_data else []
         start = 0
         for owners, names in groupby(self._names, key=lambda name: used[name][0]):
@@ -272,13 +268,12 @@ class WhoUsed:
             if owners:
                 steps.append(Collective("maximum", owners, self._flags[start:stop]))
             start = stop
-        self._work = transport.start(steps, "which parameters were used")
+        self._work = transport.start(steps, "which parameters were used") if steps else None
 
     def wait(self) -> set[str]:
         """The names of those that one has used."""
-        if self._work is None:
-            return self._mine
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return {name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag}
 
 

@@ -146,6 +146,15 @@ def test_micro_batches_of_one_number_are_described_once_in_any_kind_of_batch() -
         assert_alike(one.taken, [numbers(place, size) for place, size in enumerate(sizes)])
 
 
+def test_a_size_travels_once_and_is_not_described_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, pack = list[Any](), exchange_module.pack
+    monkeypatch.setattr(exchange_module, "pack", lambda value, *known: (packed.append(value), pack(value, *known))[1])
+    found = ran([("kind", None, {0: 17, 1: 23})] * 3)
+    assert [one.sent for one in found] == [[HEADER, HEADER], [], []]
+    assert [one.taken for one in found] == [[17, 23]] * 3
+    assert packed == [17, 23]
+
+
 def test_what_is_forgotten_is_described_anew() -> None:
     assert [one.sent for one in ran([("kind", [7], {0: numbers(1)})] * 2, forgets=True)] == [[HEADER, 12]] * 2
 
@@ -388,12 +397,14 @@ def test_a_default_device_changes_nothing() -> None:
     [
         (numbers(1, 2), numbers(1, 3)),
         ((numbers(1, 2), 7), (numbers(1, 2), 8)),
+        (7, 8),
+        (7, 7.5),
         (numbers(1, 2), None),
         (numbers(1, 2, 2), numbers(1, 2, 2).t()),
         (numbers(1, 2), numbers(1, 2).requires_grad_()),
         ((numbers(1, 2),), [numbers(1, 2)]),
     ],
-    ids=["shape", "number", "none", "strides", "requires_grad", "container"],
+    ids=["shape", "number", "size", "type", "none", "strides", "requires_grad", "container"],
 )
 def test_a_deviation_is_an_error_at_the_sender_that_tells_both(first: Any, second: Any) -> None:
     with pytest.raises(RunError) as error:
