@@ -120,7 +120,7 @@ TASKS = {
 # --- training ---
 
 
-def batches(task: Task, topo: fxpipe.Topology) -> Iterator[Batch]:
+def batches(task: Task, topo: fxpipe.Topology, device: torch.device) -> Iterator[Batch]:
     """Epoch after epoch, in an order that is the same on all ranks of a pipe group."""
     dataset = StackDataset(**task.data())
     sampler = topo.sampler(dataset, shuffle=True)
@@ -128,7 +128,7 @@ def batches(task: Task, topo: fxpipe.Topology) -> Iterator[Batch]:
     for epoch in count():
         sampler.set_epoch(epoch)
         for batch in loader:
-            yield {**batch, **task.options}
+            yield {**{name: value.to(device) for name, value in batch.items()}, **task.options}
 
 
 def plain_loss(model: nn.Module, batch: Batch) -> float:
@@ -145,11 +145,11 @@ def train(name: str) -> None:
     task, rank = TASKS[name], int(os.environ.get("RANK", 0))
     start = time.perf_counter()
     topo = fxpipe.Topology([("pipe", RANKS)])
-    fxpipe.init()  # before a sampler asks which rank this is
-    *training, held_out = islice(batches(task, topo), task.steps + 1)
+    device = fxpipe.init()  # before a sampler asks which rank this is
+    *training, held_out = islice(batches(task, topo, device), task.steps + 1)
     torch.manual_seed(0)
     forward_backward = fxpipe.compile(
-        task.build(),
+        task.build().to(device),
         topo,
         boundaries=task.boundaries,
         microbatches=MICROBATCHES,
@@ -169,7 +169,7 @@ def train(name: str) -> None:
     if rank == 0:
         seconds = time.perf_counter() - start
         print(f"{name}: loss {losses[0]:.3f} → {losses[-1]:.3f} in {task.steps} steps and {seconds:.0f} s")
-        plain = task.build()
+        plain = task.build().to(device)
         plain.load_state_dict(state)
         print(f"held out: {piped:.5f} as a pipeline, {plain_loss(plain, held_out):.5f} as a plain model\n")
 

@@ -211,7 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--loss", choices=["whole", "local", "microbatch"], default="whole")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="cpu: whatever GPUs there are")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", type=Path, help="folder for checkpoints; goes on from the newest that is there")
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
@@ -221,13 +221,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
+    rank = int(os.environ.get("RANK", 0))
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     train, held_out = load_images()
 
-    fxpipe.init()
+    device = fxpipe.init(device="cpu" if args.device == "cpu" else None)
     world = int(os.environ.get("WORLD_SIZE", 4))
     topo = fxpipe.Topology.fit(world, pipe=min(world, 4), rows=args.batch_size)
     forward_backward = fxpipe.compile(CLIP(args.loss).to(device), topo, microbatches=args.microbatches)

@@ -141,11 +141,12 @@ def images_in(input_ids: Tensor) -> Tensor:
     return (input_ids == IMAGE).sum(1) // PATCHES
 
 
-def batches(dataset: Samples, topo: fxpipe.Topology, rows: int, begun: int) -> Iterator[Batch]:
+def batches(dataset: Samples, topo: fxpipe.Topology, rows: int, begun: int, device: torch.device) -> Iterator[Batch]:
     """``rows`` samples a step over all replicas, from step ``begun`` on."""
     sampler = topo.sampler(dataset, shuffle=False)
     drawn = list(BatchSampler(sampler, rows // topo.data_size, drop_last=True))[begun:]
-    return iter(DataLoader(dataset, batch_sampler=drawn, collate_fn=collate))
+    for batch in DataLoader(dataset, batch_sampler=drawn, collate_fn=collate):
+        yield {name: value.to(device) for name, value in batch.items()}
 
 
 class Plain:
@@ -156,7 +157,7 @@ class Plain:
 
     def __call__(self, **batch: Tensor) -> Tensor:
         images = batch["pixel_values"].split(images_in(batch["input_ids"]).tolist())
-        counted, total = (batch["labels"][:, 1:] != UNCOUNTED).sum(), torch.zeros(())
+        counted, total = (batch["labels"][:, 1:] != UNCOUNTED).sum(), torch.zeros((), device=batch["labels"].device)
         for start in range(0, len(images), ROWS):
             rows = slice(start, start + ROWS)
             part = {name: value[rows] for name, value in batch.items()} | {"pixel_values": torch.cat(images[rows])}
@@ -214,11 +215,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     train, held_out = load_pictures()
     dataset = Samples(*train, args.steps * args.batch_size, args.seed)
-    model = llava(args.lora)
+    device = fxpipe.init()
+    model = llava(args.lora).to(device)
     tower = next(part for name, part in model.named_modules() if name.endswith("vision_tower"))
     tower.requires_grad_(args.frozen == 0)
 
-    fxpipe.init()
     topo = fxpipe.Topology.fit(world, pipe=min(world, 4), rows=args.batch_size)
     forward_backward: Plain | fxpipe.ForwardBackward = Plain(model)
     if not args.plain:
@@ -229,7 +230,7 @@ def main() -> None:
             microbatches=args.batch_size // topo.data_size // ROWS,
             batch_dim={"pixel_values": fxpipe.Packed(images_in)},
             precision=fxpipe.Precision() if args.bf16 else None,
-            example_kwargs=next(batches(dataset, topo, args.batch_size, begun=0)),
+            example_kwargs=next(batches(dataset, topo, args.batch_size, begun=0, device=device)),
         )
         if rank == 0:
             print(forward_backward.stages, forward_backward.schedule, sep="\n")
@@ -240,7 +241,7 @@ def main() -> None:
     if args.resume:
         extra = fxpipe.load(args.resume, forward_backward, optimizer, scheduler=scheduler, required=False)
         losses += extra.get("losses", [])
-    loader = batches(dataset, topo, args.batch_size, begun=len(losses))
+    loader = batches(dataset, topo, args.batch_size, begun=len(losses), device=device)
     progress = tqdm(loader, initial=len(losses), total=args.steps, disable=rank != 0)
     for batch in progress:
         tower.requires_grad_(len(losses) >= args.frozen * args.steps)

@@ -133,13 +133,13 @@ class Average:
 
 
 def evaluate(
-    forward_backward: fxpipe.ForwardBackward, topo: fxpipe.Topology, dataset: TensorDataset
+    forward_backward: fxpipe.ForwardBackward, topo: fxpipe.Topology, dataset: TensorDataset, device: torch.device
 ) -> tuple[float, float]:
     """Loss and accuracy over all rows of all replicas, the same numbers on every rank."""
     dataset = padded(dataset, 64 * topo.data_size)
     total, counted, right = 0.0, 0, 0
     for image, label in DataLoader(dataset, 64, sampler=topo.sampler(dataset, shuffle=False)):
-        output = forward_backward.evaluate(image, label, outputs="all")
+        output = forward_backward.evaluate(image.to(device), label.to(device), outputs="all")
         total, counted = total + output["loss"].total.item(), counted + output["loss"].count.item()
         right += output["right"].item()
     return total / counted, right / counted
@@ -159,9 +159,8 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    fxpipe.init()
+    device = fxpipe.init()
     topo = fxpipe.Topology([("data", world // 2), ("pipe", 2)])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     forward_backward = fxpipe.compile(Classifier(args.calls).to(device), topo, microbatches=4, zero=1)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
     scheduler = CosineAnnealingLR(optimizer, T_max=args.steps)
@@ -198,7 +197,7 @@ def main() -> None:
             if step % 20:
                 continue
             with average.in_place():
-                held_out_loss, accuracy = evaluate(forward_backward, topo, held_out)
+                held_out_loss, accuracy = evaluate(forward_backward, topo, held_out, device)
             waited = 0 if held_out_loss < best else waited + 1
             best = min(held_out_loss, best)
             if writer:  # to read a loss is to wait for it

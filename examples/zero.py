@@ -27,14 +27,14 @@ class Model(nn.Module):
         return (self.above(fxpipe.stage_boundary(self.below(x))) - x).square().mean()
 
 
-def train(replica: int, **options: object) -> tuple[float, fxpipe.Traffic, int]:
+def train(device: torch.device, replica: int, **options: object) -> tuple[float, fxpipe.Traffic, int]:
     """The last loss, what the last step moved, and the bytes of optimizer state on this rank."""
-    forward_backward = fxpipe.compile(Model(), TOPOLOGY, microbatches=4, **options)
+    forward_backward = fxpipe.compile(Model().to(device), TOPOLOGY, microbatches=4, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)
     data = torch.randn(STEPS, 64, WIDTH, generator=torch.Generator().manual_seed(1))
     for batch in data:
         optimizer.zero_grad()
-        loss = forward_backward(batch.chunk(4)[replica])
+        loss = forward_backward(batch.chunk(4)[replica].to(device))
         forward_backward.clip_grad_norm_(1.0)
         optimizer.step()
     state = sum(tensor.nbytes for entry in optimizer.state.values() for tensor in entry.values() if tensor.dim())
@@ -45,11 +45,11 @@ def train(replica: int, **options: object) -> tuple[float, fxpipe.Traffic, int]:
 
 def run() -> None:
     torch.set_num_threads(1)
-    fxpipe.init()
+    device = fxpipe.init()
     rank, replica = torch.distributed.get_rank(), TOPOLOGY.data_rank
     rows = []
     for zero, scope in [(0, "node"), (1, "data"), (1, "node"), (2, "node"), (3, "node")]:
-        loss, traffic, state = train(replica, zero=zero, zero_scope=scope)
+        loss, traffic, state = train(device, replica, zero=zero, zero_scope=scope)
         sums = (traffic.between, traffic.inside, state)
         rows.append((zero, scope if zero else "", *(f"{size / 1e6:.2f}" for size in sums), f"{loss:.5f}"))
     if rank == 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -20,6 +22,47 @@ def kind() -> str:
 def current() -> torch.device:
     """The device that this process computes on, with its number; the CPU has none."""
     return torch.device(kind(), torch.accelerator.current_device_index()) if kind() != "cpu" else torch.device("cpu")
+
+
+def use(device: torch.device) -> None:
+    """Makes it the one that this thread computes on; a new thread begins with the first."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+@functools.cache
+def kinds() -> tuple[str, ...]:
+    """The types of device that this process has."""
+    return tuple(dict.fromkeys(["cpu", kind()]))
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on it runs beside the host, on streams."""
+    return device.type == kind() != "cpu"
+
+
+def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Those that torch draws from by habit: the CPU's, and those of the accelerators among ``devices``."""
+    generators = [torch.default_generator]
+    for device in filter(is_accelerator, devices):
+        module = torch.get_device_module(device)
+        module.init()  # which makes them
+        generators.append(module.default_generators[current().index if device.index is None else device.index])
+    return generators
+
+
+# --- of CUDA alone
+
+ATTENTIONS: Mapping[str, Callable[[], bool]] = MappingProxyType(
+    {
+        "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+        "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    }
+)
+"""Which kernels of attention may be chosen, by the call that asks."""
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+"""The environment of a process that is to see no accelerator."""
 
 
 # --- names: ranks compare, send and save what names devices, and each has another one

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.device import current, is_accelerator
 from fxpipe.errors import RunError, nearest
 from fxpipe.small_file import read_small, write_whole
 from fxpipe.validation import is_number, is_text, shown
@@ -105,8 +106,8 @@ class Hardware:
         """
         _check_names(figures, "Hardware.measured(...)")
         file, here = Path(path), f"{platform.machine()} with {torch.get_num_threads()} threads"
-        if torch.cuda.is_available():
-            here = torch.cuda.get_device_name()
+        if is_accelerator(device := current()):
+            here = torch.get_device_module(device).get_device_name(device)
         if not file.exists():
             write_whole(file, json.dumps({_DEVICE: here, **_measure()}, indent=1).encode() + b"\n")
         found = _figures_in(file)
@@ -234,9 +235,8 @@ ON_A_GPU, ON_A_CPU = (8192, 2**28), (1024, 2**24)
 
 def _measure() -> dict[str, float]:
     """The figures of the device at hand: of a GPU, or else of the CPU with torch's threads."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    size, count = ON_A_GPU if on_gpu else ON_A_CPU
+    device = current()
+    size, count = ON_A_GPU if is_accelerator(device) else ON_A_CPU
     found = {}
     # A large product is bound by arithmetic, a copy by memory, and an addition to one number by its launch.
     for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
@@ -247,8 +247,8 @@ def _measure() -> dict[str, float]:
     source, target = (torch.ones(count, device=device) for _ in range(2))
     found["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)
     found["launch"] = _seconds_of(partial(target[:1].add_, 1.0), device, calls=100)
-    if on_gpu:
-        found["memory"] = float(torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        found["memory"] = float(torch.get_device_module(device).get_device_properties(device).total_memory)
     return found
 
 
@@ -259,7 +259,7 @@ def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 4
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if is_accelerator(device):
+            torch.accelerator.synchronize(device)
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times[1:])

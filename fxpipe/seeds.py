@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.device import generators_of, is_accelerator
 from fxpipe.torch_compat import bytes_of
 
 
@@ -39,8 +40,11 @@ def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[No
     """Random numbers from ``seed`` inside; outside, the generators are as they were. ``python``: ``random``'s and
     NumPy's global one, too."""
     # fork_rng saves the CPU's generator in any case.
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), random_apart() if python else contextlib.nullcontext():
+    devices = [device] if is_accelerator(device) else []
+    with (
+        torch.random.fork_rng(devices, device_type=device.type),
+        random_apart() if python else contextlib.nullcontext(),
+    ):
         seed_torch(seed, device)
         if python:
             seed_python(seed)
@@ -49,10 +53,8 @@ def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[No
 
 def seed_torch(seed: int, device: torch.device) -> None:
     """The CPU's generator and the device's; ``torch.manual_seed`` would seed the GPUs of others as well."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+    for generator in generators_of([device]):
+        generator.manual_seed(seed)
 
 
 def seed_all(seed: int, device: torch.device) -> None:
@@ -66,12 +68,14 @@ class RandomState:
     NumPy's where it is imported. ``numbers``: as plain data."""
 
     def __init__(self, devices: Iterable[torch.device] = (), numbers: dict[str, Any] | None = None) -> None:
-        self._gpus = {f"cuda{place or ''}": one for place, one in enumerate(devices) if one.type == "cuda"}
+        devices = list(filter(is_accelerator, devices))
+        names = ["torch", *(f"{device.type}{place or ''}" for place, device in enumerate(devices))]
+        self._generators = dict(zip(names, generators_of(devices), strict=True))
         self.numbers = self._taken() if numbers is None else numbers
 
     def _taken(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"torch": bytes_of(torch.get_rng_state()), "python": random.getstate()}
-        numbers |= {name: bytes_of(torch.cuda.get_rng_state(gpu)) for name, gpu in self._gpus.items()}
+        numbers: dict[str, Any] = {name: bytes_of(one.get_state()) for name, one in self._generators.items()}
+        numbers["python"] = random.getstate()
         if numpy := sys.modules.get("numpy"):
             # As plain data: the state is saved in checkpoints, without pickle.
             kind, key, *rest = numpy.random.get_state()
@@ -85,10 +89,9 @@ class RandomState:
 
     def restore(self) -> None:
         """Sets the generators that there are, and were taken."""
-        torch.set_rng_state(_tensor(self.numbers["torch"]))
         random.setstate(self.numbers["python"])
-        for name in self._gpus.keys() & self.numbers:
-            torch.cuda.set_rng_state(_tensor(self.numbers[name]), self._gpus[name])
+        for name in self._generators.keys() & self.numbers:
+            self._generators[name].set_state(_tensor(self.numbers[name]))
         if "numpy" in self.numbers and (numpy := sys.modules.get("numpy")):
             numpy.random.set_state(self.numbers["numpy"])
 

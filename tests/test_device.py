@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.device import by_shared_name, shared_name, with_shared_names
+from fxpipe.errors import RunError
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import decode, encode
 from fxpipe.options import Options
@@ -17,9 +20,11 @@ from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.inputs.batch import describe
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
+from fxpipe.seeds import RandomState
+from tests.gpus import Gpus
 
 OnRank = Callable[[int], torch.device]
-Named = Callable[[torch.device], torch.device | str | int]
+Named = torch.device | str | int
 
 
 @pytest.fixture
@@ -75,24 +80,28 @@ def test_ranks_have_the_same_settings_where_their_own_device_is_the_default(on_r
 class Positions(nn.Module):
     """Has a device in its graph."""
 
-    def __init__(self, device: torch.device | str | int) -> None:
+    def __init__(self, device_of: Callable[[Any], Named]) -> None:
         super().__init__()
-        self.first, self.second, self.device = nn.Linear(4, 4), nn.Linear(4, 4), device
+        self.first, self.second, self.device_of = nn.Linear(4, 4), nn.Linear(4, 4), device_of
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None and (mask & torch.ones(4, dtype=torch.bool, device=self.device_of(x))).all():
+            x = 2 * x
         x = fxpipe.stage_boundary(self.first(x))
-        position = torch.arange(4, dtype=x.dtype, device=self.device)
+        position = torch.arange(4, dtype=x.dtype, device=self.device_of(x))
         return self.second(x + position).square().mean()
 
 
-def planned(device: torch.device | str | int) -> Plan:
+def planned(device: Named) -> Plan:
     options = Options(tracer="symbolic", microbatches=2)
-    planner = Planner.empty(Positions(device), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
+    planner = Planner.empty(Positions(lambda _: device), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
     return plan_first(Example(planner, options)).first
 
 
 @pytest.mark.parametrize("named", [lambda device: device, str, lambda device: device.index])
-def test_ranks_that_capture_their_own_device_have_the_same_program(on_rank: OnRank, named: Named) -> None:
+def test_ranks_that_capture_their_own_device_have_the_same_program(
+    on_rank: OnRank, named: Callable[[torch.device], Named]
+) -> None:
     first, second = (planned(named(on_rank(rank))).description for rank in (0, 1))
     assert first == second
     assert "device: cuda}" in second
@@ -109,3 +118,131 @@ def test_a_device_that_is_one_rank_s_own_alone_tells_the_programs_apart(on_rank:
     programs = [planned(hard_coded).description for _ in map(on_rank, (0, 1))]
     assert "device: cuda}" in programs[0]
     assert "device: cuda:0}" in programs[1]
+
+
+# --- on two simulated GPUs
+
+ASKS: dict[str, Callable[[Any], Named]] = {
+    "device": lambda x: x.device,
+    "text": lambda x: str(x.device),
+    "number": lambda x: x.get_device(),
+}
+PIPE = fxpipe.Topology([("pipe", 2)])
+
+
+def losses(tracer: str, ask: str, default: bool, masked: bool) -> tuple[torch.device, list[float], list[float]]:
+    """Of two steps; and of plain PyTorch's, on the same device."""
+    device = fxpipe.init()
+    torch.manual_seed(0)
+    plain, model = (Positions(ASKS[ask]).to(device) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 4).to(device)
+    inputs = {"x": x, "mask": torch.ones(8, 4, dtype=torch.bool, device=device)} if masked else {"x": x}
+    torch.set_default_device(device if default else None)
+    try:
+        forward_backward = fxpipe.compile(model, PIPE, microbatches=2, tracer=tracer, example_kwargs=inputs)
+        ours = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+        losses, wanted = [], []
+        for _ in range(2):
+            ours.zero_grad()
+            losses.append(forward_backward(**inputs).item())
+            ours.step()
+            theirs.zero_grad()
+            halves = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(4), slice(4, 8))]
+            first, second = (plain(**half) / 2 for half in halves)
+            first.backward()
+            second.backward()
+            wanted.append((first + second).item())
+            theirs.step()
+    finally:
+        torch.set_default_device(None)
+    return device, losses, wanted
+
+
+@pytest.mark.parametrize(
+    ("tracer", "ask", "default", "masked"),
+    [
+        ("symbolic", "device", False, False),
+        ("export", "device", False, False),
+        ("record", "device", False, False),
+        ("export", "text", False, False),
+        ("record", "number", False, False),
+        ("record", "device", True, False),
+        ("auto", "device", False, True),  # a question about an input
+    ],
+)
+def test_what_a_rank_captures_on_its_own_device_trains_there(
+    gpus: Gpus, tracer: str, ask: str, default: bool, masked: bool
+) -> None:
+    found = gpus.run(losses, tracer, ask, default, masked)
+    assert [device for device, _, _ in found] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert all(losses == wanted for _, losses, wanted in found)
+
+
+def random_state() -> list[str]:
+    return sorted(RandomState([fxpipe.init()]).numbers)
+
+
+def test_the_random_state_of_each_rank_s_device_has_one_name(gpus: Gpus) -> None:
+    assert gpus.run(random_state) == [["cuda", "numpy", "python", "torch"]] * 2
+
+
+def refused(place: str) -> str:
+    fxpipe.init()
+    try:
+        fxpipe.compile(Positions(ASKS["device"]).to(place), PIPE)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_on_the_cpu_in_a_job_on_gpus_is_refused(gpus: Gpus) -> None:
+    for rank, error in enumerate(gpus.run(refused, "cpu")):
+        assert error == (
+            f"the model's first.weight is on cpu, and this rank of the job computes on cuda:{rank}; write "
+            'model.to(device) with device = fxpipe.init(), or fxpipe.init(device="cpu") first to train on the CPU'
+        )
+
+
+def test_a_model_on_another_rank_s_gpu_is_refused(gpus: Gpus) -> None:
+    errors = gpus.run(refused, "cuda:0")
+    wrong = "the model's first.weight is on cuda:0, and this rank of the job computes on cuda:1"
+    assert errors[1].startswith(wrong)
+    assert errors[0].startswith(f"rank 1 (pipe 1) could not compile: RunError: {wrong}")
+
+
+def on_the_cpu() -> tuple[str, list[str], str]:
+    asked, again = fxpipe.init(device="cpu"), fxpipe.init()
+    forward_backward = fxpipe.compile(Positions(ASKS["device"]), PIPE, microbatches=2)
+    return forward_backward(torch.ones(8, 4)).device.type, [str(asked), str(again)], dist.get_backend()
+
+
+def test_a_job_is_on_the_cpu_where_that_is_asked_for(gpus: Gpus) -> None:
+    assert gpus.run(on_the_cpu) == [("cpu", ["cpu", "cpu"], "gloo")] * 2
+
+
+def too_late() -> str:
+    fxpipe.init()
+    with pytest.raises(RunError) as caught:
+        fxpipe.init(device="cpu")
+    return str(caught.value)
+
+
+def test_a_job_that_was_started_on_gpus_cannot_change_to_the_cpu(gpus: Gpus) -> None:
+    wanted = 'torch.distributed was started for cuda; call fxpipe.init(device="cpu") first'
+    assert gpus.run(too_late) == [wanted] * 2
+
+
+def alone() -> str:
+    return fxpipe.compile(Positions(ASKS["device"]), PIPE, microbatches=2)(torch.ones(8, 4)).device.type
+
+
+def test_one_process_that_plays_all_ranks_computes_where_the_model_is(gpus: Gpus) -> None:
+    assert gpus.run(alone, ranks=1) == ["cpu"]
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cpu"), 0])
+def test_init_takes_the_cpu_or_nothing_for_a_device(device: Any) -> None:
+    with pytest.raises(RunError, match='write device="cpu", or leave it out'):
+        fxpipe.init(device=device)

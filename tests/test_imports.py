@@ -54,6 +54,12 @@ MAY_NAME_IT_TOO = {
     "fxpipe/parameters/dtensors.py",
     *(f"fxpipe/parameters/checkpoint/{name}.py" for name in ("reader", "writer")),
 }
+MAY_NAME_CUDA = {
+    "fxpipe/device.py": "it owns the device",
+    "fxpipe/run/forward_backward.py": "a method of modules, which it has not",
+    "passes/effects.py": "methods and attributes of tensors",
+}
+"""And nobody else: torch.accelerator, torch.Stream and torch.Event serve every accelerator."""
 PYTHONS = set("_replace _fields _getframe _current_frames _exit _SubParsersAction".split())
 """Private by their form; what Python's documentation names."""
 
@@ -120,6 +126,14 @@ class File:
             for n in self.nodes
             if isinstance(n, ast.Attribute)
         )
+
+    @cached_property
+    def names_of_cuda(self) -> set[str]:
+        """Its attributes and texts that name CUDA or NCCL; not its docstrings."""
+        docs = {id(n.value) for n in self.nodes if isinstance(n, ast.Expr)}
+        texts = {n.value for n in self.nodes if isinstance(n, ast.Constant) and id(n) not in docs}
+        names = {n.attr for n in self.nodes if isinstance(n, ast.Attribute)}
+        return {name for name in names | self.imported | texts if re.search("cuda|nccl", str(name), re.IGNORECASE)}
 
     @cached_property
     def private_names(self) -> set[str]:
@@ -233,6 +247,11 @@ def test_private_names_are_found(tmp_path: Path) -> None:
         "from torch._ops import OpOverload\nimport torch.utils._pytree\nx = torch._C.f(y._version, '_a b')\n"
     )
     assert File(path).private_names == {"torch._ops.OpOverload", "torch.utils._pytree", "_C", "_version"}
+
+
+def test_one_file_names_an_accelerator() -> None:
+    named = {file.path: file.names_of_cuda for file in FILES if file.names_of_cuda}
+    assert named.keys() == MAY_NAME_CUDA.keys(), named
 
 
 @pytest.mark.parametrize("name", torch_compat.MODULE_TABLES)

@@ -18,15 +18,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from fxpipe.device import HIDDEN, current, is_accelerator, use
 from fxpipe.distributed.grid import shape
-from fxpipe.distributed.topology import Topology, served_device_type
+from fxpipe.distributed.topology import Topology, served_device
 from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport
 from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.distributed.watchdog import end_with, watchdog
@@ -58,7 +59,7 @@ class ProcessPlace(NamedTuple):
     restarts: int = 0
 
 
-def init(timeout: float = TIMEOUT) -> torch.device:
+def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torch.device:
     """Starts torch.distributed as torchrun's or SLURM's environment says, and returns this process's device.
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. SLURM, under srun with several tasks:
@@ -68,34 +69,42 @@ def init(timeout: float = TIMEOUT) -> torch.device:
     With neither, this is the only process and nothing is started. Nothing is done, either, where
     torch.distributed has been started already.
 
-    With CUDA the device is the GPU of the local rank, made current and bound to the process group, whose
-    backends are ``cpu:gloo,cuda:nccl``; without, they are ``gloo``.
+    Where there are GPUs the device is that of the local rank, made current and bound to the process group, whose
+    backends are ``cpu:gloo,cuda:nccl``; without, and with ``device="cpu"``, they are ``gloo``.
 
     From now on an exception that ends this process is reported to the others, which then end with it.
 
     Args:
         timeout: seconds that the processes may take to meet, and that any wait of torch.distributed itself may take.
+        device: ``"cpu"`` to train on the CPU, whatever GPUs there are. The caller puts the model and its batches on
+            the device that is returned: ``fxpipe.compile`` refuses a model on the CPU in a job that runs on GPUs.
 
     Raises:
         TopologyError: a variable is missing or malformed, or there is no GPU for the local rank.
-        RunError: the processes could not meet, or ``timeout`` is no number above 0.
+        RunError: the processes could not meet, ``timeout`` is no number above 0, or the CPU is asked for where
+            torch.distributed was started for GPUs.
     """
     if not is_number(timeout) or not 0 < timeout < _MAX_SECONDS:
         raise RunError(f"timeout is {timeout!r}; write a number of seconds, such as timeout=300")
+    if device not in (None, "cpu"):
+        raise RunError(f'device is {shown(device)}; write device="cpu", or leave it out for the GPU of the local rank')
+    own = torch.device("cpu") if device == "cpu" else current()
     if dist.is_available() and dist.is_initialized():
-        return _current_device(served_device_type())
+        served = served_device()
+        if device == "cpu" != served.type:
+            raise RunError(f'torch.distributed was started for {served.type}; call fxpipe.init(device="cpu") first')
+        return served
     place = torchrun_place(os.environ) or slurm_place(os.environ)
     if place is None:
-        return _current_device("cuda" if torch.cuda.is_available() else "cpu")
+        return own
     # The GPU first: the process group is bound to it, and without it all ranks would work on GPU 0.
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", _gpu(place, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    _join(place, device, timeout)
+    if is_accelerator(own):
+        own = torch.device(own.type, _gpu(place, torch.accelerator.device_count()))
+        use(own)
+    _join(place, own, timeout)
     if place.world_size > 1:
         watchdog()
-    return device
+    return own
 
 
 def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -205,23 +214,25 @@ def _gpu(place: ProcessPlace, count: int) -> int:
         return 0
     raise TopologyError(
         f"local rank {place.local_rank} has no GPU, for this process sees {count}: start at most {count} "
-        "processes per node, or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
+        'processes per node, or call fxpipe.init(device="cpu") first to run on the CPU'
     )
 
 
 def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
-    cuda = device.type == "cuda"
+    kind, backends = device.type, "gloo"
+    if is_accelerator(device):
+        backends = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
     try:
         store = _store(place, timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            backends,
             init_method=None if store is not None else f"tcp://{host}:{place.port}",
             store=store,
             world_size=place.world_size,
             rank=place.rank,
             timeout=datetime.timedelta(seconds=timeout),
-            device_id=device if cuda else None,
+            device_id=device if is_accelerator(device) else None,
         )
     except RuntimeError as error:  # torch's own kinds, and gloo's, which has none
         raise RunError(
@@ -249,10 +260,6 @@ def _leave() -> None:
     """Ends what ``init`` started, while Python still runs: the interpreter's own end can abort on gloo's threads."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _current_device(kind: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 # --- the transport ---
@@ -410,8 +417,8 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # of LOOPBACK
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface  # nobody but these processes is to reach them
-    if torch.cuda.device_count() < nproc:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if torch.accelerator.device_count() < nproc:
+        variables |= HIDDEN
     return variables
 
 

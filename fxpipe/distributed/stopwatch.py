@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxpipe.device import is_accelerator
 from fxpipe.schedules.action import Action
 
 
@@ -23,27 +24,26 @@ class HostClock:
         return [mark / 1e9 for mark in marks]
 
 
-class CudaClock:
-    """The same of work on the current stream of a GPU, timed with events."""
+class DeviceClock:
+    """The same of work on the current stream of an accelerator, timed with events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        return torch.accelerator.current_stream(self._device).record_event(event)
 
-    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+    def seconds(self, marks: Sequence[torch.Event]) -> list[float]:
         # Events know times relative to each other alone. One whose host time is known ties them to the host's clock.
-        torch.cuda.synchronize(self._device)
+        torch.accelerator.synchronize(self._device)
         now = self.mark()
         now.synchronize()
         first = time.perf_counter() - marks[0].elapsed_time(now) / 1e3 if marks else 0.0
         return [first + marks[0].elapsed_time(mark) / 1e3 for mark in marks]  # in single precision: so from near by
 
 
-Clock = HostClock | CudaClock
+Clock = HostClock | DeviceClock
 
 
 class Lap(NamedTuple):
@@ -150,4 +150,4 @@ class Stopwatch:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock of what runs on a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if is_accelerator(device) else HostClock()

@@ -34,6 +34,7 @@ from fxpipe.notebook import Tabular
 from fxpipe.validation import is_flag, shown
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DistributedSampler
@@ -49,16 +50,16 @@ class _LiveGroups:
     data_meshes: dict[str, DeviceMesh] = field(default_factory=dict)
 
 
-def served_device_type() -> str:
-    """The device type that the started default process group serves: ``"cuda"``, or else ``"cpu"``."""
+def served_device() -> torch.device:
+    """This process's device that the started default process group serves: its accelerator, or else the CPU."""
     import torch
     import torch.distributed as dist
 
-    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
-    # Gloo claims "cuda" too, but lacks most collectives there; whoever started gloo alone wants the CPU.
-    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
-        return "cuda"
-    return "cpu"
+    from fxpipe.device import current
+
+    own, backends = current(), dict(part.split(":") for part in dist.get_backend_config().split(","))
+    # Gloo claims accelerators too, but lacks most collectives there; whoever started gloo alone wants the CPU.
+    return own if backends.get(own.type, "gloo") != "gloo" else torch.device("cpu")
 
 
 class Topology(Tabular):
@@ -239,7 +240,7 @@ class Topology(Tabular):
     def mesh(self) -> DeviceMesh:
         """These ranks as a torch ``DeviceMesh`` with these axis names.
 
-        Made on the first access, which every rank must make; on CUDA where the process group serves it.
+        Made on the first access, which every rank must make; on the accelerator where the process group serves it.
 
         Raises:
             TopologyError: torch.distributed is not started, or runs another number of processes.
@@ -249,7 +250,7 @@ class Topology(Tabular):
             from torch.distributed.device_mesh import init_device_mesh
 
             names = tuple(name for name, _ in self._axes)
-            live.mesh = init_device_mesh(served_device_type(), self._sizes, mesh_dim_names=names)
+            live.mesh = init_device_mesh(served_device().type, self._sizes, mesh_dim_names=names)
         return live.mesh
 
     def group(self, axis: str) -> ProcessGroup:
@@ -292,7 +293,7 @@ class Topology(Tabular):
             groups = [_new_group(nodes.replica_groups()), _new_group(nodes.shard_groups())]
             rows = by_node(self._mine("data"), nodes._node)
             live.data_meshes[zero_scope] = DeviceMesh.from_group(
-                groups, served_device_type(), rows, mesh_dim_names=("replica", "shard")
+                groups, served_device().type, rows, mesh_dim_names=("replica", "shard")
             )
         return live.data_meshes[zero_scope]
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.device import use
 from fxpipe.distributed.activity import Waiting, agree, are_apart, entered, here, words
 from fxpipe.distributed.collective import (
     SLICE_SECONDS,
@@ -35,7 +36,7 @@ from fxpipe.distributed.collective import (
     wait_in_slices,
 )
 from fxpipe.distributed.heartbeat import Ending
-from fxpipe.distributed.topology import Topology, served_device_type
+from fxpipe.distributed.topology import Topology, served_device
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watchdog import EXTENSION, Watchdog, ends_later, say, watchdog
 from fxpipe.errors import RunError
@@ -79,11 +80,12 @@ class DistributedTransport:
 
     def __init__(self, topology: Topology, timeout: float = 300.0, options: Mapping[str, str] = NO_OPTIONS) -> None:
         self.rank, self.process, self.timeout = dist.get_rank(), os.getpid(), timeout
-        self._on_cuda = served_device_type() == "cuda"
+        self.device = served_device()
+        self._on_host = self.device.type == "cpu"
         # The watchdog ends a wait on the CPU, and knows when not to; on a GPU nobody but NCCL can.
         self._longest = datetime.timedelta(seconds=timeout * (EXTENSION + 2))
-        self._timeout = datetime.timedelta(seconds=timeout) if self._on_cuda else self._longest
-        self.for_good: tuple[datetime.timedelta, ...] = () if self._on_cuda else (self._longest,)
+        self._timeout = self._longest if self._on_host else datetime.timedelta(seconds=timeout)
+        self.for_good: tuple[datetime.timedelta, ...] = (self._longest,) if self._on_host else ()
         self.watchdog: Watchdog = watchdog()
         world = dist.group.WORLD
         assert world is not None
@@ -99,7 +101,6 @@ class DistributedTransport:
         self.pipe_rank: int | None = self._ranks["pipe"].index(self.rank)
         self.data_rank = self._ranks["data"].index(self.rank)
         self.data_size = len(self._ranks["data"])
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
         self._links: dict[Pair, _PairLink] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
@@ -107,7 +108,7 @@ class DistributedTransport:
         # different things: then they do not agree, and gather.
         self._predicted: dict[tuple[Scope, bytes], tuple[bytes, ...]] = {}
         self._beside = Threads(self._perform, self._waiting)  # what hosts tell each other
-        self._on_device = Streams(self._perform) if self._on_cuda else self._beside
+        self._on_device = Streams(self._perform) if not self._on_host else self._beside
         _open.add(self)
         try:
             self._meet(topology, options)
@@ -146,13 +147,11 @@ class DistributedTransport:
     def _apart(self, connect: Callable[[], object]) -> None:
         """Runs what torch offers no way to leave in a thread, while this one waits in slices."""
         # Connecting may never end where a peer is gone; the thread is then left behind, and dies with the process.
-        done, failures = threading.Event(), list[BaseException]()
-        on_cuda, device = self._on_cuda, torch.cuda.current_device() if self._on_cuda else 0
+        done, failures, device = threading.Event(), list[BaseException](), self.device
 
         def run() -> None:
             try:
-                if on_cuda:
-                    torch.cuda.set_device(device)
+                use(device)
                 connect()
             except BaseException as error:  # raised again below
                 failures.append(error)
@@ -194,7 +193,7 @@ class DistributedTransport:
                 continue
             group = dist.new_group(list(ranks), timeout=self._timeout)
             host = group
-            if self._on_cuda:
+            if not self._on_host:
                 host = dist.new_group(list(ranks), timeout=self._longest, backend="gloo")
             if self.rank in ranks:
                 self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)

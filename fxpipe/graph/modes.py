@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxpipe.device import ATTENTIONS, kinds
 from fxpipe.graph.plain_data import admitted
 from fxpipe.torch_compat import default_device
-
-DEVICES = ("cpu", "cuda")
-"""The types of device whose autocast is followed."""
 
 
 class Autocast(NamedTuple):
@@ -70,9 +68,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "torch.get_default_dtype()": torch.get_default_dtype,
         "torch.get_default_device()": default_device,
         "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode,
-        "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
-        "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
-        "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+        **ATTENTIONS,
     }
 )
 """Settings that forward can ask torch for, beside autocast, by the call that asks."""
@@ -82,7 +78,7 @@ def ambient_autocast() -> tuple[Autocast, ...]:
     """Autocast as it is now on each type of device where it is on."""
     return tuple(
         Autocast(device, True, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        for device in DEVICES
+        for device in kinds()
         if torch.is_autocast_enabled(device)
     )
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from fxpipe.device import is_accelerator
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.question import Answers, Unanswered
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan import Plan
@@ -27,6 +29,7 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
     while True:
         failure: Exception | None = None
         try:
+            _check_device(transport, planner)
             plan_first(example, answers, keeps_part)
         except Exception as error:  # which is raised on all ranks
             failure = error
@@ -55,6 +58,19 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
     else:  # an example that only some can evaluate
         planner.keep(())
     return planner
+
+
+def _check_device(transport: Transport, planner: Planner) -> None:
+    """RunError where the job was started for accelerators, and this rank's model is not on its own one."""
+    own = transport.device
+    held = {name: tensor.device for name, tensor in all_tensors(planner.module).items() if not tensor.is_meta}
+    if transport.pipe_rank is None or not is_accelerator(own) or not held or own in held.values():
+        return
+    name, device = next(iter(held.items()))
+    instead = f"model.to({own}), or torch.accelerator.set_device_index({device.index}) at the beginning"
+    if device.type == "cpu":
+        instead = 'model.to(device) with device = fxpipe.init(), or fxpipe.init(device="cpu") first to train on the CPU'
+    raise RunError(f"the model's {name} is on {device}, and this rank of the job computes on {own}; write {instead}")
 
 
 def planner_together(transport: Transport, make: Callable[[], Planner]) -> Planner:

@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from fxpipe.device import kinds
 from fxpipe.errors import TraceError
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR
 from fxpipe.trace.user_line import current_line, definition
@@ -80,10 +81,6 @@ refuse_backward = refusing(
 )
 
 
-def devices() -> list[str]:
-    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
 def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, whose calls begin with ``note()``."""
 
@@ -114,7 +111,7 @@ def plain_modes(grad: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
-        for device in devices():
+        for device in kinds():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 

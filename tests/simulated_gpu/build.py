@@ -1,7 +1,7 @@
 """Builds the device's C++ once for each torch, Python and content of ``src/``, into a folder outside of the checkout.
 
-``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built. Processes
-that build at once wait for the first of them. Nothing here imports torch.
+``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built.
+Processes that build at once wait for the first of them. Nothing here imports torch.
 """
 
 from __future__ import annotations

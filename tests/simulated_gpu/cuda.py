@@ -1,6 +1,6 @@
 """``torch.cuda`` and storages over the simulated device, where a CPU build of torch has them empty.
 
-``torch.accelerator`` needs nothing: it asks the device's guard and allocator. All that is private to torch, but for what
+``torch.accelerator`` needs nothing: it asks the device's guard and allocator. What is private to torch, but for what
 distributed needs (nccl.py), is named here: a CPU build lacks the C++ functions behind ``torch.cuda``, and its storages
 ask what was compiled in.
 """
@@ -125,10 +125,8 @@ def _patch_devices() -> None:
     cuda.device_count = lambda: COUNT
     cuda.current_device = c._accelerator_getDeviceIndex
     cuda.set_device = lambda device: c._accelerator_setDeviceIndex(index_of(device))
-    cuda._exchange_device, cuda._maybe_exchange_device = (
-        c._accelerator_exchangeDevice,
-        c._accelerator_maybeExchangeDevice,
-    )
+    cuda._exchange_device = c._accelerator_exchangeDevice
+    cuda._maybe_exchange_device = c._accelerator_maybeExchangeDevice
     cuda.synchronize = lambda device=None: c._accelerator_synchronizeDevice(index_of(device))
     cuda.get_device_name = lambda device=None: Properties.name
     cuda.get_device_capability = lambda device=None: (Properties.major, Properties.minor)

@@ -104,14 +104,10 @@ def one_behind_the_other(rank: int, ranks: int) -> tuple[Any, Any]:
 def rooted(rank: int, ranks: int) -> tuple[Any, Any]:
     """From and to the last rank: its result alone is looked at where the others' is not defined."""
     last = ranks - 1
-    shared, part, parts = (
-        on_gpu(3),
-        torch.empty(2, device="cuda"),
-        [torch.empty(3, device="cuda") for _ in range(ranks)],
-    )
+    shared, summed, part = on_gpu(3), on_gpu(3), torch.empty(2, device="cuda")
+    parts = [torch.empty(3, device="cuda") for _ in range(ranks)]
     dist.broadcast(shared, last)
     dist.scatter(part, list(on_gpu(ranks, 2)) if rank == last else None, last)
-    summed = on_gpu(3)
     dist.reduce(summed, last)
     dist.gather(on_gpu(3), parts if rank == last else None, last)
     found, expected = [shared, part], [given(last, 3), given(last, ranks, 2)[rank]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -160,15 +161,12 @@ def freed(record: bool = False, wait: bool = False) -> None:
     torch.zeros(8, device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("options", "faults"), [({}, {"lifetime"}), ({"record": True}, set()), ({"wait": True}, set())]
-)
-def test_memory_that_another_stream_uses_is_freed(options: dict[str, bool], faults: set[str], gpus: Gpus) -> None:
-    assert gpus.run(faults_of_freed, options, ranks=1) == [faults]
+FREED = [(freed, {"lifetime"}), (partial(freed, record=True), set()), (partial(freed, wait=True), set())]
 
 
-def faults_of_freed(options: dict[str, bool]) -> set[str]:
-    return faults_of(lambda: freed(**options))
+@pytest.mark.parametrize(("block", "faults"), FREED)
+def test_memory_that_another_stream_uses_is_freed(block: Callable[[], None], faults: set[str], gpus: Gpus) -> None:
+    assert gpus.run(faults_of, block, ranks=1) == [faults]
 
 
 def test_a_race_that_nobody_watches_for_fails_the_call(gpus: Gpus) -> None:

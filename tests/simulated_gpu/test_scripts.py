@@ -1,4 +1,4 @@
-"""Programs on simulated GPUs: how they are started, how they end, what is said of faults; and how the device is built."""
+"""Programs on simulated GPUs: how they start and end, what is said of faults; and how the device is built."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.slow
 def test_a_script_may_end_right_behind_a_backward(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_BEHIND_A_BACKWARD)
@@ -63,7 +62,6 @@ def test_a_script_may_end_right_behind_a_backward(tmp_path: Path) -> None:
     assert [(end.returncode, end.stderr) for end in ends] == [(0, "")] * 10
 
 
-@pytest.mark.slow
 def test_ranks_may_end_with_a_message_under_way(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_BEHIND_A_COLLECTIVE)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fxpipe.device import is_accelerator
 from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
 from fxpipe.graph.loss import read_loss
@@ -40,7 +41,7 @@ from fxpipe.trace.state.snapshot import State
 
 MOST_PARAMETERS = 2**28
 """Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
-MOST_WORK = {"cpu": 1e10, "cuda": 1e12}
+MOST_WORK, MOST_ON_ACCELERATOR = 1e10, 1e12
 """The same for parameters' elements × a micro-batch's positions (tokens, steps, pixels): about 24 floating-point
 operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
 
@@ -159,7 +160,7 @@ def _unfit(request: Request, batch: Batch) -> str:
         return "SyncBatchNorm waits for other ranks in forward"
     parameters = sum(parameter.numel() for parameter in request.module.parameters())
     positions = max(map(_positions, given), default=0)
-    most = MOST_WORK["cuda" if any(tensor.is_cuda for tensor in held) else "cpu"]
+    most = MOST_ON_ACCELERATOR if any(is_accelerator(tensor.device) for tensor in held) else MOST_WORK
     if parameters > MOST_PARAMETERS or parameters * positions > most:
         return f"{parameters:,} numbers in parameters at {positions:,} positions of a micro-batch take too long"
     return ""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpipe.device import is_accelerator
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import local
@@ -245,13 +246,13 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 def to_host(tensor: Tensor) -> Callable[[], Tensor]:
     """Starts a copy to the host and returns at once; the call that it returns waits for the copy, and for no later work
     of the device."""
-    if not tensor.is_cuda:
+    if not is_accelerator(tensor.device):
         copy = tensor.detach().clone()  # the user may write into theirs
         return lambda: copy
     # Only a copy into pinned memory runs beside the host; the event says when it is there.
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     copy.copy_(tensor.detach(), non_blocking=True)
-    copied = torch.cuda.current_stream(tensor.device).record_event()
+    copied = torch.accelerator.current_stream(tensor.device).record_event()
 
     def wait() -> Tensor:
         copied.synchronize()

@@ -49,9 +49,8 @@ def rehearse(
     ``real_of``: the model's own tensors by the identity of the fake ones that are in its place now.
     """
     given = tensors_in((args, kwargs))
-    devices = sorted({tensor.get_device() for tensor in real_of.values() if tensor.is_cuda})
-    with outside(), torch.random.fork_rng(devices=devices):
-        state = RandomState()
+    with outside():
+        state = RandomState({tensor.device for tensor in real_of.values()})
         try:
             run = functools.partial(_run, function, args, kwargs, module, real_of)
             first = run(0)

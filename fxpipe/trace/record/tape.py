@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.graph.modes import DEVICES, Autocast, Modes
+from fxpipe.device import kinds
+from fxpipe.graph.modes import Autocast, Modes
 from fxpipe.graph.program import Effects
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in
 from fxpipe.trace.state.snapshot import storage_of
@@ -105,7 +106,7 @@ class ModesNow:
         cache = torch.is_autocast_cache_enabled()
         autocast = tuple(
             Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
-            for device in DEVICES
+            for device in kinds()
         )
         return ModesNow(torch.is_grad_enabled(), autocast, region)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import checkpoint as checkpointing
 
+from fxpipe.device import generators_of, is_accelerator
 from fxpipe.graph.like import cast_batch
 from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
@@ -32,7 +33,7 @@ CONSTANT = 8.0
 def gpus_of(modules: Sequence[nn.Module]) -> list[torch.device]:
     """Those that hold tensors of modules."""
     tensors = [tensor for module in modules for tensor in all_tensors(module).values()]
-    return sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    return sorted({tensor.device for tensor in tensors if is_accelerator(tensor.device)}, key=str)
 
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -105,10 +106,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = [
-            torch.default_generator,
-            *(torch.cuda.default_generators[device.index] for device in devices),
-        ]
+        self._generators = generators_of(devices)
         self._seen = 0
 
     def count(self) -> None:

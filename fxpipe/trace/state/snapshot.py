@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fxpipe.device import is_accelerator
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import bytes_of, storage_id, version_of
 from fxpipe.trace.state.contents import Taken, alike, walk
@@ -182,7 +183,7 @@ class State:
                 if id(tensor) in bumped:
                     tensor.copy_(copy)
                 # On a GPU a copy costs less than to wait for a comparison. An expanded tensor (stride 0) takes none.
-                elif (tensor.is_cuda and 0 not in tensor.stride()) or not torch.equal(tensor, copy):
+                elif (is_accelerator(tensor.device) and 0 not in tensor.stride()) or not torch.equal(tensor, copy):
                     tensor.data.copy_(copy)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.proxy import TraceError as FxTraceError
 
+from fxpipe.device import kinds
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.modes import Modes, within
@@ -30,7 +31,6 @@ from fxpipe.trace.patching import (
     ONCE,
     UNREGISTERED,
     backward_hooks,
-    devices,
     refuse,
     refuse_backward,
 )
@@ -414,7 +414,7 @@ def _refuse_autocast(self: Any = None) -> NoReturn:
 
 
 def _autocast() -> list[tuple[bool, torch.dtype]]:
-    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
+    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in kinds()]
 
 
 _AROUND = "enter it around the call of forward_backward instead"
