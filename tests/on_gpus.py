@@ -33,6 +33,9 @@ NOT_ON_SIMULATED_GPUS = {
     "a process that is spawned imports torch before it imports what simulates a GPU": """
         distributed/test_launch.py::test_launch_returns_the_results_by_rank
         """,
+    "no other process can be given memory of a simulated GPU": """
+        run/test_detached.py::test_what_is_made_from_it_is_a_plain_tensor[fork]
+        """,
 }
 
 
