@@ -27,8 +27,14 @@ NOT_ON_SIMULATED_GPUS = {
         distributed/test_watchdog.py::test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline
         distributed/test_watchdog.py::test_a_waiting_rank_hears_ctrl_c
         """,
+    "times of a simulated GPU are virtual: tests/sharding/test_exposed.py has them to the bit": """
+        sharding/test_data_axis.py::test_reductions_start_while_backward_goes_on
+        """,
     "a process that is spawned imports torch before it imports what simulates a GPU": """
         distributed/test_launch.py::test_launch_returns_the_results_by_rank
+        """,
+    "no other process can be given memory of a simulated GPU": """
+        run/test_detached.py::test_what_is_made_from_it_is_a_plain_tensor[fork]
         """,
 }
 

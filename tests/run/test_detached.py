@@ -96,7 +96,7 @@ def test_it_passes_for_a_plain_tensor() -> None:
     assert str(loss) == str(plain)
     assert f"{loss:.3f} {loss}" == f"{plain:.3f} {plain}"
     assert f"{loss / 2:.3f}" == f"{plain / 2:.3f}"
-    assert loss.item() == float(loss.numpy()) == loss.tolist() == plain.item()
+    assert loss.item() == float((loss.cpu() if loss.is_cuda else loss).numpy()) == loss.tolist() == plain.item()
     assert loss == plain
     assert math.isclose(loss, plain)
     assert max(loss, plain - 1) is loss

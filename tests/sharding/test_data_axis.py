@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
+from tests.device import DEVICE
 from tests.harness import cut, replica_of
 from tests.pool import Pool
 from tests.strict_transport import current_seat, run_strict
@@ -131,7 +132,7 @@ def with_ddp(tied: bool, microbatches: int, sharded: bool) -> State:
 
 
 def with_fsdp2(tied: bool, microbatches: int) -> State:
-    model: Any = fully_shard(network(tied), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    model: Any = fully_shard(network(tied), mesh=dist.init_device_mesh(DEVICE, (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 
     def silent(whether: bool) -> Any:

@@ -222,6 +222,9 @@ def in_a_new_world(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         _clear_sharding_prop_cache()
+        x = torch.ones((), requires_grad=True)
+        x.register_hook(lambda _: _clear_sharding_prop_cache())  # of the thread that runs backwards, on a GPU another
+        x.backward()
         fxpipe.init()
         return function(*args, **kwargs)
 

@@ -53,6 +53,7 @@ def split_group(
 def patch() -> None:
     distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
     distributed_c10d._NCCL_AVAILABLE = True
+    dist.Logger.set_runtime_stats_and_log = lambda logger: None  # of DDP, with a timer of CUDA's
     for module in (distributed_c10d, dist, device_mesh):
         if hasattr(module, "split_group"):
             module.split_group = split_group

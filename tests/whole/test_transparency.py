@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
+from tests.device import DEVICE
 from tests.graphs import FAMILIES
 from tests.harness import (
     STEPS,
@@ -233,7 +234,7 @@ def test_a_device_mesh_does_for_a_topology(pool: Pool) -> None:
 
 def train_on_mesh(name: str) -> Run:
     fxpipe.init()
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    mesh = torch.distributed.device_mesh.init_device_mesh(DEVICE, (4,), mesh_dim_names=("pp",))
     return trained(CASES[name], batches_of(CASES[name]), topology=mesh)
 
 

@@ -7,10 +7,12 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.collective import Collective, Work
@@ -181,6 +183,10 @@ class DetachedLoss(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.detach())
+
+
+# Another process is given a handle of a GPU's memory, which a pickled tensor has none of.
+ForkingPickler.register(DetachedLoss, lambda loss: reduce_tensor(loss.detach()))
 
 
 def detached(value: Any) -> Any:
