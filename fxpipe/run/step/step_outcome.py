@@ -186,7 +186,7 @@ class DetachedLoss(Tensor):
 
 
 # Another process is given a handle of a GPU's memory, which a pickled tensor has none of.
-ForkingPickler.register(DetachedLoss, lambda loss: reduce_tensor(loss.detach()))
+ForkingPickler.register(DetachedLoss, lambda loss: reduce_tensor(loss.detach()))  # type: ignore[no-untyped-call]
 
 
 def detached(value: Any) -> Any:
