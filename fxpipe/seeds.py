@@ -40,11 +40,8 @@ def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[No
     """Random numbers from ``seed`` inside; outside, the generators are as they were. ``python``: ``random``'s and
     NumPy's global one, too."""
     # fork_rng saves the CPU's generator in any case.
-    devices = [device] if is_accelerator(device) else []
-    with (
-        torch.random.fork_rng(devices, device_type=device.type),
-        random_apart() if python else contextlib.nullcontext(),
-    ):
+    gpus = [device] if is_accelerator(device) else []
+    with torch.random.fork_rng(gpus, device_type=device.type), random_apart() if python else contextlib.nullcontext():
         seed_torch(seed, device)
         if python:
             seed_python(seed)
@@ -53,7 +50,7 @@ def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[No
 
 def seed_torch(seed: int, device: torch.device) -> None:
     """The CPU's generator and the device's; ``torch.manual_seed`` would seed the GPUs of others as well."""
-    for generator in generators_of([device]):
+    for generator in generators_of([device]).values():
         generator.manual_seed(seed)
 
 
@@ -68,9 +65,7 @@ class RandomState:
     NumPy's where it is imported. ``numbers``: as plain data."""
 
     def __init__(self, devices: Iterable[torch.device] = (), numbers: dict[str, Any] | None = None) -> None:
-        devices = list(filter(is_accelerator, devices))
-        names = ["torch", *(f"{device.type}{place or ''}" for place, device in enumerate(devices))]
-        self._generators = dict(zip(names, generators_of(devices), strict=True))
+        self._generators = generators_of(devices)
         self.numbers = self._taken() if numbers is None else numbers
 
     def _taken(self) -> dict[str, Any]:

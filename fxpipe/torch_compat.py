@@ -43,7 +43,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
-from fxpipe.device import shared_name
+from fxpipe.device import shared_name, with_shared_names
 
 __all__ = [  # of what is imported above, for the others; what is made below needs no list
     "BackwardHookFunction",
@@ -334,12 +334,6 @@ def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
     mode, last = get_proxy_mode(), _node_of(value)
     if mode is None or last is None:
         return ""
-
-    def words(leaf: Any) -> Any:
-        if isinstance(leaf, torch.device):
-            return shared_name(leaf)
-        return known[leaf] if isinstance(leaf, fx.Node) else leaf
-
     # The digest of a node is made of its operator and of the digests of its arguments, so equal graphs have equal ones.
     writes = 0
     for node in last.graph.nodes:
@@ -354,7 +348,8 @@ def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
         else:
             shape = getattr(node.meta.get("val"), "shape", "")
             target = f"{node.name} {shape}" if node.op == "placeholder" else str(node.target)
-            text = fx.node.map_aggregate((node.args, node.kwargs), words)
+            told = fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: known.get(leaf, str(leaf)))
+            text = with_shared_names(str(told))
             known[node] = hashlib.blake2b(f"{target} {text}".encode(), digest_size=8).hexdigest()
         schema = getattr(node.target, "_schema", None)
         made = node.meta.get("val")

@@ -200,14 +200,14 @@ def refused(place: str) -> str:
 def test_a_model_on_the_cpu_in_a_job_on_gpus_is_refused(gpus: Gpus) -> None:
     for rank, error in enumerate(gpus.run(refused, "cpu")):
         assert error == (
-            f"the model's first.weight is on cpu, and this rank of the job computes on cuda:{rank}; write "
-            'model.to(device) with device = fxpipe.init(), or fxpipe.init(device="cpu") first to train on the CPU'
+            f"the model's second.bias is on cpu, and this rank computes on cuda:{rank}; write device = "
+            'fxpipe.init() at the beginning, and model.to(device), or fxpipe.init(device="cpu") to train on the CPU'
         )
 
 
 def test_a_model_on_another_rank_s_gpu_is_refused(gpus: Gpus) -> None:
     errors = gpus.run(refused, "cuda:0")
-    wrong = "the model's first.weight is on cuda:0, and this rank of the job computes on cuda:1"
+    wrong = "the model's second.bias is on cuda:0, and this rank computes on cuda:1"
     assert errors[1].startswith(wrong)
     assert errors[0].startswith(f"rank 1 (pipe 1) could not compile: RunError: {wrong}")
 

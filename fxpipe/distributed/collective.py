@@ -9,6 +9,7 @@ import queue
 import threading
 import traceback
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -96,13 +97,17 @@ class Collective(NamedTuple):
         if self.input is not None:
             self.output.copy_(self.input)
 
-    def run(self, perform: Callable[[Collective], object], what: str) -> None:
-        """Performs it, and what follows it; PeerLost where the group fails."""
+    def run(self, perform: Callable[[Collective], object], what: str) -> Exception | None:
+        """Performs it, and what follows it; gives the error, to be raised where its chain is waited for."""
         try:
-            perform(self)
-        except RuntimeError as error:
-            raise PeerLost(f"{self} ({what})", reason=error) from None
-        self.then()
+            try:
+                perform(self)
+            except RuntimeError as error:
+                raise PeerLost(f"{self} ({what})", reason=error) from None
+            self.then()
+        except Exception as error:
+            return without_frames(error)
+        return None
 
     def __str__(self) -> str:
         return f"{self.operation.replace('_', '-')} of {self.whole.numel()} elements over {self.scope}"
@@ -130,12 +135,9 @@ class ThreadedChain:
             self._done[place - 1].wait()
         # Taken out of the chain, so that its buffers go once it has run.
         step, self._steps[place] = self._steps[place], None
-        try:
-            if self._error is None and step is not None:
-                step.run(perform, self._what)
-        # An error is raised where the chain is waited for. Later steps run nothing, but pass: their threads must go on.
-        except Exception as error:
-            self._error = without_frames(error)
+        # Behind an error later steps run nothing, but pass: their threads must go on.
+        if self._error is None and step is not None:
+            self._error = step.run(perform, self._what) or self._error
         self._done[place].set()
 
     def fail(self, error: Exception) -> None:
@@ -249,25 +251,20 @@ class Streams:
 
     def __init__(self, perform: Callable[[Collective], object]) -> None:
         self._perform = perform
-        self._streams: dict[Scope, torch.Stream] = {}
+        # of 32 that torch has for all, NCCL's own among them
+        self._streams: defaultdict[Scope, torch.Stream] = defaultdict(torch.Stream)
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
         # Each step begins behind the one before it, on whatever stream that is; the first one behind what the caller
         # has put on its own stream, which makes the buffers.
         before, failure = torch.accelerator.current_stream().record_event(), None
         for step in steps:
-            if step.scope not in self._streams:  # torch has 32 for all, NCCL's own among them
-                self._streams[step.scope] = torch.Stream()
-            stream = self._streams[step.scope]
-            stream.wait_event(before)
-            try:
+            if failure is None:
+                stream = self._streams[step.scope]
+                stream.wait_event(before)
                 with stream:
-                    step.run(self._perform, what)
-            except Exception as error:  # raised where the chain is waited for; later steps are not run
-                failure = without_frames(error)
-            before = stream.record_event()
-            if failure is not None:
-                break
+                    failure = step.run(self._perform, what)
+                before = stream.record_event()
         return OnceAwaited(partial(self._wait, before, failure, steps))
 
     def _wait(self, end: torch.Event, failure: Exception | None, steps: Sequence[Collective]) -> None:

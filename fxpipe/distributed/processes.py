@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fxpipe.device import HIDDEN, current, is_accelerator, use
+from fxpipe.device import HIDDEN, current, is_accelerator
 from fxpipe.distributed.grid import shape
 from fxpipe.distributed.topology import Topology, served_device
 from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport
@@ -100,7 +100,7 @@ def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torc
     # The GPU first: the process group is bound to it, and without it all ranks would work on GPU 0.
     if is_accelerator(own):
         own = torch.device(own.type, _gpu(place, torch.accelerator.device_count()))
-        use(own)
+        torch.accelerator.set_device_index(own)
     _join(place, own, timeout)
     if place.world_size > 1:
         watchdog()
@@ -219,9 +219,8 @@ def _gpu(place: ProcessPlace, count: int) -> int:
 
 
 def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
-    kind, backends = device.type, "gloo"
-    if is_accelerator(device):
-        backends = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    kind = device.type
+    backends = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
     try:
         store = _store(place, timeout)
@@ -232,7 +231,7 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
             world_size=place.world_size,
             rank=place.rank,
             timeout=datetime.timedelta(seconds=timeout),
-            device_id=device if is_accelerator(device) else None,
+            device_id=None if kind == "cpu" else device,
         )
     except RuntimeError as error:  # torch's own kinds, and gloo's, which has none
         raise RunError(

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.device import use
 from fxpipe.distributed.activity import Waiting, agree, are_apart, entered, here, words
 from fxpipe.distributed.collective import (
     SLICE_SECONDS,
@@ -151,7 +150,8 @@ class DistributedTransport:
 
         def run() -> None:
             try:
-                use(device)
+                if device.type != "cpu":
+                    torch.accelerator.set_device_index(device)
                 connect()
             except BaseException as error:  # raised again below
                 failures.append(error)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxpipe.device import ATTENTIONS, kinds
+from fxpipe.device import ATTENTION, kinds
 from fxpipe.graph.plain_data import admitted
 from fxpipe.torch_compat import default_device
 
@@ -68,7 +68,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "torch.get_default_dtype()": torch.get_default_dtype,
         "torch.get_default_device()": default_device,
         "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode,
-        **ATTENTIONS,
+        **ATTENTION,
     }
 )
 """Settings that forward can ask torch for, beside autocast, by the call that asks."""

@@ -41,8 +41,8 @@ class Plan:
     def description(self) -> str:
         """What must be equal on all ranks, in words; ``digest`` is its hash."""
         ahead = [f"stage {stage} ahead by {cap}" for stage, cap in self.schedule.dependencies.ahead.items()]
-        rows = (" ".join(map(str, row)) for row in self.schedule.rows)
-        return "\n".join([with_shared_names(self.program), *ahead, *rows])
+        text = with_shared_names(self.program)
+        return "\n".join([text, *ahead, *(" ".join(map(str, row)) for row in self.schedule.rows)])
 
     @cached_property
     def group(self) -> int:

@@ -62,15 +62,14 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
 
 def _check_device(transport: Transport, planner: Planner) -> None:
     """RunError where the job was started for accelerators, and this rank's model is not on its own one."""
-    own = transport.device
-    held = {name: tensor.device for name, tensor in all_tensors(planner.module).items() if not tensor.is_meta}
-    if transport.pipe_rank is None or not is_accelerator(own) or not held or own in held.values():
-        return
-    name, device = next(iter(held.items()))
-    instead = f"model.to({own}), or torch.accelerator.set_device_index({device.index}) at the beginning"
-    if device.type == "cpu":
-        instead = 'model.to(device) with device = fxpipe.init(), or fxpipe.init(device="cpu") first to train on the CPU'
-    raise RunError(f"the model's {name} is on {device}, and this rank of the job computes on {own}; write {instead}")
+    own, tensors = transport.device, all_tensors(planner.module).items()
+    held = {tensor.device: name for name, tensor in tensors if not tensor.is_meta}
+    if is_accelerator(own) and held and own not in held:
+        place, name = held.popitem()
+        raise RunError(
+            f"the model's {name} is on {place}, and this rank computes on {own}; write device = fxpipe.init() "
+            'at the beginning, and model.to(device), or fxpipe.init(device="cpu") to train on the CPU'
+        )
 
 
 def planner_together(transport: Transport, make: Callable[[], Planner]) -> Planner:

@@ -28,7 +28,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxpipe.device import use
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
 from fxpipe.errors import CheckpointError, describe_error
@@ -326,7 +325,8 @@ def _write_later(job: _Job, gathering: Gathering, device: torch.device, lock: Fo
         with contextlib.suppress(OSError, AttributeError):  # Linux: this thread comes behind those that compute
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            use(device)
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)
             path = job.write(gathering)
         except BaseException as error:
             lock = None  # before others hear of it, who may then ask for the lock

@@ -106,7 +106,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = generators_of(devices)
+        self._generators = generators_of(devices).values()
         self._seen = 0
 
     def count(self) -> None:
