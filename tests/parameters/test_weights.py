@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError
+from fxpipe.parameters.checkpoint.commands import write_safetensors
 from fxpipe.parameters.weights import Weights
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -226,3 +227,10 @@ def test_the_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(CheckpointError, match="needs the safetensors library: pip install"):
         Weights.open(path)
+
+
+def test_a_default_device_changes_nothing_that_is_written(tmp_path: Path) -> None:
+    file, value = tmp_path / "one.safetensors", torch.arange(6.0, device="cpu").view(2, 3)
+    with torch.device("meta"):
+        write_safetensors(file, {"a": (value.shape, value.dtype)}, lambda name, tensor: tensor.copy_(value))
+    assert torch.equal(Weights.open(file).read("a").cpu(), value)

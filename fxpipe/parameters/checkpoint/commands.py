@@ -161,7 +161,7 @@ def write_safetensors(path: Path, entries: Entries, read: Callable[[str, Tensor]
         file.write(_header(entries, names))
         for name in names:
             shape, dtype = entries[name]
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             read(name, tensor)
             file.write(bytes_of(tensor))
         file.flush()
