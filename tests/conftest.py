@@ -69,6 +69,7 @@ LONGEST = """
     whole/test_benchmarks.py
     whole/test_hf_batches.py
     whole/test_loops.py
+    whole/test_on_gpus.py
     whole/test_readme.py
     whole/test_without_numpy.py
 """
@@ -95,6 +96,7 @@ LONG = """
     whole/test_killed_rank.py
     whole/test_lengths.py
     whole/test_loops.py
+    whole/test_on_gpus.py::test_more
     whole/test_once_refused.py::test_models_of_hugging_face
     whole/test_opaque_runs.py::test_a_list
     whole/test_opaque_runs.py::test_its_parameters
