@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -55,6 +57,16 @@ def with_shared_names(text: str) -> str:
     """The text of a program in which devices are called so, also by a number alone: ``arange(8, device=1)``."""
     own = current()
     return re.sub(rf"\b({own}|(?<=device: ){own.index})\b", own.type, text)
+
+
+def versions() -> dict[str, str]:
+    """What torch was built for, the communication library and the driver, as far as there are any."""
+    found = {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
+    with suppress(AttributeError):  # a build without it
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with suppress(OSError):
+        found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return found
 
 
 _KERNELS = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")

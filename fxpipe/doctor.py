@@ -8,7 +8,6 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from fxpipe.compiler import compile
+from fxpipe.device import versions
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.grid import abbreviated
 from fxpipe.distributed.link_speed import link_speeds
@@ -69,7 +69,7 @@ class Doctor:
         parts: dict[str, dict[str, Any]] = {}
         for name, call in ((call.__name__, call) for call in calls if several or call != self.links):
             parts[name] = self._run(name, call)
-            if leads:  # at once: NCCL may end this process in a later part
+            if leads:  # at once: a communicator's timeout may end this process in a later part
                 print(_table(name, **parts[name]), flush=True)
         if leads:
             hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])
@@ -96,11 +96,7 @@ class Doctor:
     def versions(self, found: Figures) -> None:
         facts = facts_of(self._topology, {}).items()
         found |= {name.removeprefix("the version of "): str(fact) for name, fact in facts}
-        found |= {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
-        with suppress(AttributeError):  # of a device, or a build, without it
-            found["NCCL"] = ".".join(map(str, self._module.nccl.version()))
-        with suppress(OSError):
-            found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        found |= versions()
 
     def nodes(self, found: Figures) -> None:
         """Hosts are nodes, unless the command has said how many ranks a node has."""

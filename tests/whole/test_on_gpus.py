@@ -74,7 +74,7 @@ def trained_with_masters(case: HFCase, batches: Sequence[Inputs], around: Around
         with torch.no_grad():
             for master, parameter in pairs:
                 parameter.copy_(master)
-    run.state = rounded.state_dict()
+    run.state = masters.state_dict()
     return run
 
 
