@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
     """What torch was built for, the communication library and the driver, as far as there are any."""
     found = {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
     with suppress(AttributeError):  # a build without it
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     with suppress(OSError):
         found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     return found
