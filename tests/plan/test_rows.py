@@ -20,6 +20,10 @@ def rows(values: dict[str, Any], batch_dim: Any) -> int | None:
     return row_count(describe(values), batch_dim, counts_of(values, batch_dim))
 
 
+with torch.device("cpu"):  # as it asks of lengths
+    PACKED = pack_sequence([torch.zeros(2), torch.zeros(1)])
+
+
 def zeros(*shape: int) -> Any:
     return torch.zeros(*shape)
 
@@ -70,7 +74,7 @@ IMAGE = zeros(3, 4, 4)
         ({"x": zeros(2), "y": zeros(2)}, {"y": Packed(1, dim=1)}, "of shape [2] has no dimension 1"),
         ({"b": zeros(2)}, {"b": {"x": 0}}, "batch_dim names what is in input 'b', which is"),
         ({"b": {"xs": zeros(2)}}, {"b": {"x": 1}}, "names 'x', which is not in input 'b'; did you mean \"xs\"?"),
-        ({"x": pack_sequence([zeros(2), zeros(1)])}, 0, "an input is a PackedSequence, which cannot be made of any"),
+        ({"x": PACKED}, 0, "an input is a PackedSequence, which cannot be made of any"),
         ({"b": {"x": [zeros(2, 2)]}}, {"b": Packed(1)}, "name the list, batch_dim={'b': {'x': fxpipe.Packed(...)}}"),
         ({"x": [zeros(2), zeros(3)]}, 0, "tensors of 2 and of 3 rows; where it is a list with an entry for each row, "),
         # lists that may have an entry for each row, of which nobody has said whether they have
