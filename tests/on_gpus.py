@@ -6,7 +6,6 @@ FIRST = """
     distributed/
     run/
     sharding/
-    simulated_gpu/
 """
 """What a run of the whole suite has there, but for slow ones. The others are long: ``-m long`` runs them."""
 
@@ -19,6 +18,12 @@ NOT_ON_GPUS = {
         test_imports.py
         test_public_surface.py
         """,
+    "chooses its devices itself": """
+        simulated_gpu/
+        """,
+    "on a GPU no receive is posted early": """
+        run/test_wire_exchange.py::test_a_receive_takes_small_ones_behind_it_along[3
+        """,
 }
 
 NOT_ON_SIMULATED_GPUS = {
@@ -26,6 +31,9 @@ NOT_ON_SIMULATED_GPUS = {
         distributed/test_watchdog.py::test_a_message_is_called_by_what_makes_it
         distributed/test_watchdog.py::test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline
         distributed/test_watchdog.py::test_a_waiting_rank_hears_ctrl_c
+        """,
+    "a step that failed lets go of buffers whose messages it aborts, and the simulated NCCL still has them": """
+        run/test_notes.py::test_an_error_keeps_its_type_and_bears_a_note[distributed
         """,
     "times of a simulated GPU are virtual: tests/sharding/test_exposed.py has them to the bit": """
         sharding/test_data_axis.py::test_reductions_start_while_backward_goes_on

@@ -15,7 +15,8 @@ from fxpipe.errors import describe_error
 from tests.harness import engine_of
 
 TWO = fxpipe.Topology([("pipe", 2)])
-GIVEN = "\n  x: float32 [2, 4] on cpu\n  decoder: float32 [2, 4] on cpu"
+HERE = torch.empty(0).device
+GIVEN = f"\n  x: float32 [2, 4] on {HERE}\n  decoder: float32 [2, 4] on {HERE}"
 """What the stage was given, by name."""
 
 
@@ -170,8 +171,8 @@ def test_what_captured_stages_were_given_is_named() -> None:
         forward_backward(batch(large=False), tokens)
     note = error.value.__notes__[-1]
     assert note.startswith("in the forward of stage 1 `b`, micro-batch 3, step 0\n")
-    assert "\n  tokens: int64 [2] on cpu" in note
-    assert ": float32 [2, 4] on cpu" in note
+    assert f"\n  tokens: int64 [2] on {HERE}" in note
+    assert f": float32 [2, 4] on {HERE}" in note
 
 
 def test_a_loss_that_is_none_says_where() -> None:
@@ -185,7 +186,8 @@ def test_a_loss_that_is_none_says_where() -> None:
 
     with pytest.raises(fxpipe.RunError, match="must be one number") as error:
         fxpipe.compile(Rows(), TWO, microbatches=4)(batch())
-    assert error.value.__notes__ == ["in the forward of stage 1 `b`, micro-batch 0, step 0\n  a: float32 [2, 4] on cpu"]
+    note = f"in the forward of stage 1 `b`, micro-batch 0, step 0\n  a: float32 [2, 4] on {HERE}"
+    assert error.value.__notes__ == [note]
 
 
 @pytest.mark.parametrize("make", [lambda: ValueError("x"), lambda: KeyError("x")])
