@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests import device  # isort: skip  # before torch: FXPIPE_DEVICE=cuda simulates it
 import contextlib
 import gc
 import importlib
@@ -11,10 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests import device  # before torch: FXPIPE_DEVICE=cuda simulates it
-
-import torch  # isort: skip
+import torch
 
 from tests import forked_server
 from tests.gpus import Gpus, require
@@ -51,6 +49,7 @@ SLOW = """
     schedules/test_table.py::test_what_is_shown
     sharding/test_data_axis.py
     sharding/test_reducer.py
+    simulated_gpu/test_scripts.py
     test_command_line.py
     test_options.py::test_what_functions
     test_imports.py::test_any_name

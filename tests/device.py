@@ -17,7 +17,7 @@ if DEVICE == "cuda":
 
         assert simulated_gpu.is_active(), "torch was imported before tests.device"
 
-import torch
+import torch  # noqa: E402
 
 
 def place(rank: int = 0) -> None:

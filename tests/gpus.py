@@ -59,6 +59,8 @@ def require() -> None:
 
 def _checked(fn: Callable[..., Any], *args: Any) -> Any:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.set_default_device(None)  # where FXPIPE_DEVICE has set one
+    torch.cuda.synchronize()  # nothing of an earlier call is under way
     simulated_gpu.reset()
     result = fn(*args)
     if faults := simulated_gpu.faults():

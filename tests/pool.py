@@ -28,10 +28,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from tests import device  # before torch, in a process that unpickles what it is to do
+import torch
+import torch.distributed as dist
 
-import torch  # isort: skip
-import torch.distributed as dist  # isort: skip
+from tests import device
 
 SECONDS = 120.0  # for a call, once its workers have started; with what follows, less than a test's own limit
 START_SECONDS = 100.0  # for a worker to import torch
@@ -143,7 +143,8 @@ class Pool:
 
 def preloads() -> list[str]:
     """What the server imports that workers are forked from."""
-    return ["tests.device", "tests.preloaded", *(preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules)]
+    slow = [preloaded for name, preloaded in SLOW_TO_IMPORT.items() if name in sys.modules]
+    return ["tests.device", "tests.preloaded", *slow]
 
 
 def forking() -> ForkServerContext:

@@ -5,10 +5,10 @@ What it shows, in *every* run of a path: host code that touches device memory (i
 they have arrived, waits of the host for the device, and, in virtual time, what waits for what. What it does not show:
 the speed or the rounding of CUDA's kernels, NCCL itself, fragmentation, CUDA graphs, Triton. ``src/*.h`` say more.
 
-    python -m tests.simulated_gpu script.py …                                # a script; prints races and lifetime faults
-    torchrun --nproc-per-node 2 -m tests.simulated_gpu script.py …           # on two devices, with an NCCL over gloo
-    FXPIPE_DEVICE=cuda python -m pytest …                                    # the suite on it (tests/device.py)
-    gpus.run(fn, *args, ranks=2)                                             # a test's fixture: see tests/gpus.py
+    python -m tests.simulated_gpu script.py …                    # a script; prints races and lifetime faults
+    torchrun --nproc-per-node 2 -m tests.simulated_gpu script.py …        # on two devices, with an NCCL over gloo
+    FXPIPE_DEVICE=cuda python -m pytest …                        # the suite on it (tests/device.py)
+    gpus.run(fn, *args, ranks=2)                                 # a test's fixture: see tests/gpus.py
 
 Reports (reports.py):
     ``reports``           a list of Report(kind, text, where), but for what a ``watched()`` has taken
@@ -56,10 +56,8 @@ if _active:
 
     cuda.patch()
     nccl.patch()
-    __all__ = [
-        *("FAULTS", "STRUCTURE", "Report", "align", "costs", "counts", "end", "faults", "fix", "host_now", "is_active"),
-        *("now", "reports", "reset", "summary", "trace", "watched"),
-    ]
+    __all__ = ["FAULTS", "STRUCTURE", "Report", "align", "costs", "counts", "end", "faults", "fix", "host_now"]
+    __all__ += ["is_active", "now", "reports", "reset", "summary", "trace", "watched"]
 else:
 
     def __getattr__(name: str) -> Any:

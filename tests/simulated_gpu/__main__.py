@@ -13,32 +13,25 @@ import sys
 from tests import simulated_gpu
 
 
-def main() -> None:
-    del sys.argv[0]
-    if sys.argv[0] == "-m":
-        del sys.argv[0]
+def run(program: str) -> None:
+    if program == "-m":
+        sys.argv.pop(0)
         sys.path[0] = os.getcwd()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-        runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def tell() -> bool:
-    """Whether nothing was wrong."""
-    faults = simulated_gpu.faults()
-    shown = simulated_gpu.reports if os.environ.get("FXPIPE_GPU_REPORTS") == "all" else faults
-    if shown:
-        rank = os.environ.get("RANK", "0")
-        print(f"rank {rank}, simulated GPU:\n{simulated_gpu.summary(shown)}", file=sys.stderr, flush=True)
-    return not faults
+        sys.path[0] = os.path.dirname(os.path.abspath(program))
+        runpy.run_path(program, run_name="__main__")
 
 
 status: object = None
+del sys.argv[0]
 try:
-    main()
+    run(sys.argv[0])
 except SystemExit as ended:
     status = ended.code
-finally:
-    fine = tell()
-sys.exit(status or not fine)
+faults = simulated_gpu.faults()
+shown = simulated_gpu.reports if os.environ.get("FXPIPE_GPU_REPORTS") == "all" else faults
+if shown:
+    rank = os.environ.get("RANK", "0")
+    print(f"rank {rank}, simulated GPU:\n{simulated_gpu.summary(shown)}", file=sys.stderr, flush=True)
+sys.exit(status or bool(faults))

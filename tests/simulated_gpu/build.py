@@ -1,12 +1,11 @@
 """Builds the device's C++ once for each torch, Python and content of ``src/``, into a folder outside of the checkout.
 
-``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built. Processes
-that build at once wait for the first of them. Nothing here imports torch.
+``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built.
+Processes that build at once wait for the first of them. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import hashlib
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,7 +42,8 @@ def library() -> Path:
     if compiler is None:
         raise Unavailable("the simulated GPU needs a C++ compiler: install g++, or name one in CXX")
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder / "lock"):
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not module.exists():
             _build(compiler, module)
     return module
@@ -85,30 +84,19 @@ def _cache() -> Path:
     return Path(own) if own else Path(home) / "fxpipe-simulated-gpu"
 
 
-@contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _build(compiler: str, module: Path) -> None:
     """All files at once, one for each core, the longest first; the module appears when it is whole."""
     torch = _torch()
     includes = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
-    includes_of = [argument for folder in includes for argument in ("-isystem", str(folder))]
+    compile_one = [compiler, *FLAGS, *(f"-isystem{folder}" for folder in includes), "-c"]
     sources = sorted(SOURCE.glob("*.cpp"), key=lambda file: -file.stat().st_size)
     with tempfile.TemporaryDirectory(dir=module.parent) as scratch:
-        objects = [str(Path(scratch, f"{file.stem}.o")) for file in sources]
-        calls = [
-            [compiler, *FLAGS, *includes_of, "-c", str(file), "-o", built]
-            for file, built in zip(sources, objects, strict=True)
-        ]
+        objects = [f"{scratch}/{file.stem}.o" for file in sources]
+        calls = [[*compile_one, str(file), "-o", made] for file, made in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             list(threads.map(_call, calls))
-        linked = str(Path(scratch, module.name))
-        where = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
-        _call([compiler, "-shared", *objects, "-o", linked, *where, *LIBRARIES])
+        linked, libraries = f"{scratch}/{module.name}", [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", *LIBRARIES]
+        _call([compiler, "-shared", *objects, "-o", linked, *libraries])
         os.replace(linked, module)
 
 

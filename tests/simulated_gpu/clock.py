@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -58,15 +59,21 @@ _plain_all_reduce = dist.all_reduce
 
 
 def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(call)
+
     @functools.wraps(call)
-    def collective(tensor: Any, *args: Any, group: Any = None, async_op: bool = False, **options: Any) -> Any:
-        first = tensor[0] if isinstance(tensor, list) else tensor
+    def collective(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        given, group = next(iter(bound.arguments.values())), bound.arguments.get("group")
+        first = given[0] if isinstance(given, list) else given
         if not isinstance(first, torch.Tensor) or first.device.type != "cpu":
-            return call(tensor, *args, group=group, async_op=async_op, **options)
+            return call(*args, **options)
         latest = torch.tensor([host_now()], dtype=torch.float64, device="cpu")
         last = _plain_all_reduce(latest, dist.ReduceOp.MAX, group=group, async_op=True)
-        work = call(tensor, *args, group=group, async_op=True, **options)
-        if work is None:
+        async_op = bound.arguments.get("async_op", False)
+        bound.arguments["async_op"] = True
+        work = call(*bound.args, **bound.kwargs)
+        if work is None:  # this rank is not of the group
             return None
         timed = _Timed(work, last, latest)
         return timed if async_op else timed.wait() and None

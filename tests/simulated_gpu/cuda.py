@@ -1,13 +1,15 @@
 """``torch.cuda`` and storages over the simulated device, where a CPU build of torch has them empty.
 
-``torch.accelerator`` needs nothing: it asks the device's guard and allocator. All that is private to torch, but for what
+``torch.accelerator`` needs nothing: it asks the device's guard and allocator. What is private to torch, but for what
 distributed needs (nccl.py), is named here: a CPU build lacks the C++ functions behind ``torch.cuda``, and its storages
 ask what was compiled in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,19 +71,16 @@ class Event(torch.Event):
 
 
 class StreamContext:
+    """``torch.Stream`` is a context of its own; this one may be of None."""
+
     def __init__(self, stream: torch.Stream | None) -> None:
-        self.stream = stream
+        self._context = contextlib.nullcontext() if stream is None else stream
 
     def __enter__(self) -> None:
-        if self.stream is not None:
-            self._device = torch.cuda.current_device()
-            self._before = current_stream(self.stream.device)
-            set_stream(self.stream)
+        self._context.__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        if self.stream is not None:
-            set_stream(self._before)
-            torch.cuda.set_device(self._device)
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -123,7 +122,8 @@ def _patch_devices() -> None:
     cuda.device_count = lambda: COUNT
     cuda.current_device = c._accelerator_getDeviceIndex
     cuda.set_device = lambda device: c._accelerator_setDeviceIndex(index_of(device))
-    cuda._exchange_device, cuda._maybe_exchange_device = c._accelerator_exchangeDevice, c._accelerator_maybeExchangeDevice
+    cuda._exchange_device = c._accelerator_exchangeDevice
+    cuda._maybe_exchange_device = c._accelerator_maybeExchangeDevice
     cuda.synchronize = lambda device=None: c._accelerator_synchronizeDevice(index_of(device))
     cuda.get_device_name = lambda device=None: Properties.name
     cuda.get_device_capability = lambda device=None: (Properties.major, Properties.minor)
@@ -140,32 +140,24 @@ def _patch_streams() -> None:
 
 
 def _patch_memory() -> None:
-    of = torch.accelerator
-    for module in (torch.cuda, torch.cuda.memory):
-        module.empty_cache = of.empty_cache
-        module.memory_stats = lambda device=None: of.memory_stats(index_of(device))
-        module.memory_allocated = lambda device=None: of.memory_allocated(index_of(device))
-        module.max_memory_allocated = lambda device=None: of.max_memory_allocated(index_of(device))
-        module.memory_reserved = lambda device=None: of.memory_reserved(index_of(device))
-        module.max_memory_reserved = lambda device=None: of.max_memory_reserved(index_of(device))
-        module.reset_peak_memory_stats = lambda device=None: of.reset_peak_memory_stats(index_of(device))
-        module.mem_get_info = lambda device=None: (MEMORY - of.memory_allocated(index_of(device)), MEMORY)
+    names = "memory_stats memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    for name in [*names.split(), "reset_peak_memory_stats"]:
+        asked = functools.partial(_of_device, getattr(torch.accelerator, name))
+        setattr(torch.cuda, name, asked)
+        setattr(torch.cuda.memory, name, asked)
+    torch.cuda.empty_cache = torch.cuda.memory.empty_cache = torch.accelerator.empty_cache
+    torch.cuda.mem_get_info = functools.partial(_of_device, torch.accelerator.get_memory_info)
+
+
+def _of_device(call: Callable[[int], Any], device: Any = None) -> Any:
+    return call(index_of(device))
 
 
 def _patch_generators() -> None:
     generators = tuple(_device.default_generator(index) for index in range(COUNT))
     torch.cuda.default_generators = generators
 
-    def get_state(device: Any = "cuda") -> torch.Tensor:
-        return generators[index_of(device)].get_state()
-
-    def set_state(state: torch.Tensor, device: Any = "cuda") -> None:
-        generators[index_of(device)].set_state(state)
-
-    def get_states() -> list[torch.Tensor]:
-        return [generator.get_state() for generator in generators]
-
-    def set_states(states: Sequence[torch.Tensor]) -> None:
+    def put_states(states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(generators, states, strict=False):
             generator.set_state(state)
 
@@ -174,8 +166,10 @@ def _patch_generators() -> None:
             generator.manual_seed(int(seed))
 
     for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state, module.set_rng_state = get_state, set_state
-        module.get_rng_state_all, module.set_rng_state_all = get_states, set_states
+        module.get_rng_state = lambda device=None: generators[index_of(device)].get_state()
+        module.set_rng_state = lambda state, device=None: generators[index_of(device)].set_state(state)
+        module.get_rng_state_all = lambda: [generator.get_state() for generator in generators]
+        module.set_rng_state_all = put_states
         module.manual_seed = lambda seed: generators[index_of()].manual_seed(int(seed))
         module.manual_seed_all = seed_all
         module.initial_seed = lambda: generators[index_of()].initial_seed()

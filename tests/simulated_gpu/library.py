@@ -25,5 +25,5 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     sys.modules[NAME] = module
-    setattr(sys.modules["tests.simulated_gpu"], "_device", module)
+    sys.modules["tests.simulated_gpu"].__dict__["_device"] = module
     return module

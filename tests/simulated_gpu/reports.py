@@ -98,7 +98,7 @@ def _take(kind: str, text: str) -> None:
 
 
 def _place() -> str:
-    frame, places = sys._getframe(2), list[str]()
+    frame, places = sys._getframe(), list[str]()
     while frame is not None and len(places) < FRAMES:
         module = frame.f_globals.get("__name__", "")
         if module not in OWN and module.partition(".")[0] != "torch":

@@ -30,11 +30,14 @@ void copy_on_device(const at::Tensor& self, const at::Tensor& source) {
   on_host(self).copy_(on_host(source));
 }
 void copy_to_device(const at::Tensor& self, const at::Tensor& source, bool non_blocking, int stream, uint64_t at) {
-  on_host(self).copy_(source);
-  if (can_be_late(source, non_blocking))
-    copy_in_later(stream, at, static_cast<char*>(source.data_ptr()), bytes_of(source));
-  else
+  if (can_be_late(source, non_blocking)) {
+    auto bytes = copy_in_later(stream, at, static_cast<char*>(source.data_ptr()), source.nbytes());
+    flush_reports();
+    on_host(self).copy_(at::from_blob(bytes.data(), source.sizes(), source.options()));
+  } else {
+    on_host(self).copy_(source);
     wait_for_copy(stream, "copy to the device", non_blocking, ", of memory that is not pinned");
+  }
 }
 void copy_to_host(const at::Tensor& self, const at::Tensor& source, bool non_blocking, int stream, uint64_t at) {
   if (can_be_late(self, non_blocking)) {

@@ -335,7 +335,7 @@ class Group final : public c10d::Backend {
     });
   }
 
-  // ``run`` gets what the inputs hold now and when this end is ready; it gives what the outputs get, and the end.
+  // ``run`` gets what the inputs hold when their turn has come and when this end is ready; it gives what the outputs get, and the end.
   Handle put(int key, const std::string& what, OpType type, Tensors in, Tensors out, Run run) {
     Inside inside;
     Below below;
@@ -352,9 +352,7 @@ class Group final : public c10d::Backend {
     auto work = c10::make_intrusive<Work>(getRank(), type, what, in, out);
     double ready = begin(*lane, *work, in, out);
     flush_reports();
-    Tensors held;
-    for (auto& tensor : in) held.push_back(flat(tensor).clone());
-    lane->put([=, stream = lane->stream] { finish(*work, out, run, held, ready, stream); });
+    lane->put([=, stream = lane->stream]() mutable { finish(*work, in, out, run, ready, stream); });
     return work;
   }
   static double begin(const Lane& lane, Work& work, const Tensors& in, const Tensors& out) {
@@ -370,17 +368,22 @@ class Group final : public c10d::Backend {
     message_begins();
     return std::max(time_of(stream), time_of(HOST));
   }
-  static void finish(Work& work, const Tensors& out, const Run& run, const Tensors& in, double ready, int stream) {
+  static void finish(Work& work, Tensors& in, Tensors& out, Run& run, double ready, int stream) {
     Below below;
+    Tensors held;
     double start = std::max(ready, time_of(stream)), end = start;
     std::exception_ptr error;
     try {
-      auto result = run(in, start);
+      for (auto& tensor : in) held.push_back(flat(tensor).clone());
+      auto result = run(std::move(held), start);
       end = result.end;
       for (size_t i = 0; i < out.size(); i++) flat(out[i]).copy_(result.outputs[i]);
     } catch (...) {
       error = std::current_exception();
     }
+    run = nullptr;
+    in.clear();  // the work alone keeps them, so that memory is freed when its owner lets go of it
+    out.clear();
     reaches(stream, end);
     record_span("nccl " + work.what, stream, start, end);
     work.is_over(end, error);

@@ -290,8 +290,16 @@ TORCH_LIBRARY_IMPL(sim, Meta, library) { library.impl("work", TORCH_FN(work_on_m
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_kernel>());
 }
-TORCH_LIBRARY_IMPL(_, SparseCUDA, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_kernel>());
+// Each of the CPU's by its name: the fallback stands behind kernels for any backend, which know no sparse tensors.
+TORCH_LIBRARY_IMPL(aten, SparseCUDA, library) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& operation : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(operation);
+    bool sparse = op && op->hasKernelForDispatchKey(c10::DispatchKey::SparseCPU);
+    if (!sparse || operation.getNamespace() != "aten" || operation.name == "aten::copy_") continue;
+    auto kernel = torch::CppFunction::makeFromBoxedFunction<&run_kernel>();
+    library.impl(c10::toString(operation).c_str(), std::move(kernel));
+  }
 }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_local_scalar_dense", TORCH_FN(local_scalar));

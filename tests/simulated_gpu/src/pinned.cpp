@@ -15,6 +15,7 @@ struct Copy {
   char* pinned;
   std::string bytes;
   bool to_host;
+  char* end() const { return pinned + bytes.size(); }
 };
 std::map<char*, size_t> blocks;  // start -> size
 std::deque<Copy> copies;
@@ -55,12 +56,26 @@ bool is_pinned(const void* pointer) {
 
 void copy_out_later(int stream, uint64_t tick, char* pinned, std::string bytes) {
   Lock lock(mutex);
+  std::erase_if(copies, [&](const Copy& copy) {  // what has been read before may be overwritten
+    bool overlaps = copy.pinned < pinned + bytes.size() && pinned < copy.end();
+    return !copy.to_host && overlaps && knows(order_of(stream), copy.stream, copy.tick);
+  });
   memset(pinned, 0xFF, bytes.size());
   copies.push_back({stream, tick, pinned, std::move(bytes), true});
 }
-void copy_in_later(int stream, uint64_t tick, char* pinned, std::string bytes) {
+std::string copy_in_later(int stream, uint64_t tick, char* pinned, size_t size) {
   Lock lock(mutex);
-  copies.push_back({stream, tick, pinned, std::move(bytes), false});
+  std::string bytes(pinned, size);
+  for (const Copy& copy : copies) {  // what arrives before, though the host has not waited for it
+    char *begin = std::max(pinned, copy.pinned), *end = std::min(pinned + size, copy.end());
+    if (!copy.to_host || begin >= end) continue;
+    if (knows(order_of(stream), copy.stream, copy.tick))
+      memcpy(bytes.data() + (begin - pinned), copy.bytes.data() + (begin - copy.pinned), end - begin);
+    else
+      report_later("race", "a copy to the device reads pinned memory that no event orders behind the copy into it");
+  }
+  copies.push_back({stream, tick, pinned, bytes, false});
+  return bytes;
 }
 void arrive(const Order& host) {
   std::erase_if(copies, [&](const Copy& copy) {

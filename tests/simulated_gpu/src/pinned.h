@@ -12,6 +12,6 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 
 void copy_out_later(int stream, uint64_t tick, char* pinned, std::string bytes);  // arrives in the pinned memory
-void copy_in_later(int stream, uint64_t tick, char* pinned, std::string bytes);   // was read out of it
+std::string copy_in_later(int stream, uint64_t tick, char* pinned, size_t size);  // what the copy finds there
 void arrive(const Order& host);  // what the host has waited for; with the mutex held
 }  // namespace sim

@@ -124,9 +124,10 @@ at::Tensor make_sparse(const at::Tensor& like, at::Tensor indices, at::Tensor va
   return made;
 }
 void set_sparse(const at::Tensor& tensor, const at::Tensor& like, at::Tensor indices, at::Tensor values) {
-  sparse(tensor)->raw_resize_(like.sparse_dim(), like.dense_dim(), like.sizes());
+  auto* form = sparse(like);  // like.sparse_dim() would be an operator
+  sparse(tensor)->raw_resize_(form->sparse_dim(), form->dense_dim(), form->sizes());
   sparse(tensor)->set_indices_and_values_unsafe(indices, values);
-  sparse(tensor)->set_coalesced(sparse(like)->coalesced());
+  sparse(tensor)->set_coalesced(form->coalesced());
 }
 at::Tensor indices_of(const at::Tensor& tensor) { return sparse(tensor)->indices(); }
 at::Tensor values_of(const at::Tensor& tensor) { return sparse(tensor)->values(); }
