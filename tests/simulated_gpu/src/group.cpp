@@ -40,6 +40,7 @@ class Work final : public c10d::Work {
   // this, so that standing still is the same, but for what other streams do meanwhile. Its virtual time goes on.
   bool wait(std::chrono::milliseconds timeout) override {
     Inside inside;
+    Tensors dropped;  // behind the locks: a tensor that Python has seen takes Python's lock to go
     std::unique_lock<std::mutex> lock(guard);
     bool over = changed.wait_for(lock, timeout.count() > 0 ? timeout : LONG, [&] { return done; });
     TORCH_CHECK(over, "simulated NCCL: Timed out waiting for ", what);
@@ -50,7 +51,7 @@ class Work final : public c10d::Work {
     host_spends(costs.event);
     record_span("wait for " + what, stream, time_of(stream), end);
     reaches(stream, end);
-    inputs.clear();
+    dropped.swap(inputs);
     return true;
   }
   void synchronize() override { wait(std::chrono::milliseconds(0)); }
