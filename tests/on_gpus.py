@@ -35,7 +35,13 @@ NOT_ON_SIMULATED_GPUS = {
     "a step that failed lets go of buffers whose messages it aborts, and the simulated NCCL still has them": """
         run/test_notes.py::test_an_error_keeps_its_type_and_bears_a_note[distributed
         """,
-    "times of a simulated GPU are virtual: tests/sharding/test_exposed.py has them to the bit": """
+    "times of a simulated GPU are virtual, apart from the host's; other tests have them to the bit": """
+        run/test_measured_timeline.py::test_a_failed_step_leaves
+        run/test_measured_timeline.py::test_a_measured_stage_costs
+        run/test_measured_timeline.py::test_a_recorded_step_is_a_timeline_of_its_schedule_on_every_rank[distributed
+        run/test_measured_timeline.py::test_each_replica_tells
+        run/test_measured_timeline.py::test_ranks_whose_clocks_differ
+        run/test_measured_timeline.py::test_the_categories_of_a_step
         sharding/test_data_axis.py::test_reductions_start_while_backward_goes_on
         """,
     "a process that is spawned imports torch before it imports what simulates a GPU": """

@@ -401,7 +401,7 @@ class DistributedTransport:
             why = "an earlier step failed and closed the connections; compile again"
             for beside in {self._beside, self._on_device}:
                 beside.fail(RunError(why))
-            self._destroy(why)
+            self._destroy(why, aborts=not self._on_host)
 
     def close(self) -> None:
         for beside in {self._beside, self._on_device}:
@@ -409,7 +409,7 @@ class DistributedTransport:
         if not self._closed:
             self._destroy("the connections were closed by close(); compile again")
 
-    def _destroy(self, why: str) -> None:
+    def _destroy(self, why: str, aborts: bool = False) -> None:
         self._closed = why
         self.watchdog.put_down(self.number)
         groups = self.process_groups()
@@ -417,8 +417,11 @@ class DistributedTransport:
         self._groups.clear()
         self._hosts.clear()
         while groups:
+            group = groups.pop()
+            if aborts:  # NCCL ends a group by waiting for what is under way, and for ever where a rank comes no more
+                group.abort()
             with contextlib.suppress(ValueError):  # it has ended with torch.distributed itself
-                dist.destroy_process_group(groups.pop())
+                dist.destroy_process_group(group)
 
     def process_groups(self) -> set[dist.ProcessGroup]:
         return {*(link.group for link in self._links.values()), *self._groups.values(), *self._hosts.values()}

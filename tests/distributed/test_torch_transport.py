@@ -17,6 +17,7 @@ from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import Transport
 from tests.device import BACKEND
+from tests.gpus import Gpus
 from tests.pool import Pool
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
@@ -115,6 +116,23 @@ def test_close_gives_back_every_process_group(pool: Pool) -> None:
     for before, during, after, again, end in pool.run(groups_of_a_life, ranks=2):
         assert before == after == end == 1
         assert during == again > 4
+
+
+def groups_of_a_failure() -> tuple[int, set[int]]:
+    """How many groups are destroyed behind a failure, and which of them were not aborted before."""
+    transport, aborted, destroyed = opened(), set[int](), list[int]()
+    abort, destroy = dist.ProcessGroup.abort, dist.destroy_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "abort", lambda group: [aborted.add(id(group)), abort(group)])
+        patch.setattr(dist, "destroy_process_group", lambda group: [destroyed.append(id(group)), destroy(group)])
+        transport.abort("it has failed")
+    return len(destroyed), set(destroyed) - aborted
+
+
+def test_behind_a_failure_groups_are_aborted_for_nccl_waits_for_what_is_under_way(gpus: Gpus) -> None:
+    for destroyed, not_aborted in gpus.run(groups_of_a_failure):
+        assert destroyed >= 2
+        assert not not_aborted
 
 
 def closed_after_torch_distributed() -> None:
