@@ -199,7 +199,12 @@ class Lowering:
             self.queues.setdefault((message.sender, message.receiver), []).append(message)
         # message → the place that its receive is posted before: an action ahead, and in its sender's order
         self.posted_at: dict[Message, int] = {}
-        for (_, rank), messages in self.queues.items():
+        # rank → those that it sends to, and those that it receives from
+        self._receivers: list[list[int]] = [[] for _ in rows]
+        self._senders: list[list[int]] = [[] for _ in rows]
+        for (sender, rank), messages in self.queues.items():
+            self._receivers[sender].append(rank)
+            self._senders[rank].append(sender)
             # From the last to the first: none may be posted behind one that the sender sends later.
             latest = len(rows[rank])
             for message in reversed(messages):
@@ -235,7 +240,7 @@ class Lowering:
     def posts(self, rank: int) -> dict[int, list[Message]]:
         """Place in the row → receives to post before it, in each sender's own order."""
         posts: dict[int, list[Message]] = {}
-        for message in chain(*(self.queues.get((sender, rank), ()) for sender in range(len(self._rows)))):
+        for message in chain(*(self.queues[sender, rank] for sender in self._senders[rank])):
             posts.setdefault(self.posted_at[message], []).append(message)
         return posts
 
@@ -254,8 +259,8 @@ class Lowering:
         Whoever got a message that the peer sent after it used ours knows that ours has arrived.
         """
         releases: dict[int, list[Message]] = {}
-        for peer in range(len(self._rows)):
-            messages, answers = (self.queues.get(pair, ()) for pair in ((rank, peer), (peer, rank)))
+        for peer in self._receivers[rank]:
+            messages, answers = self.queues[rank, peer], self.queues.get((peer, rank), [])
             made = [self.sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
             soonest = list(accumulate((self.used_at[answer] for answer in reversed(answers)), min))[::-1]
             for message in messages:
