@@ -406,6 +406,14 @@ def step_plainly(case: HFCase, model: nn.Module, batch: Inputs, around: Around) 
     return sum(losses[1:], start=losses[0]), metrics
 
 
+def drop_what_is_only_rounding(run: Run) -> None:
+    """A bias of keys, which starts at 0, has no gradient: softmax takes it away, but for rounding."""
+    for tensors in [*run.gradients, run.state]:
+        for tensor in tensors.values():
+            if tensor is not None and tensor.is_floating_point() and tensor.abs().max() < 1e-9:
+                tensor.zero_()
+
+
 # --- capturing ---
 
 

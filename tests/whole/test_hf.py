@@ -40,6 +40,7 @@ from tests.hf import (  # noqa: E402
     ROUNDING,
     SGD,
     HFCase,
+    drop_what_is_only_rounding,
     gpt2,
     layers,
     mixtral,
@@ -116,14 +117,6 @@ def assert_trained(runs: Sequence[Run], case: HFCase) -> None:
         for run in [*runs, wanted]:
             drop_what_is_only_rounding(run)
     assert_run(runs, wanted, case.tolerance)
-
-
-def drop_what_is_only_rounding(run: Run) -> None:
-    """A bias of keys, which starts at 0, has no gradient: softmax takes it away, but for rounding."""
-    for tensors in [*run.gradients, run.state]:
-        for tensor in tensors.values():
-            if tensor is not None and tensor.is_floating_point() and tensor.abs().max() < 1e-9:
-                tensor.zero_()
 
 
 @pytest.mark.parametrize("name", every(12, list(MODELS)))
