@@ -77,7 +77,7 @@ class Doctor:
             if path is not None:
                 figures = {name: value for name, value in vars(hardware).items() if value is not None}
                 found = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
-                write_whole(path, json.dumps(found, indent=1).encode())
+                write_whole(path, json.dumps(found, indent=1) + "\n")
             if failed := [name for name, part in parts.items() if any(part["errors"])]:
                 raise RunError(f"failed: {', '.join(failed)}")
 

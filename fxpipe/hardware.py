@@ -109,7 +109,7 @@ class Hardware:
         if is_accelerator(device := current()):
             here = torch.get_device_module(device).get_device_name(device)
         if not file.exists():
-            write_whole(file, json.dumps({_DEVICE: here, **measure()}, indent=1).encode() + b"\n")
+            write_whole(file, json.dumps({_DEVICE: here, **measure()}, indent=1) + "\n")
         found = _figures_in(file)
         there = found.pop(_DEVICE, here)
         if there != here:

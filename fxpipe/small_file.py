@@ -23,13 +23,16 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file in one piece: another process has all of it, or what was there before.
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file in one piece: another process, which may write it, too, has all of it, or what was there before.
 
-    OSError where that fails.
+    A link or a device is written in its place. OSError where that fails.
     """
+    target, content = Path(path), text.encode()
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        target.write_bytes(content)
+        return
     # A rename within one folder is atomic, so the new content is written beside the old one first.
-    target = Path(path)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         part.write_bytes(content)

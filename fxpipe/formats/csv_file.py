@@ -20,6 +20,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from io import StringIO
 from pathlib import Path
 
 from fxpipe.errors import ScheduleError
@@ -30,7 +31,7 @@ from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import execution_order
-from fxpipe.small_file import read_small
+from fxpipe.small_file import read_small, write_whole
 
 _MOST = 2**26  # bytes; a million actions with their messages have less
 _MESSAGE = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
@@ -146,9 +147,10 @@ def write(schedule: Schedule, path: StrPath, communication: bool = False) -> Non
     else:
         steps = in_steps(schedule.rows, schedule.dependencies)
         rows = [["" if action is None else str(action) for action in row] for row in steps]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        # A line of one empty cell stands for a rank without actions, as `""`: an empty line could be an editor's.
-        csv.writer(file, lineterminator="\n").writerows(row or [""] for row in rows)
+    text = StringIO()
+    # A line of one empty cell stands for a rank without actions, as `""`: an empty line could be an editor's.
+    csv.writer(text, lineterminator="\n").writerows(row or [""] for row in rows)
+    write_whole(path, text.getvalue())
 
 
 def _with_messages(schedule: Schedule) -> list[list[str]]:

@@ -7,7 +7,6 @@ import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -17,6 +16,7 @@ from fxpipe.notebook import Tabular
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import table
+from fxpipe.small_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Preview(Tabular):
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes ``as_dict()``. OSError where that fails."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         parts = [str(self.graph), table(self.timeline), self.saving, self._memory, self._figures, self.what]

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
@@ -22,6 +21,7 @@ from fxpipe.schedules.dependency import Dependencies, Link, groups_of, held_back
 from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
 from fxpipe.schedules.lower import Instruction, Lowering, lower
 from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
+from fxpipe.small_file import write_whole
 
 StrPath = str | os.PathLike[str]
 Row = tuple[Action, ...]
@@ -399,23 +399,23 @@ class Timeline:
         """Writes the picture: a row a rank, to scale, with its bubbles and the critical path."""
         from fxpipe.formats.svg_picture import svg
 
-        Path(path).write_text(svg(self), encoding="utf-8")
+        write_whole(path, svg(self))
 
     def to_html(self, path: StrPath) -> None:
         """Writes the picture as a page that shows, of the action pointed at, when it ran and what it waited for."""
         from fxpipe.formats.html_page import html
 
-        Path(path).write_text(html(self), encoding="utf-8")
+        write_whole(path, html(self))
 
     def to_trace(self, path: StrPath) -> None:
         """Writes a trace that ui.perfetto.dev and chrome://tracing open; a planned unit of time is shown as 1 ms."""
         from fxpipe.formats.chrome_trace import chrome_trace
 
-        Path(path).write_text(chrome_trace(self), encoding="utf-8")
+        write_whole(path, chrome_trace(self))
 
     def to_csv(self, path: StrPath) -> None:
         """Writes what each process did, a line for each spell: ``rank,category,what,start,end``, in seconds."""
-        Path(path).write_text(in_csv(self.spells), encoding="utf-8")
+        write_whole(path, in_csv(self.spells))
 
     @cached_property
     def _ahead(self) -> Mapping[Action, Action]:

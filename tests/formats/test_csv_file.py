@@ -274,6 +274,28 @@ def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
         Schedule.from_csv(tmp_path)
 
 
+@pytest.mark.parametrize("form", ["to_csv", "to_svg", "to_html", "to_trace"])
+def test_a_file_that_is_read_meanwhile_stays_whole(form: str, tmp_path: Path) -> None:
+    """All ranks of a program write it, and read it."""
+    path = tmp_path / "table"
+    getattr(build("gpipe", (), 1), form)(path)
+    wanted = path.read_text()
+    with path.open() as reader:
+        getattr(build("1f1b", chain(3), 3), form)(path)
+        assert (reader.read(), [*tmp_path.iterdir()]) == (wanted, [path])
+    assert path.read_text() != wanted
+
+
+def test_a_link_and_a_device_are_written_in_their_place(tmp_path: Path) -> None:
+    link, schedule = tmp_path / "link.csv", build("gpipe", (), 1)
+    link.symlink_to("table.csv")
+    schedule.to_csv(link)
+    assert (tmp_path / "table.csv").read_text() == written(schedule, tmp_path)
+    assert link.is_symlink()
+    schedule.to_csv("/dev/null")
+    assert not Path("/dev/null").is_file()
+
+
 def test_what_a_schedule_shares_is_not_in_the_file(tmp_path: Path) -> None:
     """Reductions follow from the model: fxpipe.compile puts them in."""
     schedule = replace(build("1f1b", chain(2), 2), tied=((0, 1),))

@@ -74,18 +74,8 @@ def debug_mode() -> int:
 
 
 def end() -> None:
-    """No thread needs Python any more: for an interpreter that ends.
-
-    autograd's thread of a device lets go of a node, which may belong to Python, behind the backward that has returned
-    already. It works off one task after the other: once it has come to this one, it has let go of all others.
-    """
-    _device.end()
-    for index in range(_device.device_count()):
-        if torch.accelerator.memory_reserved(index):
-            with torch.enable_grad():
-                last = torch.zeros((), device=torch.device("cuda", index), requires_grad=True)
-                _device.keep(last)  # the thread holds it a moment longer than this call
-                last.add(1).backward()
+    """No thread needs Python any more: for an interpreter that ends."""
+    _device.end([index for index in range(_device.device_count()) if torch.accelerator.memory_reserved(index)])
 
 
 def _take(kind: str, text: str) -> None:

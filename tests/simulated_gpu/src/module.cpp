@@ -1,6 +1,8 @@
 // What Python calls: the extension module simulated_gpu._device.
 #include <torch/csrc/utils/pybind.h>
 
+#include <thread>
+
 #include "device.h"
 #include "generator.h"
 #include "group.h"
@@ -20,11 +22,19 @@ void report_to_python(const py::object& function) {
     (*kept)(kind, text);
   });
 }
-// No thread of the simulation calls Python any more; of autograd's, see reports.py.
-void end() {
+// No thread needs Python any more. autograd's thread of a device lets go of what may belong to Python behind the backward
+// that has returned already. It works off one task after the other: once it has come to this one, of a thread that has
+// nothing of Python, it has let go of all others.
+void end(const std::vector<int>& used) {
   py::gil_scoped_release released;
   report_to(nullptr);
   end_lanes();
+  std::thread([&] {
+    for (int device : used) {
+      auto* last = new at::Tensor(at::zeros({}, at::device({at::kCUDA, static_cast<c10::DeviceIndex>(device)})));
+      last->requires_grad_().add(1).backward();
+    }
+  }).join();
 }
 std::map<std::string, double> set_costs(const std::map<std::string, double>& given) {
   Lock lock(mutex);
@@ -58,7 +68,6 @@ PYBIND11_MODULE(_device, module) {
   choose_attention();
   module.def("report_to", &report_to_python);
   module.def("end", &end);
-  module.def("keep", [](const at::Tensor& tensor) { new at::Tensor(tensor); });  // for ever
   module.def("device_count", &device_count);
   module.def("streams_given", &streams_given);
   module.def("resize_storage", [](const at::Tensor& tensor, size_t bytes) { resize_storage(tensor.storage(), bytes); });
