@@ -97,6 +97,7 @@ LONG = """
     whole/test_lengths.py
     whole/test_loops.py
     whole/test_on_gpus.py::test_more
+    whole/test_on_gpus.py::test_programs
     whole/test_once_refused.py::test_models_of_hugging_face
     whole/test_opaque_runs.py::test_a_list
     whole/test_opaque_runs.py::test_its_parameters

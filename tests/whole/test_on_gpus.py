@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fxpipe
+from tests.distributed.test_processes import free_port
 from tests.gpus import Gpus
 from tests.harness import Run, assert_same, compiled, cut, replica_of
 from tests.models import Inputs
+from tests.scripts import Scripts
 
 pytest.importorskip("transformers")
 
@@ -171,3 +175,43 @@ def test_a_model_trains_as_in_plain_pytorch(name: str, gpus: Gpus) -> None:
 @pytest.mark.parametrize("name", list(MORE))
 def test_more_models_train_as_in_plain_pytorch(name: str, gpus: Gpus) -> None:
     gpus.run(train, name, ranks=2 * MORE[name].data, seconds=SECONDS)
+
+
+# --- programs, in processes of their own ---
+
+ROOT = Path(__file__).parents[2]
+WATCHED = str(ROOT / "tests" / "simulated_gpu" / "__main__.py")
+
+
+def run(scripts: Scripts, folder: Path, ranks: int, *program: str) -> str:
+    """What it prints; fails where a device has found a fault."""
+    torchrun = ["-m", "tests.torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    return scripts.run([*torchrun, WATCHED, *program], folder)
+
+
+def losses(scripts: Scripts, folder: Path, ranks: int, *program: str) -> list[str]:
+    name = "-".join(["losses", str(ranks), *program[1:]])
+    run(scripts, folder, ranks, str(ROOT / "examples" / program[0]), *program[1:], "--losses", name)
+    return (folder / name).read_text().split()
+
+
+def test_programs_of_the_readme_run(gpu_scripts: Scripts, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "readme.py").write_text("\n".join(blocks))
+    assert "on 3 ranks, 4 micro-batches" in run(gpu_scripts, tmp_path, 3, "readme.py")
+
+
+def test_programs_train_clip_to_the_bit(gpu_scripts: Scripts, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    one, *others = (losses(gpu_scripts, tmp_path, ranks, "train_clip.py", "--steps", "5") for ranks in (1, 2, 4))
+    assert len(one) == 5
+    assert others == [one, one]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_programs_train_a_llava_as_plain_pytorch_does(ranks: int, gpu_scripts: Scripts, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    plain = losses(gpu_scripts, tmp_path, 1, "train_vlm.py", "--plain", "--steps", "5")
+    assert len(plain) == 5
+    got = losses(gpu_scripts, tmp_path, ranks, "train_vlm.py", "--steps", "5")
+    assert list(map(float.fromhex, got)) == pytest.approx(list(map(float.fromhex, plain)), rel=1e-6)
