@@ -102,6 +102,7 @@ LONG = """
     whole/test_opaque_runs.py::test_a_list
     whole/test_opaque_runs.py::test_its_parameters
     whole/test_optimizer_checkpoints.py
+    whole/test_orderings.py
     whole/test_packed_inputs.py::test_random
     whole/test_questions.py::test_each_outcome
     whole/test_questions.py::test_what_is_asked_behind_an_opaque
