@@ -21,9 +21,9 @@ import contextlib
 import math
 import re
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, takewhile
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Settle, settling
+from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
@@ -44,7 +44,7 @@ from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, late, watch_arrivals
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
 
 
@@ -196,7 +196,6 @@ class FsdpUnit(_FsdpModules):
         self._handle: Any = None
         self._reduced = False
         self.whole: dict[str, nn.Parameter] = {}  # the same objects in every call, once FSDP2 has made them
-        self._hooks: dict[str, Any] = {}
         self.awaited: set[str] = set()  # what the backward that runs has still to give
 
     def gather(self) -> None:
@@ -208,12 +207,6 @@ class FsdpUnit(_FsdpModules):
         self._handle.wait()
         whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
         self.whole = dict(zip(self.shards, whole, strict=True))
-
-    def expect(self, arrived: weakref.WeakMethod[Any]) -> None:
-        """A backward begins. ``arrived`` is called with each gradient from now on."""
-        self.awaited = {name for name, parameter in self.whole.items() if parameter.requires_grad}
-        for name in self.awaited - self._hooks.keys():
-            self._hooks[name] = watch_arrivals(self.whole[name], name, arrived)
 
     def free(self) -> None:
         self.shell.reshard()
@@ -368,14 +361,13 @@ class FullyShardedGradients(Gradients):
             self._wait_for(unit)
             self._put_in(unit.whole)
 
-    def awaited(self, stage: int) -> Settle | None:
+    def awaited(self, stage: int) -> Waits:
         units = self._unready(stage)
         if not all(unit.whole for unit in units):  # FSDP2 makes the whole parameters with the first values
             return super().awaited(stage)
         for unit in units:
             self._put_in(unit.whole)
-        homes = {id(parameter): unit for unit in units for parameter in unit.whole.values()}
-        return settling(homes, self._wait_for) if units else None
+        return {id(one): partial(self._wait_for, unit) for unit in units for one in unit.whole.values()}
 
     def _unready(self, stage: int | None) -> list[FsdpUnit]:
         return [unit for unit in self._call.last if stage in unit.stages and unit not in self._call.ready]
@@ -398,20 +390,17 @@ class FullyShardedGradients(Gradients):
         # What no later action needs is reduced in this one, in an order that is the same on all replicas.
         self._call.ending = [unit for unit, last in reversed(self._call.last.items()) if last == action]
         for unit in self._call.ending:
-            unit.expect(weakref.WeakMethod(self.arrived))
+            trained = {name: parameter for name, parameter in unit.whole.items() if parameter.requires_grad}
+            unit.awaited = set(trained)
+            for name, parameter in trained.items():
+                self._watch(name, parameter)
 
-    def arrived(self, name: str, is_final: bool) -> None:
-        """A gradient is there; as in ``Reducer``."""
+    def _collect(self, name: str) -> bool:
         unit = self._home[name]
-        if unit in self._call.reduced:
-            raise late(name)
-        self._reduce_ready()
         unit.awaited.discard(name)
-        if is_final:
-            self._reduce_ready()
+        return unit not in self._call.reduced
 
-    def _reduce_ready(self) -> None:
-        """Reduces the units at the head of the queue that nothing is missing from."""
+    def _reduce_complete(self) -> None:
         for unit in takewhile(lambda unit: not unit.awaited, self._call.ending):
             self._reduce(unit)
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Settle
+from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
@@ -375,7 +375,7 @@ class ParallelGradients(Reducer):
         if stage is not None and stage in self._sharded:
             self._sharded[stage].gather()
 
-    def awaited(self, stage: int) -> Settle | None:
+    def awaited(self, stage: int) -> Waits:
         return Gradients.awaited(self, stage)  # FSDP2 gathers ahead of the whole stage
 
     def after(self, action: Action) -> None:

@@ -180,7 +180,7 @@ class _BoundAction:
     def __call__(self) -> None:
         executor, action = self.executor, self.action
         here.at(action)
-        settle = executor.parameters.awaited(action.stage) if self._reads else None
+        waits = executor.parameters.awaited(action.stage) if self._reads else None
         if self._sums:
             executor.parameters.before(action)
         # Between the two marks the action waits for its inputs: the timeline shows that as waiting.
@@ -188,11 +188,7 @@ class _BoundAction:
         arrived = [take() for take in self.takes]
         executor.stopwatch.mark()
         try:
-            if settle is None:
-                self.run(arrived)
-            else:
-                awaiting(settle, self.run, arrived)
-                settle(None)
+            awaiting(waits, self.run, arrived) if waits else self.run(arrived)
         except BaseException as error:
             executor.report(error, action, self.inputs_among(arrived))
             raise
