@@ -194,7 +194,7 @@ class FsdpUnit(_FsdpModules):
             vars(shard).update(vars(old))
         self.shell.set_reshard_after_backward(False)  # a block before it may read the same parameters in its backward
         self._handle: Any = None
-        self._reduced = False
+        self.used: set[str] | None = None  # what this replica has used in this call, once its reduction has started
         self.whole: dict[str, nn.Parameter] = {}  # the same objects in every call, once FSDP2 has made them
         self.awaited: set[str] = set()  # what the backward that runs has still to give
 
@@ -213,14 +213,15 @@ class FsdpUnit(_FsdpModules):
 
     def reduce(self) -> None:
         """Starts the reduction of what the backwards left."""
+        self.used = {name for name, parameter in self.whole.items() if parameter.grad is not None}
         self._post_backward()
-        self._reduced = True
 
-    def finish(self) -> None:
-        """The shards' ``.grad`` may be used."""
-        if self._reduced:
+    def finish(self) -> set[str]:
+        """The shards' ``.grad`` may be used. Gives the names of those that this replica has used."""
+        used, self.used = self.used, None
+        if used is not None:
             fsdp_end_backward(self.shell)
-        self._reduced = False
+        return used or set()
 
 
 @dataclass(eq=False)
@@ -355,22 +356,13 @@ class FullyShardedGradients(Gradients):
             self._swap(name, _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision))
         self._gather_next()
 
-    def settle(self, stage: int | None = None) -> None:
-        """In a call: what a stage needs lies whole in its modules. Between calls nothing is under way."""
-        for unit in self._unready(stage):
-            self._wait_for(unit)
-            self._put_in(unit.whole)
-
     def awaited(self, stage: int) -> Waits:
-        units = self._unready(stage)
-        if not all(unit.whole for unit in units):  # FSDP2 makes the whole parameters with the first values
-            return super().awaited(stage)
+        units = [unit for unit in self._call.last if stage in unit.stages and unit not in self._call.ready]
         for unit in units:
+            if not unit.whole:  # FSDP2 makes the whole parameters with the first values
+                self._wait_for(unit)
             self._put_in(unit.whole)
         return {id(one): partial(self._wait_for, unit) for unit in units for one in unit.whole.values()}
-
-    def _unready(self, stage: int | None) -> list[FsdpUnit]:
-        return [unit for unit in self._call.last if stage in unit.stages and unit not in self._call.ready]
 
     def _wait_for(self, unit: FsdpUnit) -> None:
         if unit in self._call.ready:
@@ -386,7 +378,6 @@ class FullyShardedGradients(Gradients):
         return [self._call.now.get(self._names.get(id(one), ""), one) for one in parameters]
 
     def before(self, action: Action) -> None:
-        self.settle(action.stage)
         # What no later action needs is reduced in this one, in an order that is the same on all replicas.
         self._call.ending = [unit for unit, last in reversed(self._call.last.items()) if last == action]
         for unit in self._call.ending:
@@ -398,11 +389,12 @@ class FullyShardedGradients(Gradients):
     def _collect(self, name: str) -> bool:
         unit = self._home[name]
         unit.awaited.discard(name)
-        return unit not in self._call.reduced
+        return unit.used is None
 
     def _reduce_complete(self) -> None:
         for unit in takewhile(lambda unit: not unit.awaited, self._call.ending):
-            self._reduce(unit)
+            if unit.used is None:
+                unit.reduce()
 
     def after(self, action: Action) -> None:
         """What no later action needs is reduced and freed."""
@@ -413,15 +405,13 @@ class FullyShardedGradients(Gradients):
     def flush(self) -> None:
         """A stage without backward still has its parameters whole."""
         for unit in list(self._call.last):
-            self.settle(min(unit.stages))
+            self._wait_for(unit)
             self._let_go(unit)
 
     def end(self, factor: Tensor | None) -> None:
         """This call's gradients, summed over the data axis and the owners; None where no rank used a parameter."""
-        used = self._call.used
         self._stop()
-        for unit in self._units:
-            unit.finish()
+        used = {name for unit in self._units for name in unit.finish()}
         used |= {name for name, parameter in self._whole.items() if parameter.grad is not None}
         self._sum_used(self._ask_who_used(used).wait(), self._whole, factor)
         self._leave_gradients()
@@ -459,16 +449,10 @@ class FullyShardedGradients(Gradients):
 
     def _let_go(self, unit: FsdpUnit) -> None:
         del self._call.last[unit]
-        if self._call.training:
-            self._reduce(unit)
+        if self._call.training and unit.used is None:
+            unit.reduce()
         self._put_in(unit.shards)
         unit.free()
-
-    def _reduce(self, unit: FsdpUnit) -> None:
-        if unit not in self._call.reduced:
-            self._call.reduced.add(unit)
-            self._call.used |= {name for name, parameter in unit.whole.items() if parameter.grad is not None}
-            unit.reduce()
 
     # what an optimizer sees
 
@@ -513,10 +497,8 @@ class _CallState:
     ready: set[FsdpUnit] = field(default_factory=set)
     ending: list[FsdpUnit] = field(default_factory=list)
     """The units that the backward which runs is the last to use, in the order of their reductions."""
-    reduced: set[FsdpUnit] = field(default_factory=set)
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     """What stands in a parameter's place."""
-    used: set[str] = field(default_factory=set)
 
 
 def in_blocks(parameters: Mapping[str, nn.Parameter], least: int) -> list[dict[str, nn.Parameter]]:

@@ -116,16 +116,14 @@ class Gradients(ABC):
         """``stopwatch``: what times the sums of this call, where they can be separated from computing."""
 
     @abstractmethod
-    def settle(self, stage: int | None = None) -> None:
-        """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
-
     def awaited(self, stage: int) -> Waits:
-        """``settle``, with a forward that begins before it is done, and waits for the parameters that are left."""
-        self.settle(stage)
-        return {}
+        """A forward begins, in whose modules the parameters lie whole: waits for those that are still under way."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Between calls: waits until all parameters are what optimizers have made of them."""
 
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""
+        """What stands in the places of a stage's parameters from the first forward of a call on, and gets gradients."""
         return parameters
 
     @abstractmethod

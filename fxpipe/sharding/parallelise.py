@@ -29,7 +29,6 @@ from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.reducer import Reducer, Shared
 from fxpipe.torch_compat import pytree
 
@@ -370,13 +369,12 @@ class ParallelGradients(Reducer):
         for original, twin in self._twins:
             twin.training = original.training
 
-    def settle(self, stage: int | None = None) -> None:
-        super().settle(stage)
-        if stage is not None and stage in self._sharded:
-            self._sharded[stage].gather()
-
     def awaited(self, stage: int) -> Waits:
-        return Gradients.awaited(self, stage)  # FSDP2 gathers ahead of the whole stage
+        for wait in super().awaited(stage).values():
+            wait()
+        if stage in self._sharded:  # FSDP2 gathers ahead of the whole stage
+            self._sharded[stage].gather()
+        return {}
 
     def after(self, action: Action) -> None:
         """Behind a stage's last backward, what FSDP2 shards of it is reduced."""

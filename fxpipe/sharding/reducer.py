@@ -246,21 +246,16 @@ class Reducer(Gradients):
         different rows, and gather them in one order."""
         return -1 if bucket.owners else min(self._shared[one.slot.name].turn for one in bucket.members)
 
-    def settle(self, stage: int | None = None) -> None:
-        for bucket in self._gathering(stage):
+    def settle(self) -> None:
+        for bucket in self._buckets:
             bucket.settle()
 
     def awaited(self, stage: int) -> Waits:
         # Each bucket is waited for where the next forward first uses it, so that gathers run beside what comes before.
-        return {id(one.parameter): bucket.settle for bucket in self._gathering(stage) for one in bucket.members}
-
-    def _gathering(self, stage: int | None) -> list[FlatBucket]:
-        """The buckets, of a stage or of all, whose values are under way."""
-        under_way = [bucket for bucket in self._buckets if bucket.gathering is not None]
-        if stage is None:
-            return under_way
-        users = self._shared
-        return [bucket for bucket in under_way if any(stage in users[one.slot.name].stages for one in bucket.members)]
+        under_way = [(bucket, one) for bucket in self._buckets if bucket.gathering for one in bucket.members]
+        return {
+            id(one.parameter): bucket.settle for bucket, one in under_way if stage in self._shared[one.slot.name].stages
+        }
 
 
 def _kind(one: Shared, whole: bool) -> Kind:
