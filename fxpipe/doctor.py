@@ -1,4 +1,4 @@
-"""Doctor: ``python -m fxpipe doctor`` looks at a cluster in parts, one behind another, each of which may fail alone."""
+"""Doctor: ``python -m fxpipe doctor`` checks a cluster in parts, one after another; one that fails stops no other."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from fxpipe.small_file import write_whole
 TIMEOUT = 60.0
 """Seconds that any wait may take."""
 ON_A_GPU, ON_A_CPU = (2**24, 4096, 1024), (2**20, 256, 64)
-"""Numbers of a large message, the width of a layer, and the rows of a micro-batch."""
+"""The numbers in a large message, the width of a layer, and the rows of a micro-batch."""
 _MOST_PIPE, _ALONE = 8, 4  # ranks of a pipeline, unless the command says; and of one that a single process plays
 _UNITS = {"µs": 1e-6, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12}
 
 Figures = dict[str, Any]
-"""What was found, with its unit in brackets → a number, or words: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
+"""A figure's name, with its unit in brackets → a number, or text: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
 
 
 class Doctor:
-    """A rank of it. Ranks agree over ``_control``, which no part uses for anything else."""
+    """One rank's checks. Ranks exchange their figures over ``_control``, which no check uses for anything else."""
 
     def __init__(self, pipe: int | None, ranks_per_node: int | None) -> None:
         self._device, place = init(TIMEOUT), torchrun_place(os.environ) or slurm_place(os.environ)
@@ -97,7 +97,7 @@ class Doctor:
         found |= versions()
 
     def nodes(self, found: Figures) -> None:
-        """Hosts are nodes, unless the command has said how many ranks a node has."""
+        """Names of hosts and devices. A node is a host, unless the command says how many ranks a node has."""
         found |= {"host": platform.node(), "device": getattr(self._module, "get_device_name", platform.machine)()}
         hosts = self._control.gather("all", platform.node())
         count = hosts.count(hosts[0])
@@ -113,7 +113,7 @@ class Doctor:
         found |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
 
     def links(self, found: Figures) -> None:
-        """On a transport of its own, so that what fails on it, on all ranks, leaves the others alone."""
+        """Speeds of links. A transport of its own, which fails on all ranks at once, keeps ``_control`` out of it."""
         topology, free = self._topology, getattr(self._module, "mem_get_info", None)
         pairs, before = list(pairwise(range(topology.size("pipe")))), free()[0] if free else 0
         transport = connect(topology, TIMEOUT)
@@ -125,7 +125,7 @@ class Doctor:
         transport.close()
 
     def plain(self, found: Figures) -> None:
-        """Plain PyTorch, a layer for each stage: the micro-batches of all replicas, one after another."""
+        """Plain PyTorch's loss and gradients of one layer a stage: all replicas' micro-batches, one after another."""
         width, count, replicas = self._width, self._microbatches, self._topology.data_size
         loss = torch.zeros((), device=self._device)
         torch.manual_seed(0)
@@ -145,7 +145,7 @@ class Doctor:
         model.zero_grad(set_to_none=True)
 
     def pipeline(self, found: Figures) -> None:
-        """Loss and gradients of the same model in a pipeline beside those."""
+        """Compares a pipeline's loss and gradients with those of ``plain``."""
         if self._plain is None:
             raise RunError("there is nothing to compare with")
         (model, expected), loss_fn = self._plain, nn.functional.mse_loss
@@ -160,7 +160,7 @@ class Doctor:
             raise RunError("loss or gradients are not those of plain PyTorch")
 
     def overlap(self, found: Figures) -> None:
-        """A step of it beside its table at the costs that were measured in the same step."""
+        """Compares a step of the pipeline with its table, simulated at the costs measured in that step."""
         if self._step is None:
             raise RunError("no pipeline was compiled")
         step, rank = self._step, self._control.pipe_rank
@@ -189,13 +189,13 @@ class Doctor:
 
 
 def _by_rank(ranks: Sequence[Figures]) -> Mapping[str, Mapping[int, Any]]:
-    """What was found → rank → figure, of the ranks that have one."""
+    """A figure's name → rank → its value, for the ranks that have one."""
     names = dict.fromkeys(name for figures in ranks for name in figures)
     return {name: {rank: each[name] for rank, each in enumerate(ranks) if name in each} for name in names}
 
 
 def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence[str]) -> str:
-    """Of numbers the median, and the range over ranks; of words who has which."""
+    """The figures of one part: of numbers the median and the range over ranks, of text the ranks that have it."""
     failures = {rank: error for rank, error in enumerate(errors) if error}
     rows = []
     for what, values in [*_by_rank(ranks).items(), *[("FAILED", failures)] * bool(failures)]:

@@ -37,8 +37,8 @@ def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
 
 
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage's function, which waits for each parameter where it reads it; what is no captured code has all of them
-    when this returns."""
+    """A stage's function, which waits for each parameter where it reads it. What is no captured code cannot: this waits
+    for all of them first."""
     waits, module = _waits.get({}), getattr(function, "__self__", None)
     if waits and isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
         return types.MethodType(function.__func__, _Reader(module, waits))
@@ -65,7 +65,7 @@ class _Reader:
         if type(value) is nn.Module:
             return _Reader(value, self._waits)
         if isinstance(value, nn.Module):
-            # what hooks read nobody knows
+            # nobody knows what hooks read
             unknown = runs_hooks(value) or any(isinstance(part, ReadsMore) for part in value.modules())
             _wait(self._waits, self._waits if unknown else map(id, value.parameters()))
         elif isinstance(value, nn.Parameter):
