@@ -98,8 +98,8 @@ class Doctor:
 
     def nodes(self, found: Figures) -> None:
         """Names of hosts and devices. A node is a host, unless the command says how many ranks a node has."""
+        hosts = self._control.gather("all", platform.node())  # first, for all ranks must come to it
         found |= {"host": platform.node(), "device": getattr(self._module, "get_device_name", platform.machine)()}
-        hosts = self._control.gather("all", platform.node())
         count = hosts.count(hosts[0])
         if self._topology.ranks_per_node is None and count < len(hosts):
             if hosts != [host for host in hosts[::count] for _ in range(count)]:
