@@ -349,11 +349,13 @@ class FullyShardedGradients(Gradients):
         for action in row:
             call.last |= dict.fromkeys(self._of(action), action)
         call.waiting = list(call.last)
-        for name, parameter in self._whole.items():  # a copy stands in its place, whose gradient is this call's alone
+        copies = {}  # in the places of those that stay whole; their gradients are this call's alone
+        for name, parameter in self._whole.items():
             data = parameter.detach()
             if self._precision is not None and data.is_floating_point():
                 data = data.to(self._precision.compute)
-            self._swap(name, _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision))
+            copies[name] = _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
+        self._put_in(copies)
         self._gather_next()
 
     def awaited(self, stage: int) -> Waits:
@@ -422,7 +424,7 @@ class FullyShardedGradients(Gradients):
             gradient = self._call.now[name].grad
             if gradient is not None:
                 parameter.grad = gradient.to(parameter.dtype)
-            self._swap(name, parameter)
+        self._put_in(self._whole)
         self._call = _CallState()
 
     def _of(self, action: Action) -> list[FsdpUnit]:
@@ -434,18 +436,14 @@ class FullyShardedGradients(Gradients):
             self._call.waiting.pop(0).gather()
 
     def _put_in(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Puts parameters into the modules of this call's stages."""
         for name, parameter in parameters.items():
-            if self._call.now.get(name) is not parameter:
-                self._swap(name, parameter)
-
-    def _swap(self, name: str, parameter: nn.Parameter) -> None:
-        """Puts a parameter into the modules of this call's stages."""
-        self._call.now[name] = parameter
-        for module, leaf in self._call.homes.get(name, ()):
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[leaf] = parameter
-            else:  # such as nn.LSTM's, which keeps a list of its own
-                setattr(module, leaf, parameter)
+            for module, leaf in self._call.homes.get(name, ()) if self._call.now.get(name) is not parameter else ():
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[leaf] = parameter
+                else:  # such as nn.LSTM's, which keeps a list of its own
+                    setattr(module, leaf, parameter)
+            self._call.now[name] = parameter
 
     def _let_go(self, unit: FsdpUnit) -> None:
         del self._call.last[unit]
