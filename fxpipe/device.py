@@ -1,15 +1,16 @@
-"""Device: where this process computes. Of accelerators, what torch does not offer for all of them alike is here, and
-CUDA is named in no other file."""
+"""Device: where this process computes. What torch does not offer for all accelerators alike is here, and no other file
+names CUDA."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -31,9 +32,25 @@ def current() -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
+def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Starts copies to the host and returns at once. The call that it returns waits for the copies, and for no later
+    work of their devices."""
+    # into pinned memory: only such a copy runs beside the host
+    copies = [tensor.detach().to("cpu", copy=True, non_blocking=True) for tensor in tensors]
+    devices = filter(is_accelerator, {tensor.device for tensor in tensors})
+    copied = [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+    def wait() -> list[Tensor]:
+        for event in copied:
+            event.synchronize()
+        return copies
+
+    return wait
+
+
 def generators_of(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
-    """Those that torch draws from by habit: the CPU's, and those of the accelerators among ``devices``, by names that
-    are the same on all ranks."""
+    """torch's default generators: the CPU's, and those of the accelerators among ``devices``. Their names are the same
+    on all ranks."""
     found = {"torch": torch.default_generator}
     for place, device in enumerate(filter(is_accelerator, devices)):
         module = torch.get_device_module(device)
@@ -44,17 +61,17 @@ def generators_of(devices: Iterable[torch.device]) -> dict[str, torch.Generator]
 
 
 def shared_name(device: torch.device) -> str:
-    """What a device is called where other ranks read it: this process's own one has no number."""
+    """The name of a device for other ranks: this process's own device has no number in it."""
     return device.type if device == current() else str(device)
 
 
 def by_shared_name(name: str) -> torch.device:
-    """The device that another rank calls so: its own one is this process's."""
+    """The device with this shared name; a name without a number is this process's own."""
     return current() if name == current().type else torch.device(name)
 
 
 def with_shared_names(text: str) -> str:
-    """The text of a program in which devices are called so, also by a number alone: ``arange(8, device=1)``."""
+    """A program's text with shared names for devices, also where it has the number alone: ``arange(8, device=1)``."""
     own = current()
     return re.sub(rf"\b({own}|(?<=device: ){own.index})\b", own.type, text)
 
@@ -71,6 +88,6 @@ def versions() -> dict[str, str]:
 
 _KERNELS = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")
 ATTENTION = {f"torch.backends.cuda.{name}()": getattr(torch.backends.cuda, name) for name in _KERNELS}
-"""Which kernels of attention may be chosen, by the call that asks."""
+"""The call that asks whether torch may choose a kernel of attention, as text → the function."""
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
-"""The environment of a process that is to see no accelerator."""
+"""The environment variables of a process that shall see no accelerator."""

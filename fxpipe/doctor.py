@@ -1,4 +1,4 @@
-"""Doctor: ``python -m fxpipe doctor`` looks at a cluster in parts, one behind another, each of which may fail alone."""
+"""Doctor: ``python -m fxpipe doctor`` checks a cluster in parts, one after another; one that fails stops no other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 
 from fxpipe.compiler import compile
 from fxpipe.device import versions
@@ -37,18 +37,16 @@ from fxpipe.small_file import write_whole
 TIMEOUT = 60.0
 """Seconds that any wait may take."""
 ON_A_GPU, ON_A_CPU = (2**24, 4096, 1024), (2**20, 256, 64)
-"""Numbers of a large message, the width of a layer, and the rows of a micro-batch."""
-_PER_RANK = 2  # micro-batches
+"""The numbers in a large message, the width of a layer, and the rows of a micro-batch."""
 _MOST_PIPE, _ALONE = 8, 4  # ranks of a pipeline, unless the command says; and of one that a single process plays
-
 _UNITS = {"µs": 1e-6, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12}
 
 Figures = dict[str, Any]
-"""What was found, with its unit in brackets → a number, or words: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
+"""A figure's name, with its unit in brackets → a number, or text: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
 
 
 class Doctor:
-    """A rank of it. Ranks agree over ``_control``, which no part uses for anything else."""
+    """One rank's checks. Ranks exchange their figures over ``_control``, which no check uses for anything else."""
 
     def __init__(self, pipe: int | None, ranks_per_node: int | None) -> None:
         self._device, place = init(TIMEOUT), torchrun_place(os.environ) or slurm_place(os.environ)
@@ -57,29 +55,29 @@ class Doctor:
         self._topology = Topology.fit(world, pipe=pipe, ranks_per_node=ranks_per_node)
         self._control = connect(self._topology, 2 * TIMEOUT)  # others may yet wait in a part that failed here
         self._control.open((), (), {"all": [range(world)]})
-        self._plain: tuple[nn.Module, list[Tensor], dict[str, Any]] | None = None
+        self._plain: tuple[nn.Module, dict[str, Any]] | None = None
         self._step: ForwardBackward | None = None
-        self._module = torch.get_device_module(self._device)
+        self._module, self._microbatches = torch.get_device_module(self._device), 2 * pipe
         self._numbers, self._width, self._rows = ON_A_CPU if self._device.type == "cpu" else ON_A_GPU
 
     def check_up(self, path: str | None) -> None:
         """Prints what all ranks find, and writes it as JSON. A collective call; RunError where a part has failed."""
-        several, leads = self._control.pipe_rank is not None, self._control.rank == 0
-        calls = [self.versions, self.nodes, self.device, self.links, self.plain, self.pipeline, self.overlap]
-        parts: dict[str, dict[str, Any]] = {}
-        for name, call in ((call.__name__, call) for call in calls if several or call != self.links):
+        parts, links = dict[str, dict[str, Any]](), [self.links] * (self._control.pipe_rank is not None)
+        for call in (self.versions, self.nodes, self.device, *links, self.plain, self.pipeline, self.overlap):
+            name = call.__name__
             parts[name] = self._run(name, call)
-            if leads:  # at once: a communicator's timeout may end this process in a later part
+            if self._control.rank == 0:  # at once: a communicator's timeout may end this process in a later part
                 print(_table(name, **parts[name]), flush=True)
-        if leads:
-            hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])
-            print(hardware if several else f"links need several processes, as torchrun starts them\n{hardware}")
-            if path is not None:
-                figures = {name: value for name, value in vars(hardware).items() if value is not None}
-                found = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
-                write_whole(path, json.dumps(found, indent=1) + "\n")
-            if failed := [name for name, part in parts.items() if any(part["errors"])]:
-                raise RunError(f"failed: {', '.join(failed)}")
+        if self._control.rank:
+            return
+        hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])
+        print(hardware if links else f"links need several processes, as torchrun starts them\n{hardware}")
+        if path is not None:
+            figures = {name: value for name, value in vars(hardware).items() if value is not None}
+            found = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
+            write_whole(path, json.dumps(found, indent=1) + "\n")
+        if failed := [name for name, part in parts.items() if any(part["errors"])]:
+            raise RunError(f"failed: {', '.join(failed)}")
 
     def _run(self, name: str, part: Callable[[Figures], None]) -> dict[str, Any]:
         start, found, error = time.perf_counter(), Figures(), ""
@@ -99,9 +97,9 @@ class Doctor:
         found |= versions()
 
     def nodes(self, found: Figures) -> None:
-        """Hosts are nodes, unless the command has said how many ranks a node has."""
+        """Names of hosts and devices. A node is a host, unless the command says how many ranks a node has."""
+        hosts = self._control.gather("all", platform.node())  # first, for all ranks must come to it
         found |= {"host": platform.node(), "device": getattr(self._module, "get_device_name", platform.machine)()}
-        hosts = self._control.gather("all", platform.node())
         count = hosts.count(hosts[0])
         if self._topology.ranks_per_node is None and count < len(hosts):
             if hosts != [host for host in hosts[::count] for _ in range(count)]:
@@ -115,7 +113,7 @@ class Doctor:
         found |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
 
     def links(self, found: Figures) -> None:
-        """On a transport of its own, so that what fails on it, on all ranks, leaves the others alone."""
+        """Speeds of links. A transport of its own, which fails on all ranks at once, keeps ``_control`` out of it."""
         topology, free = self._topology, getattr(self._module, "mem_get_info", None)
         pairs, before = list(pairwise(range(topology.size("pipe")))), free()[0] if free else 0
         transport = connect(topology, TIMEOUT)
@@ -127,57 +125,52 @@ class Doctor:
         transport.close()
 
     def plain(self, found: Figures) -> None:
-        """Plain PyTorch, a layer for each stage: the micro-batches of all replicas, one after another."""
-        stages, replicas = self._topology.size("pipe"), self._topology.data_size
+        """Plain PyTorch's loss and gradients of one layer a stage: all replicas' micro-batches, one after another."""
+        width, count, replicas = self._width, self._microbatches, self._topology.data_size
         loss = torch.zeros((), device=self._device)
         torch.manual_seed(0)
-        layers = (nn.Sequential(nn.Linear(self._width, self._width), nn.GELU()) for _ in range(stages))
-        model, count, mine = nn.Sequential(*layers).to(self._device), _PER_RANK * stages, list[Tensor]()
+        layers = (nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(self._topology.size("pipe")))
+        model = nn.Sequential(*layers).to(self._device)
         for replica in range(replicas):
-            numbers, shape = torch.Generator(self._device).manual_seed(replica), (count * self._rows, self._width)
-            batch = [torch.randn(shape, device=self._device, generator=numbers) for _ in range(2)]
-            for x, target in zip(*(whole.chunk(count) for whole in batch), strict=True):
+            numbers, shape = torch.Generator(self._device).manual_seed(replica), (count * self._rows, width)
+            batch = {name: torch.randn(shape, device=self._device, generator=numbers) for name in ("input", "target")}
+            for x, target in zip(*(whole.chunk(count) for whole in batch.values()), strict=True):
                 part = nn.functional.mse_loss(model(x), target) * (1 / (count * replicas))
                 torch.autograd.backward(part)
                 loss += part.detach()
-            mine = batch if replica == self._topology.data_rank else mine
+            if replica == self._topology.data_rank:
+                self._batch = batch
         found["loss"] = loss.item()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        self._plain = model, {"loss": loss, **{name: parameter.grad for name, parameter in model.named_parameters()}}
         model.zero_grad(set_to_none=True)
-        self._plain = model, mine, {"loss": loss, **gradients}
 
     def pipeline(self, found: Figures) -> None:
-        """Loss and gradients of the same model in a pipeline beside those."""
+        """Compares a pipeline's loss and gradients with those of ``plain``."""
         if self._plain is None:
             raise RunError("there is nothing to compare with")
-        model, (x, target), expected = self._plain
-        topology, loss_fn, cuts = (
-            self._topology,
-            nn.functional.mse_loss,
-            [name for name, _ in model.named_children()][1:],
-        )
-        count = _PER_RANK * topology.size("pipe")
-        step = compile(model, topology, loss_fn=loss_fn, boundaries=cuts, microbatches=count, timeout=TIMEOUT)
-        self._step = step
-        real = {"loss": step(x, target=target)} | {name: one.grad for name, one in step.named_parameters()}
+        (model, expected), loss_fn = self._plain, nn.functional.mse_loss
+        options: dict[str, Any] = {"microbatches": self._microbatches, "timeout": TIMEOUT}
+        cuts = [name for name, _ in model.named_children()][1:]
+        self._step = step = compile(model, self._topology, loss_fn=loss_fn, boundaries=cuts, **options)
+        real = {"loss": step(**self._batch)} | {name: one.grad for name, one in step.named_parameters()}
         pairs = [(one, expected[name]) for name, one in real.items()]
         worst = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max().item()
         found["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
-        if not worst <= (1e-5 if topology.data_size > 1 else 0.0):  # NaN, too; replicas are summed in any order
+        if not worst <= (1e-5 if self._topology.data_size > 1 else 0.0):  # NaN, too; replicas are summed in any order
             raise RunError("loss or gradients are not those of plain PyTorch")
 
     def overlap(self, found: Figures) -> None:
-        """A step of it beside its table at the costs that were measured in the same step."""
-        if self._step is None or self._plain is None:
+        """Compares a step of the pipeline with its table, simulated at the costs measured in that step."""
+        if self._step is None:
             raise RunError("no pipeline was compiled")
-        step, rank, (_, (x, target), _) = self._step, self._control.pipe_rank, self._plain
+        step, rank = self._step, self._control.pipe_rank
         step.record_timeline()
-        step(x, target=target)  # warms up
+        step(**self._batch)  # warms up
         watch = getattr(self._module, "set_sync_debug_mode", lambda mode: None)
         watch("warn")
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            step(x, target=target)
+            step(**self._batch)
         watch("default")
         waits = [f"{Path(one.filename).name}:{one.lineno}" for one in warned if "synchronizing" in str(one.message)]
         found["host waits"] = ", ".join(waits) or "none, as far as the device tells"
@@ -196,13 +189,13 @@ class Doctor:
 
 
 def _by_rank(ranks: Sequence[Figures]) -> Mapping[str, Mapping[int, Any]]:
-    """What was found → rank → figure, of the ranks that have one."""
+    """A figure's name → rank → its value, for the ranks that have one."""
     names = dict.fromkeys(name for figures in ranks for name in figures)
     return {name: {rank: each[name] for rank, each in enumerate(ranks) if name in each} for name in names}
 
 
 def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence[str]) -> str:
-    """Of numbers the median, and the range over ranks; of words who has which."""
+    """The figures of one part: of numbers the median and the range over ranks, of text the ranks that have it."""
     failures = {rank: error for rank, error in enumerate(errors) if error}
     rows = []
     for what, values in [*_by_rank(ranks).items(), *[("FAILED", failures)] * bool(failures)]:
@@ -221,11 +214,11 @@ def _hardware(ranks: Sequence[Figures]) -> Hardware:
     for name, values in _by_rank(ranks).items():
         what, _, unit = name.removesuffix("]").partition(" [")
         if unit in _UNITS:
-            found[what] = median(values.values()) * _UNITS[unit]
+            found[what] = float(f"{median(values.values()) * _UNITS[unit]:.4g}")
     sources = {field.name: [field.name] for field in fields(Hardware)}
-    links = ("message inside", "all_reduce inside", "message between"), ("all_reduce between", "message between")
-    for figure, names in zip(("link", "link_between"), links, strict=True):
-        sources[figure] = [f"{name} nodes: bandwidth" for name in names]
+    links = "message inside", "all_reduce inside", "message between"
+    sources["link"] = [f"{link} nodes: bandwidth" for link in links]
+    sources["link_between"] = [f"{kind} between nodes: bandwidth" for kind in ("all_reduce", "message")]
     sources["latency"] = [f"message {where} nodes: latency" for where in ("inside", "between")]
-    first = {figure: [found[name] for name in names if name in found][:1] for figure, names in sources.items()}
-    return Hardware(**{figure: float(f"{value:.4g}") for figure, values in first.items() for value in values})
+    known = {figure: [name for name in names if name in found] for figure, names in sources.items()}
+    return Hardware(**{figure: found[names[0]] for figure, names in known.items() if names})

@@ -131,6 +131,7 @@ def test_nodes_and_replicas(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "function"),
     [
+        ("nodes", "fxpipe.doctor.platform.machine"),
         ("device", "fxpipe.doctor.measure"),
         ("links", "fxpipe.distributed.link_speed._seconds"),
         ("plain", "fxpipe.doctor.torch.autograd.backward"),

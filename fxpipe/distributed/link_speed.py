@@ -19,11 +19,11 @@ _COPIES = 20  # of a large buffer: a GPU needs more time for them than its host 
 
 
 def link_speeds(transport: Transport, per_node: int, numbers: int) -> dict[str, float]:
-    """Of messages from this rank to the next in its pipeline, and of sums over its data group: what the smallest takes,
-    and a link's bandwidth, by how much longer one of so many numbers takes.
+    """Latency and bandwidth of messages to the next rank of this rank's pipeline, and of sums over its data group.
 
-    Each message waits for the one before it, which came the other way. Over a ring's links go 2n(k − 1)/k of the n
-    bytes that k ranks all-reduce, and half as many where they reduce-scatter them.
+    The latency is what the smallest takes; the bandwidth follows from how much longer one of ``numbers`` numbers takes.
+    Each message waits for the one before it, which came the other way. Each link of a ring of k ranks carries
+    2n(k − 1)/k bytes of an all-reduce of n bytes, and half as many of a reduce-scatter.
     """
     pipe, data, here = transport.ranks("pipe"), transport.ranks("data"), transport.pipe_rank
     size, found = len(data), dict[str, float]()
@@ -56,7 +56,7 @@ def link_speeds(transport: Transport, per_node: int, numbers: int) -> dict[str, 
 
 
 def _seconds(turn: Callable[[], None], buffer: Tensor, spare: Tensor) -> float:
-    """The median of several turns by the device's clock, without the first one, in which a rank waits for others."""
+    """The median time of a turn by the device's clock; the first turn, in which ranks wait for others, is left out."""
     clock = clock_of(buffer.device)
     for _ in range(_COPIES if buffer.device.type != "cpu" else 0):  # meanwhile the host launches all turns
         spare.copy_(buffer)

@@ -87,17 +87,17 @@ class Course:
     """A mark behind each part of one step, from its beginning on."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._marks: list[tuple[str, Any]] = []
         self.mark("")
 
     def mark(self, what: str) -> None:
         """``what`` is over."""
-        self._marks.append((what, self._clock.mark()))
+        self._marks.append((what, self.clock.mark()))
 
     def passed(self, ahead: float = 0.0) -> list[Elapsed]:
         """The parts, in order; ``ahead`` as for ``Stopwatch.laps``."""
-        moments = self._clock.seconds([mark for _, mark in self._marks])
+        moments = self.clock.seconds([mark for _, mark in self._marks])
         return [Elapsed(what, moment - ahead) for (what, _), moment in zip(self._marks, moments, strict=True)]
 
 

@@ -99,7 +99,7 @@ class Transport(Protocol):
         """Gives back the connections. Nothing may be under way."""
 
     def process_groups(self) -> Collection[object]:
-        """Those that this rank has made and not given back."""
+        """The process groups that this rank has open."""
         return ()
 
     def explain(self, lost: PeerLost) -> str:

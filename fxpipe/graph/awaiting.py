@@ -10,72 +10,64 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxpipe.graph.deferred import runs_hooks
 
-T = TypeVar("T")
-Settle = Callable[[Iterable[Tensor] | None], object]
-"""Returns once these parameters of a stage may be read; None: all of them."""
+Waits = Mapping[int, Callable[[], object]]
+"""The identity of a parameter that is under way → what returns once it may be read, however often it is called."""
+
+_waits: ContextVar[Waits] = ContextVar("waits")
 
 
 class ReadsMore(nn.Module):
     """A module that may read parameters which it does not hold."""
 
 
-_settle: ContextVar[Settle | None] = ContextVar("settle", default=None)
-
-
-def settling(homes: Mapping[int, T], wait: Callable[[T], object]) -> Settle:
-    """What waits for the homes of parameters. ``homes``: the identity of a parameter → what it comes with."""
-
-    def settle(parameters: Iterable[Tensor] | None) -> None:
-        keys = homes if parameters is None else [id(one) for one in parameters if id(one) in homes]
-        for home in dict.fromkeys(homes[key] for key in keys):
-            wait(home)
-
-    return settle
-
-
-def awaiting(settle: Settle, call: Callable[..., T], *args: Any) -> T:
-    """``call(*args)``; the stage that runs in it awaits its parameters."""
-    token = _settle.set(settle)
+def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
+    """``call(*args)``; the stage that runs in it awaits its parameters, all of which are there when this returns."""
+    token = _waits.set(waits)
     try:
-        return call(*args)
+        call(*args)
     finally:
-        _settle.reset(token)
+        _waits.reset(token)
+    _wait(waits, waits)
 
 
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage's function, which waits for each parameter where it reads it; what is no captured code has all of them
-    when this returns."""
-    settle, module = _settle.get(), getattr(function, "__self__", None)
-    if settle is None:
-        return function
-    if isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
-        return types.MethodType(function.__func__, _Reader(module, settle))
-    settle(None)
+    """A stage's function, which waits for each parameter where it reads it. What is no captured code cannot: this waits
+    for all of them first."""
+    waits, module = _waits.get({}), getattr(function, "__self__", None)
+    if waits and isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
+        return types.MethodType(function.__func__, _Reader(module, waits))
+    _wait(waits, waits)
     return function
+
+
+def _wait(waits: Waits, keys: Iterable[int]) -> None:
+    for key in keys:
+        if key in waits:
+            waits[key]()
 
 
 class _Reader:
     """Stands for a graph's module, or for a module of the graph's own that stands for a dot in a name."""
 
-    __slots__ = ("_module", "_settle")
+    __slots__ = ("_module", "_waits")
 
-    def __init__(self, module: nn.Module, settle: Settle) -> None:
-        self._module, self._settle = module, settle
+    def __init__(self, module: nn.Module, waits: Waits) -> None:
+        self._module, self._waits = module, waits
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         if type(value) is nn.Module:
-            return _Reader(value, self._settle)
+            return _Reader(value, self._waits)
         if isinstance(value, nn.Module):
-            # what hooks read nobody knows
+            # nobody knows what hooks read
             unknown = runs_hooks(value) or any(isinstance(part, ReadsMore) for part in value.modules())
-            self._settle(None if unknown else list(value.parameters()))
+            _wait(self._waits, self._waits if unknown else map(id, value.parameters()))
         elif isinstance(value, nn.Parameter):
-            self._settle([value])
+            _wait(self._waits, [id(value)])
         return value

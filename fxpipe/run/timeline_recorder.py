@@ -40,7 +40,6 @@ class TimelineRecorder:
         self._transport, self._device = transport, device
         self._last: Recording | None = None
         self._course: Course | None = None
-        self._clock = clock_of(device)
         self.loaded: Costs | None = None
         """Those of a checkpoint, until a step is timed; the same on every rank."""
         self.on = False
@@ -61,12 +60,11 @@ class TimelineRecorder:
 
     def stopwatch(self) -> Stopwatch:
         """For one rank's actions of a step."""
-        return Stopwatch(self._clock if self.on else None)
+        return Stopwatch(None if self._course is None else self._course.clock)
 
     def begin(self) -> None:
         """A step begins."""
-        self._clock = clock_of(self._device, of_a_step=True)
-        self._course = Course(self._clock) if self.on else None
+        self._course = Course(clock_of(self._device, of_a_step=True)) if self.on else None
 
     def passed(self, what: str) -> None:
         """A part of it is over."""

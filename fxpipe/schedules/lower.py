@@ -118,7 +118,7 @@ def lower(
     groups = holders(placement, backward, tied)
     lowered = []
     for rank, row in enumerate(rows):
-        posts, releases = lowering.posts(rank), lowering.releases(rank)
+        posts, releases = lowering.posts[rank], lowering.releases(rank)
         waits = lowering.waits(rank, ahead, releases)
         instructions: list[Instruction] = []
         for place, action in enumerate(row):
@@ -197,19 +197,20 @@ class Lowering:
         self.queues: dict[tuple[int, int], list[Message]] = {}
         for message in sorted(self.sent_at, key=lambda message: (message.sender, message.receiver)):
             self.queues.setdefault((message.sender, message.receiver), []).append(message)
-        # message → the place that its receive is posted before: an action ahead, and in its sender's order
+        # message → the place that its receive is posted before: an action ahead, and in its sender's order; and rank
+        # → place → the messages whose receives are posted there
         self.posted_at: dict[Message, int] = {}
-        # rank → those that it sends to, and those that it receives from
-        self._receivers: list[list[int]] = [[] for _ in rows]
-        self._senders: list[list[int]] = [[] for _ in rows]
+        self.posts: list[dict[int, list[Message]]] = [{} for _ in rows]
+        self._receivers: list[list[int]] = [[] for _ in rows]  # rank → those that it sends to
         for (sender, rank), messages in self.queues.items():
             self._receivers[sender].append(rank)
-            self._senders[rank].append(sender)
             # From the last to the first: none may be posted behind one that the sender sends later.
             latest = len(rows[rank])
             for message in reversed(messages):
                 latest = min(latest, max(self.used_at[message] - self._posted_ahead(message), 0))
                 self.posted_at[message] = latest
+            for message in messages:
+                self.posts[rank].setdefault(self.posted_at[message], []).append(message)
 
     def _made_by(self, action: Action) -> Iterator[Message]:
         """The messages that an action makes: of a value that several edges carry to one rank, one alone."""
@@ -236,13 +237,6 @@ class Lowering:
         """The place in its receiver's row of the first action that needs a message; the row's end where none does."""
         use = user_of(message, self._edges, self._groups)
         return self._places.get((message.receiver, use), len(self._rows[message.receiver]))
-
-    def posts(self, rank: int) -> dict[int, list[Message]]:
-        """Place in the row → receives to post before it, in each sender's own order."""
-        posts: dict[int, list[Message]] = {}
-        for message in chain(*(self.queues[sender, rank] for sender in self._senders[rank])):
-            posts.setdefault(self.posted_at[message], []).append(message)
-        return posts
 
     def _posted_ahead(self, message: Message) -> int:
         """How many actions ahead of its use a receive is posted: one. The micro-batches of a group are made one after

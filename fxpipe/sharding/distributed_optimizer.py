@@ -274,9 +274,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         # 1. What the step before has sent may still be on its way into the memory that is stepped now.
         self._store.settle()
-        # 2. Copies follow what was written by hand, and are shown the gradients.
+        # 2. Copies follow what was written by hand, and are shown the gradients. All transfers to the CPU run side by
+        # side; its step, which needs them, waits for the device once.
         targets = self._flat
-        stepped = self._take_gradients(targets)
+        gradients = [target.fetch() for target in targets]
+        moving = [target.piece.data.device for target in targets if target.tensor.device != target.piece.data.device]
+        if moving:
+            torch.accelerator.current_stream(moving[0]).synchronize()
+        stepped = [target for target, given in zip(targets, gradients, strict=True) if target.take(given)]
         # 3. Schedulers write into the outer groups, and some optimizers keep numbers in theirs, the inner ones.
         self._exchange(self.param_groups, self._inner.param_groups)
         self._inner.step()
@@ -289,16 +294,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             target.write_back()
         for claim in self._claims:
             self._store.publish(claim)
-
-    @staticmethod
-    def _take_gradients(targets: Sequence[Target]) -> list[Target]:
-        """Those that have one, which the optimizer is shown."""
-        gradients = [target.fetch() for target in targets]
-        # All transfers to the CPU run side by side; its step, which needs them, waits for the device once.
-        moving = [target.piece.data.device for target in targets if target.tensor.device != target.piece.data.device]
-        if moving:
-            torch.accelerator.current_stream(moving[0]).synchronize()
-        return [target for target, given in zip(targets, gradients, strict=True) if target.take(given)]
 
     def _broken_ranks(self) -> tuple[int, ...]:
         """The ranks of the world whose gradients have an inf or nan, the same on all."""

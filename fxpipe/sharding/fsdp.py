@@ -21,9 +21,9 @@ import contextlib
 import math
 import re
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, takewhile
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Settle, settling
+from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
@@ -44,7 +44,7 @@ from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, late, watch_arrivals
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
 
 
@@ -194,9 +194,8 @@ class FsdpUnit(_FsdpModules):
             vars(shard).update(vars(old))
         self.shell.set_reshard_after_backward(False)  # a block before it may read the same parameters in its backward
         self._handle: Any = None
-        self._reduced = False
+        self.used: set[str] | None = None  # what this replica has used in this call, once its reduction has started
         self.whole: dict[str, nn.Parameter] = {}  # the same objects in every call, once FSDP2 has made them
-        self._hooks: dict[str, Any] = {}
         self.awaited: set[str] = set()  # what the backward that runs has still to give
 
     def gather(self) -> None:
@@ -209,25 +208,20 @@ class FsdpUnit(_FsdpModules):
         whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
         self.whole = dict(zip(self.shards, whole, strict=True))
 
-    def expect(self, arrived: weakref.WeakMethod[Any]) -> None:
-        """A backward begins. ``arrived`` is called with each gradient from now on."""
-        self.awaited = {name for name, parameter in self.whole.items() if parameter.requires_grad}
-        for name in self.awaited - self._hooks.keys():
-            self._hooks[name] = watch_arrivals(self.whole[name], name, arrived)
-
     def free(self) -> None:
         self.shell.reshard()
 
     def reduce(self) -> None:
         """Starts the reduction of what the backwards left."""
+        self.used = {name for name, parameter in self.whole.items() if parameter.grad is not None}
         self._post_backward()
-        self._reduced = True
 
-    def finish(self) -> None:
-        """The shards' ``.grad`` may be used."""
-        if self._reduced:
+    def finish(self) -> set[str]:
+        """The shards' ``.grad`` may be used. Gives the names of those that this replica has used."""
+        used, self.used = self.used, None
+        if used is not None:
             fsdp_end_backward(self.shell)
-        self._reduced = False
+        return used or set()
 
 
 @dataclass(eq=False)
@@ -355,30 +349,22 @@ class FullyShardedGradients(Gradients):
         for action in row:
             call.last |= dict.fromkeys(self._of(action), action)
         call.waiting = list(call.last)
-        for name, parameter in self._whole.items():  # a copy stands in its place, whose gradient is this call's alone
+        copies = {}  # in the places of those that stay whole; their gradients are this call's alone
+        for name, parameter in self._whole.items():
             data = parameter.detach()
             if self._precision is not None and data.is_floating_point():
                 data = data.to(self._precision.compute)
-            self._swap(name, _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision))
+            copies[name] = _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
+        self._put_in(copies)
         self._gather_next()
 
-    def settle(self, stage: int | None = None) -> None:
-        """In a call: what a stage needs lies whole in its modules. Between calls nothing is under way."""
-        for unit in self._unready(stage):
-            self._wait_for(unit)
-            self._put_in(unit.whole)
-
-    def awaited(self, stage: int) -> Settle | None:
-        units = self._unready(stage)
-        if not all(unit.whole for unit in units):  # FSDP2 makes the whole parameters with the first values
-            return super().awaited(stage)
+    def awaited(self, stage: int) -> Waits:
+        units = [unit for unit in self._call.last if stage in unit.stages and unit not in self._call.ready]
         for unit in units:
+            if not unit.whole:  # FSDP2 makes the whole parameters with the first values
+                self._wait_for(unit)
             self._put_in(unit.whole)
-        homes = {id(parameter): unit for unit in units for parameter in unit.whole.values()}
-        return settling(homes, self._wait_for) if units else None
-
-    def _unready(self, stage: int | None) -> list[FsdpUnit]:
-        return [unit for unit in self._call.last if stage in unit.stages and unit not in self._call.ready]
+        return {id(one): partial(self._wait_for, unit) for unit in units for one in unit.whole.values()}
 
     def _wait_for(self, unit: FsdpUnit) -> None:
         if unit in self._call.ready:
@@ -394,26 +380,23 @@ class FullyShardedGradients(Gradients):
         return [self._call.now.get(self._names.get(id(one), ""), one) for one in parameters]
 
     def before(self, action: Action) -> None:
-        self.settle(action.stage)
         # What no later action needs is reduced in this one, in an order that is the same on all replicas.
         self._call.ending = [unit for unit, last in reversed(self._call.last.items()) if last == action]
         for unit in self._call.ending:
-            unit.expect(weakref.WeakMethod(self.arrived))
+            trained = {name: parameter for name, parameter in unit.whole.items() if parameter.requires_grad}
+            unit.awaited = set(trained)
+            for name, parameter in trained.items():
+                self._watch(name, parameter)
 
-    def arrived(self, name: str, is_final: bool) -> None:
-        """A gradient is there; as in ``Reducer``."""
+    def _collect(self, name: str) -> bool:
         unit = self._home[name]
-        if unit in self._call.reduced:
-            raise late(name)
-        self._reduce_ready()
         unit.awaited.discard(name)
-        if is_final:
-            self._reduce_ready()
+        return unit.used is None
 
-    def _reduce_ready(self) -> None:
-        """Reduces the units at the head of the queue that nothing is missing from."""
+    def _reduce_complete(self) -> None:
         for unit in takewhile(lambda unit: not unit.awaited, self._call.ending):
-            self._reduce(unit)
+            if unit.used is None:
+                unit.reduce()
 
     def after(self, action: Action) -> None:
         """What no later action needs is reduced and freed."""
@@ -424,15 +407,13 @@ class FullyShardedGradients(Gradients):
     def flush(self) -> None:
         """A stage without backward still has its parameters whole."""
         for unit in list(self._call.last):
-            self.settle(min(unit.stages))
+            self._wait_for(unit)
             self._let_go(unit)
 
     def end(self, factor: Tensor | None) -> None:
         """This call's gradients, summed over the data axis and the owners; None where no rank used a parameter."""
-        used = self._call.used
         self._stop()
-        for unit in self._units:
-            unit.finish()
+        used = {name for unit in self._units for name in unit.finish()}
         used |= {name for name, parameter in self._whole.items() if parameter.grad is not None}
         self._sum_used(self._ask_who_used(used).wait(), self._whole, factor)
         self._leave_gradients()
@@ -443,7 +424,7 @@ class FullyShardedGradients(Gradients):
             gradient = self._call.now[name].grad
             if gradient is not None:
                 parameter.grad = gradient.to(parameter.dtype)
-            self._swap(name, parameter)
+        self._put_in(self._whole)
         self._call = _CallState()
 
     def _of(self, action: Action) -> list[FsdpUnit]:
@@ -455,31 +436,21 @@ class FullyShardedGradients(Gradients):
             self._call.waiting.pop(0).gather()
 
     def _put_in(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Puts parameters into the modules of this call's stages."""
         for name, parameter in parameters.items():
-            if self._call.now.get(name) is not parameter:
-                self._swap(name, parameter)
-
-    def _swap(self, name: str, parameter: nn.Parameter) -> None:
-        """Puts a parameter into the modules of this call's stages."""
-        self._call.now[name] = parameter
-        for module, leaf in self._call.homes.get(name, ()):
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[leaf] = parameter
-            else:  # such as nn.LSTM's, which keeps a list of its own
-                setattr(module, leaf, parameter)
+            for module, leaf in self._call.homes.get(name, ()) if self._call.now.get(name) is not parameter else ():
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[leaf] = parameter
+                else:  # such as nn.LSTM's, which keeps a list of its own
+                    setattr(module, leaf, parameter)
+            self._call.now[name] = parameter
 
     def _let_go(self, unit: FsdpUnit) -> None:
         del self._call.last[unit]
-        if self._call.training:
-            self._reduce(unit)
+        if self._call.training and unit.used is None:
+            unit.reduce()
         self._put_in(unit.shards)
         unit.free()
-
-    def _reduce(self, unit: FsdpUnit) -> None:
-        if unit not in self._call.reduced:
-            self._call.reduced.add(unit)
-            self._call.used |= {name for name, parameter in unit.whole.items() if parameter.grad is not None}
-            unit.reduce()
 
     # what an optimizer sees
 
@@ -524,10 +495,8 @@ class _CallState:
     ready: set[FsdpUnit] = field(default_factory=set)
     ending: list[FsdpUnit] = field(default_factory=list)
     """The units that the backward which runs is the last to use, in the order of their reductions."""
-    reduced: set[FsdpUnit] = field(default_factory=set)
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     """What stands in a parameter's place."""
-    used: set[str] = field(default_factory=set)
 
 
 def in_blocks(parameters: Mapping[str, nn.Parameter], least: int) -> list[dict[str, nn.Parameter]]:

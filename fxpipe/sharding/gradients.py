@@ -24,7 +24,7 @@ from fxpipe.distributed.collective import Collective, Scope
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport, in_flat_buffers
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Settle
+from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.schedules.action import Action, Op
@@ -98,6 +98,7 @@ class Gradients(ABC):
         self._tied = {ranks: [name for name in names if name in self._own] for ranks, names in mine.items()}
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
         self._earlier: dict[str, Tensor] | None = None  # what stands aside in a call
+        self._hooks: dict[str, tuple[Node, Any]] = {}  # the nodes of autograd's that have them are held, too
 
     @property
     def shards(self) -> bool:
@@ -115,16 +116,14 @@ class Gradients(ABC):
         """``stopwatch``: what times the sums of this call, where they can be separated from computing."""
 
     @abstractmethod
-    def settle(self, stage: int | None = None) -> None:
-        """Waits until a stage's parameters, or all, are what optimizers have made of them; a stage's then lie whole."""
+    def awaited(self, stage: int) -> Waits:
+        """A forward begins, in whose modules the parameters lie whole: waits for those that are still under way."""
 
-    def awaited(self, stage: int) -> Settle | None:
-        """``settle``, with a forward that begins before it is done; what waits for its parameters one by one then."""
-        self.settle(stage)
-        return None
+    def settle(self) -> None:  # noqa: B027
+        """Between calls: waits until all parameters are what optimizers have made of them."""
 
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """What stands in the places of a stage's parameters in a call, once it was settled, and gets the gradients."""
+        """What stands in the places of a stage's parameters from the first forward of a call on, and gets gradients."""
         return parameters
 
     @abstractmethod
@@ -161,8 +160,10 @@ class Gradients(ABC):
         for parameter in self._own.values():
             parameter.grad = None
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Leaves the parameters alone."""
+        for _, handle in self._hooks.values():
+            handle.remove()
 
     # for an optimizer
 
@@ -182,6 +183,43 @@ class Gradients(ABC):
         """Its pieces have been stepped: starts bringing them to the ranks that use them, where no call gathers them."""
 
     # what the kinds have in common
+
+    @abstractmethod
+    def _collect(self, name: str) -> bool:
+        """A gradient has been added to ``.grad``. False where the sum of the others is on its way."""
+
+    @abstractmethod
+    def _reduce_complete(self) -> None:
+        """Starts the sums at the head of the queue that nothing is missing from."""
+
+    def _watch(self, name: str, parameter: nn.Parameter) -> None:
+        """``_collect`` is called behind each gradient from now on, by a hook that does not keep what a user has
+        dropped."""
+        if name in self._hooks:
+            return
+        alive = weakref.ref(self)
+
+        def arrived(*gradients: object) -> None:
+            # A hook of the user's that is newer runs next, and may change the gradient; from then on this one is the
+            # last. What the gradient completes goes at once, or else with the next one.
+            hooks, me = handle.hooks_dict_ref(), alive()
+            is_last = next(reversed(hooks)) == handle.id
+            hooks[handle.id] = hooks.pop(handle.id)
+            if me is None:
+                return
+            me._reduce_complete()
+            if not me._collect(name):
+                raise RunError(
+                    f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
+                    "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            if is_last:
+                me._reduce_complete()
+
+        # on the node that adds them up: behind all hooks of the parameter
+        node = get_gradient_edge(parameter).node
+        handle: Any = node.register_hook(arrived)
+        self._hooks[name] = node, handle
 
     def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
         data, counts = parameter.detach(), self._is_first_owner(name)
@@ -275,34 +313,6 @@ class WhoUsed:
         if self._work is not None:
             self._work.wait()
         return {name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag}
-
-
-def watch_arrivals(parameter: nn.Parameter, name: str, arrived: weakref.WeakMethod[Any]) -> tuple[Node, Any]:
-    """Calls ``arrived(name, is_final)`` behind each gradient that is added to ``.grad``.
-
-    Gives the node of autograd's that adds them up, to be held as long, and the handle of the hook, which is on the
-    node, behind all hooks of the parameter. ``is_final`` is False where the user has put a hook on the node since: that
-    one runs next, and may change the gradient. From then on this one is behind it.
-    """
-
-    def run(*gradients: object) -> None:
-        hooks, call = handle.hooks_dict_ref(), arrived()
-        if not (is_final := next(reversed(hooks)) == handle.id):
-            hooks[handle.id] = hooks.pop(handle.id)
-        if call is not None:
-            call(name, is_final)
-
-    node = get_gradient_edge(parameter).node
-    handle: Any = node.register_hook(run)
-    return node, handle
-
-
-def late(name: str) -> RunError:
-    """For a gradient that comes when the sum of the others is on its way."""
-    return RunError(
-        f"a gradient of {name} came after its last one: inside a reentrant checkpoint, perhaps; "
-        "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-    )
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, Action]:

@@ -22,14 +22,13 @@ from torch import Tensor, fx, nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Settle
+from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.reducer import Reducer, Shared
 from fxpipe.torch_compat import pytree
 
@@ -370,13 +369,12 @@ class ParallelGradients(Reducer):
         for original, twin in self._twins:
             twin.training = original.training
 
-    def settle(self, stage: int | None = None) -> None:
-        super().settle(stage)
-        if stage is not None and stage in self._sharded:
+    def awaited(self, stage: int) -> Waits:
+        for wait in super().awaited(stage).values():
+            wait()
+        if stage in self._sharded:  # FSDP2 gathers ahead of the whole stage
             self._sharded[stage].gather()
-
-    def awaited(self, stage: int) -> Settle | None:
-        return Gradients.awaited(self, stage)  # FSDP2 gathers ahead of the whole stage
+        return {}
 
     def after(self, action: Action) -> None:
         """Behind a stage's last backward, what FSDP2 shards of it is reduced."""

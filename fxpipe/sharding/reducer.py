@@ -13,24 +13,22 @@ marks that there is one: any use of its values raises.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Settle, settling
+from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards, late, watch_arrivals
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
 
 FIRST_BUCKET = 2**20
 """Bytes. The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""
@@ -66,17 +64,12 @@ class Reducer(Gradients):
         super().__init__(alone, transport, way, tied)
         self._shared, self._capacity = {one.name: one for one in shared}, capacity
         self._buckets: list[FlatBucket] = []
-        self._hooks: dict[str, Any] = {}
         self._claims: set[int] = set()
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
         self._asked: WhoUsed | None = None
         self._add_buckets(shared, 0, whole=False)
-
-    def close(self) -> None:
-        for _, handle in self._hooks.values():
-            handle.remove()
 
     # buckets
 
@@ -122,8 +115,8 @@ class Reducer(Gradients):
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         for one in self._shared.values() if len(self._hooks) < len(self._shared) else ():
-            if one.parameter.requires_grad and one.name not in self._hooks:  # it may have been frozen until now
-                self._hooks[one.name] = watch_arrivals(one.parameter, one.name, weakref.WeakMethod(self.arrived))
+            if one.parameter.requires_grad:  # it may have been frozen until now
+                self._watch(one.name, one.parameter)
         self._sync = sync
         # Unsummed gradients of earlier calls must not be scaled with this call's. So nothing is summed until the factor
         # is known: this call's are scaled, the earlier ones join them, and one sum takes both.
@@ -162,20 +155,16 @@ class Reducer(Gradients):
             for bucket in mine:
                 bucket.awaited = {one.slot.name for one in bucket.members if one.parameter.requires_grad}
 
-    def arrived(self, name: str, is_final: bool) -> None:
-        """A gradient is there. Its bucket goes at once, or with the next one where a hook of the user's follows."""
+    def _collect(self, name: str) -> bool:
         bucket, one = self._home[name]
         if bucket.complete:
-            raise late(name)
-        self._go()
+            return False
         bucket.collect(one)
         if bucket.awaited is not None:
             bucket.awaited.discard(name)
-        if is_final:
-            self._go()
+        return True
 
-    def _go(self) -> None:
-        """Starts the buckets at the head of the queue that nothing is missing from."""
+    def _reduce_complete(self) -> None:
         while self._queue and self._queue[0].awaited == set():
             bucket = self._queue.pop(0)
             bucket.awaited = None
@@ -188,7 +177,7 @@ class Reducer(Gradients):
         for bucket in self._live:
             if bucket.stage == action.stage and bucket.awaited is not None:
                 bucket.awaited.clear()
-        self._go()
+        self._reduce_complete()
 
     def flush(self) -> None:
         """Asks, too, who has used what."""
@@ -257,22 +246,16 @@ class Reducer(Gradients):
         different rows, and gather them in one order."""
         return -1 if bucket.owners else min(self._shared[one.slot.name].turn for one in bucket.members)
 
-    def settle(self, stage: int | None = None) -> None:
-        for bucket in self._gathering(stage):
+    def settle(self) -> None:
+        for bucket in self._buckets:
             bucket.settle()
 
-    def awaited(self, stage: int) -> Settle | None:
+    def awaited(self, stage: int) -> Waits:
         # Each bucket is waited for where the next forward first uses it, so that gathers run beside what comes before.
-        homes = {id(one.parameter): bucket for bucket in self._gathering(stage) for one in bucket.members}
-        return settling(homes, FlatBucket.settle) if homes else None
-
-    def _gathering(self, stage: int | None) -> list[FlatBucket]:
-        """The buckets, of a stage or of all, whose values are under way."""
-        under_way = [bucket for bucket in self._buckets if bucket.gathering is not None]
-        if stage is None:
-            return under_way
-        users = self._shared
-        return [bucket for bucket in under_way if any(stage in users[one.slot.name].stages for one in bucket.members)]
+        under_way = [(bucket, one) for bucket in self._buckets if bucket.gathering for one in bucket.members]
+        return {
+            id(one.parameter): bucket.settle for bucket, one in under_way if stage in self._shared[one.slot.name].stages
+        }
 
 
 def _kind(one: Shared, whole: bool) -> Kind:

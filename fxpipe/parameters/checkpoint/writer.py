@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from fxpipe.device import to_host
 from fxpipe.parameters.checkpoint.manifest import PIECE, Written
 from fxpipe.parameters.checkpoint.plain import to_plain
 from fxpipe.torch_compat import storage_info
@@ -39,7 +40,8 @@ class RankPlan:
     """
 
     def __init__(self, state: dict[str, Any], rank: int) -> None:
-        self._rank, self._copied = rank, list[torch.Event]()
+        self._rank = rank
+        self._copies: Callable[[], dict[MetadataIndex, Any]] | None = None
         self._planner = _WritePlanner()
         self._planner.set_up_planner(state, is_coordinator=rank == 0)
         for name, value in self._planner.state_dict.items():
@@ -62,24 +64,18 @@ class RankPlan:
     def keep_copies(self) -> None:
         """Copies the share to memory of the host, so that training may go on meanwhile.
 
-        A device copies by itself, into pinned memory, in front of all that it is given later; ``write`` waits for it.
+        A device copies by itself, in front of all that it is given later; ``write`` waits for it.
         """
-        copies: dict[MetadataIndex, Any] = {}
-        devices: set[torch.device] = set()
-        for item in self._plans[self._rank].items:
-            data = self._planner.resolve_data(item)
-            if isinstance(data, Tensor):
-                devices.add(data.device)
-                data = data.detach().to("cpu", copy=True, non_blocking=True)
-            copies[item.index] = data
-        copying = [torch.accelerator.current_stream(device) for device in devices if device.type != "cpu"]
-        self._copied = [stream.record_event() for stream in copying]
-        self._planner.copies = copies
+        there = {item.index: self._planner.resolve_data(item) for item in self._plans[self._rank].items}
+        tensors = {index: data for index, data in there.items() if isinstance(data, Tensor)}
+        names, arriving = list(tensors), to_host(list(tensors.values()))
+        others = {index: data for index, data in there.items() if index not in tensors}
+        self._copies = lambda: {**others, **dict(zip(names, arriving(), strict=True))}
 
     def write(self, folder: Path) -> Message:
         """Writes this rank's share, and waits until it is on the disk; for ``finish``."""
-        for event in self._copied:
-            event.synchronize()
+        if self._copies is not None:
+            self._planner.copies, self._copies = self._copies(), None  # nothing else holds them
         # torch's zip writer would sum every tensor once more; the manifest's checksums cover all bytes of the file.
         (writer, written), torchs_crc32 = self._writer(folder), get_crc32_options()
         if self._planner.copies is not None:

@@ -173,14 +173,13 @@ class _BoundAction:
         self.action, self.executor, self.stage = action, executor, executor.stage(action)
         self.held = executor.held.setdefault((action.stage, action.microbatch), LeftBehind())
         self.takes: Sequence[Fetch] = ()
-        # I is in neither: its gradients of parameters are complete only behind its W
-        self._reads, self._sums = action.op in (Op.F, Op.R), action.op in (Op.B, Op.W)
+        self._sums = action.op in (Op.B, Op.W)  # not I: its gradients of parameters are complete only behind its W
         self._parameters = list(self.stage.parameters.values())
 
     def __call__(self) -> None:
         executor, action = self.executor, self.action
         here.at(action)
-        settle = executor.parameters.awaited(action.stage) if self._reads else None
+        waits = executor.parameters.awaited(action.stage) if action.op is Op.F else None
         if self._sums:
             executor.parameters.before(action)
         # Between the two marks the action waits for its inputs: the timeline shows that as waiting.
@@ -188,11 +187,7 @@ class _BoundAction:
         arrived = [take() for take in self.takes]
         executor.stopwatch.mark()
         try:
-            if settle is None:
-                self.run(arrived)
-            else:
-                awaiting(settle, self.run, arrived)
-                settle(None)
+            awaiting(waits, self.run, arrived) if waits else self.run(arrived)
         except BaseException as error:
             executor.report(error, action, self.inputs_among(arrived))
             raise
@@ -399,9 +394,7 @@ class LeftOut(_BoundAction):
     def __call__(self) -> None:
         parameters, action = self.executor.parameters, self.action
         here.at(action)
-        if self._reads:
-            parameters.settle(action.stage)
-        elif self._sums:
+        if self._sums:
             parameters.before(action)
             parameters.after(action)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxpipe.device import is_accelerator
+from fxpipe.device import to_host
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import local
@@ -192,11 +192,12 @@ class Digest:
                     beside.append(tensor)
                 else:  # of other objects than dense tensors and plain values, the type alone
                     parts.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)
-        self._arriving = {device: to_host(_sums_of(held, device)) for device, held in tensors.items()}
+        self._devices, sums = list(tensors), [_sums_of(held, device) for device, held in tensors.items()]
+        self._arriving = to_host(sums)
 
     def numbers(self) -> dict[str, int]:
         """Input → a number of 56 bits. Waits until the sums are there."""
-        sums = {device: arriving().tolist() for device, arriving in self._arriving.items()}
+        sums = {device: each.tolist() for device, each in zip(self._devices, self._arriving(), strict=True)}
         return {
             name: digest_of([repr([part if isinstance(part, str) else sums[part[0]][part[1]] for part in parts])])
             for name, parts in self._parts.items()
@@ -241,21 +242,3 @@ def _weights(count: int, device: torch.device) -> Tensor:
 def _shifted(z: Tensor, by: int) -> Tensor:
     """A right shift that brings zeros, where int64's brings the sign."""
     return (z >> by) & ((1 << (64 - by)) - 1)
-
-
-def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts a copy to the host and returns at once; the call that it returns waits for the copy, and for no later work
-    of the device."""
-    if not is_accelerator(tensor.device):
-        copy = tensor.detach().clone()  # the user may write into theirs
-        return lambda: copy
-    # Only a copy into pinned memory runs beside the host; the event says when it is there.
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    copy.copy_(tensor.detach(), non_blocking=True)
-    copied = torch.accelerator.current_stream(tensor.device).record_event()
-
-    def wait() -> Tensor:
-        copied.synchronize()
-        return copy
-
-    return wait

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpipe.device import to_host
 from fxpipe.distributed.transport import Transport
 from fxpipe.parameters.dtensors import local
 from fxpipe.plan.plan import Plan
 from fxpipe.progress import warn
-from fxpipe.run.step.batch_check import to_host
 from fxpipe.torch_compat import pytree
 
 
@@ -77,7 +77,7 @@ class _FinishedStep:
     """A step that is over."""
 
     number: int
-    loss: Callable[[], Tensor]
+    loss: Callable[[], list[Tensor]]
     """Waits for it."""
     extremes: Extremes
     plan: Plan
@@ -110,7 +110,7 @@ class Watch:
         if not self._raises:
             self.warn()
         if self._extremes is not None and not self._over:
-            self._last = _FinishedStep(number, to_host(loss), self._extremes, plan)
+            self._last = _FinishedStep(number, to_host([loss]), self._extremes, plan)
         return self.cause() if self._raises else ""
 
     def warn(self) -> None:
@@ -122,7 +122,7 @@ class Watch:
     def cause(self) -> str:
         """What was not finite in the last step, the same on every rank; empty where all was, or it was asked before."""
         last, self._last = self._last, None
-        if last is None or math.isfinite(loss := last.loss().item()):
+        if last is None or math.isfinite(loss := last.loss()[0].item()):
             return ""
         # All ranks come here in the same call, since they have the same loss: none waits alone.
         mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)

@@ -312,7 +312,7 @@ class Steps:
         # micro-batches of one number make messages of the same layout; of one without weight no gradient may come
         layouts = zip(agreed.wire_layouts, step.shares, strict=True)
         self._exchange.begin(agreed.kind, [each if share else ~each for each, share in layouts], bound.receives)
-        made = bound.run(step, self._stopwatch if bound.kind.training else self.recorder.stopwatch)
+        made = bound.run(step, self._stopwatch if bound.kind.training else Stopwatch)
         self.recorder.passed(ACTIONS)
         self._exchange.finish()
         return made

@@ -16,10 +16,9 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.proxy import TraceError as FxTraceError
 
-from fxpipe.device import kinds
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
-from fxpipe.graph.modes import Modes, within
+from fxpipe.graph.modes import Modes, ambient_autocast, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in, version_of
@@ -309,7 +308,7 @@ class _SymbolicGuard(CaptureGuard):
     @contextlib.contextmanager
     def tracing(self, factories: list[Patch]) -> Iterator[None]:
         """While it is open, what a capture gets wrong is refused."""
-        grad_mode, self._autocast = torch.is_grad_enabled(), _autocast()
+        grad_mode, self._autocast = torch.is_grad_enabled(), ambient_autocast()
         with self._state:
             # The first operation under any dispatch mode imports torch._dynamo, which then keeps torch's functions
             # as it finds them, for good: so now, before any of them is patched.
@@ -341,7 +340,7 @@ class _SymbolicGuard(CaptureGuard):
 
     def check(self) -> None:
         """Refuses autocast that was set without a block, and a draw of random numbers that nothing has recorded."""
-        if _autocast() != self._autocast:
+        if ambient_autocast() != self._autocast:
             _refuse_autocast()
         if RandomState() != self.random:
             raise refuse(
@@ -411,10 +410,6 @@ def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _refuse_autocast(self: Any = None) -> NoReturn:
     """Even where it changes nothing now: ``enabled=False`` means something under the autocast of a later call."""
     raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _AROUND)
-
-
-def _autocast() -> list[tuple[bool, torch.dtype]]:
-    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in kinds()]
 
 
 _AROUND = "enter it around the call of forward_backward instead"
