@@ -31,6 +31,11 @@ def current() -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
+def device_of(tensors: Iterable[torch.Tensor], otherwise: torch.device) -> torch.device:
+    """The device of the first tensor that has memory; ``otherwise`` where all are on the meta device."""
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), otherwise)
+
+
 def generators_of(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
     """Those that torch draws from by habit: the CPU's, and those of the accelerators among ``devices``, by names that
     are the same on all ranks."""
