@@ -37,6 +37,7 @@ NOT_ON_SIMULATED_GPUS = {
         """,
     "a step that failed lets go of buffers whose messages it aborts, and the simulated NCCL still has them": """
         run/test_notes.py::test_an_error_keeps_its_type_and_bears_a_note[distributed
+        test_doctor.py::test_a_part_that_fails_on_a_rank_names_itself_and_stops_no_other[links
         """,
     "times of a simulated GPU are virtual, apart from the host's; other tests have them to the bit": """
         run/test_measured_timeline.py::test_a_failed_step_leaves
