@@ -38,6 +38,7 @@ NOT_ON_SIMULATED_GPUS = {
     "a step that failed lets go of buffers whose messages it aborts, and the simulated NCCL still has them": """
         run/test_notes.py::test_an_error_keeps_its_type_and_bears_a_note[distributed
         test_doctor.py::test_a_part_that_fails_on_a_rank_names_itself_and_stops_no_other[links
+        whole/test_refusals.py::test_after_a_step_has_failed_the_next_call_says_so
         """,
     "times of a simulated GPU are virtual, apart from the host's; other tests have them to the bit": """
         run/test_measured_timeline.py::test_a_failed_step_leaves
@@ -47,6 +48,9 @@ NOT_ON_SIMULATED_GPUS = {
         run/test_measured_timeline.py::test_ranks_whose_clocks_differ
         run/test_measured_timeline.py::test_the_categories_of_a_step
         sharding/test_data_axis.py::test_reductions_start_while_backward_goes_on
+        """,
+    "the user's line of a collective is that of what simulates it": """
+        whole/test_gathered.py::test_a_collective_that_waits_for_other_stages_is_refused_at_capture
         """,
     "there is no Triton, which Inductor needs": """
         plan/test_joint_graph.py::test_inductor_compiles_the_three_parts
