@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fxpipe.device import current, device_of
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.forward_collectives import check_sync_batch_norms
 from fxpipe.distributed.grid import ROLES
@@ -18,7 +19,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, TopologyError
-from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
 from fxpipe.packed import BatchDim
@@ -37,6 +38,7 @@ from fxpipe.run.rank_state import make_rank_state
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
+from fxpipe.torch_compat import tensors_in
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import shown
 
@@ -186,6 +188,8 @@ def compile(
     check_model(model, options)
     topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
     connected = connect(topology, options.timeout, options.facts)
+    if connected.pipe_rank is None:  # one process computes where its model is
+        connected.device = device_of(_tensors_of(model), current())
     left = [f"{name} {size}" for name, size in topology.axes if size > 1 and ROLES[name] != "pipe"]
     if connected.pipe_rank is None and left:
         warn(
@@ -233,9 +237,9 @@ def preview(
     """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
 
     In one process, without process groups and without memory: the model may be on the meta device. The example's
-    tensors may be, too, and then count as being on the CPU. Nothing is run, with one exception: a model runs once on a
-    micro-batch, if both have numbers, where it has an opaque region and ``boundaries`` does not say what that returns.
-    Print the preview, or read its figures.
+    tensors may be, too. What is on meta counts as being on the device of the other tensors, or on the CPU if there are
+    none. Nothing is run, with one exception: a model runs once on a micro-batch, if both have numbers, where it has an
+    opaque region and ``boundaries`` does not say what that returns. Print the preview, or read its figures.
 
     ``optimizer`` is what ``forward_backward.optimizer`` will be given: a class of torch.optim by its name, in any case,
     or as such (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within ``memory_per_rank`` count AdamW's
@@ -277,5 +281,10 @@ def preview(
             f"optimizer={shown(optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
             "element-wise optimizer such as AdamW"
         )
-    planner = with_previewed_plan(Planner.empty(model, options, topo, torch.device("cpu")), options)
+    device = device_of([*_tensors_of(model), *tensors_in((example_args, example_kwargs))], torch.device("cpu"))
+    planner = with_previewed_plan(Planner.empty(model, options, topo, device), options)
     return preview_of(planner, stepping)
+
+
+def _tensors_of(model: nn.Module | StageGraph) -> Iterable[Tensor]:
+    return all_tensors(model.module if isinstance(model, StageGraph) else model).values()

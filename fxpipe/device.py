@@ -48,6 +48,11 @@ def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     return wait
 
 
+def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.device:
+    """The device of the first tensor that has memory; ``otherwise`` where all are on the meta device."""
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), otherwise)
+
+
 def generators_of(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
     """torch's default generators: the CPU's, and those of the accelerators among ``devices``. Their names are the same
     on all ranks."""

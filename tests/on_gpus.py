@@ -24,6 +24,9 @@ NOT_ON_GPUS = {
     "on a GPU no receive is posted early": """
         run/test_wire_exchange.py::test_a_receive_takes_small_ones_behind_it_along[3
         """,
+    "the memory of the host is measured": """
+        parameters/test_materialise.py::test_a_rank_needs_little_more_memory_than_what_it_holds
+        """,
 }
 
 NOT_ON_SIMULATED_GPUS = {
@@ -34,6 +37,8 @@ NOT_ON_SIMULATED_GPUS = {
         """,
     "a step that failed lets go of buffers whose messages it aborts, and the simulated NCCL still has them": """
         run/test_notes.py::test_an_error_keeps_its_type_and_bears_a_note[distributed
+        test_doctor.py::test_a_part_that_fails_on_a_rank_names_itself_and_stops_no_other[links
+        whole/test_refusals.py::test_after_a_step_has_failed_the_next_call_says_so
         """,
     "times of a simulated GPU are virtual, apart from the host's; other tests have them to the bit": """
         run/test_measured_timeline.py::test_a_failed_step_leaves
@@ -43,6 +48,15 @@ NOT_ON_SIMULATED_GPUS = {
         run/test_measured_timeline.py::test_ranks_whose_clocks_differ
         run/test_measured_timeline.py::test_the_categories_of_a_step
         sharding/test_data_axis.py::test_reductions_start_while_backward_goes_on
+        """,
+    "the user's line of a collective is that of what simulates it": """
+        whole/test_gathered.py::test_a_collective_that_waits_for_other_stages_is_refused_at_capture
+        """,
+    "there is no Triton, which Inductor needs": """
+        plan/test_joint_graph.py::test_inductor_compiles_the_three_parts
+        """,
+    "attention on a simulated GPU is its plain formula, whose backward has four products": """
+        plan/test_node_costs.py::test_attention_counts_its_two_products_and_five_in_backward
         """,
     "a process that is spawned imports torch before it imports what simulates a GPU": """
         distributed/test_launch.py::test_launch_returns_the_results_by_rank

@@ -64,7 +64,8 @@ def run_strict(function: Callable[[int], T], ranks: int, seed: int = 0) -> list[
         seat_thread(ranks, partial(StrictTransport, seat))
         try:
             world.enter(rank)
-            results[rank] = function(rank)
+            with torch.autograd.set_multithreading_enabled(False):  # autograd has one thread for all ranks on a GPU
+                results[rank] = function(rank)
         except BaseException as error:  # handed to the caller below
             world.fail(error)
         finally:

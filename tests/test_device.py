@@ -242,6 +242,24 @@ def test_one_process_that_plays_all_ranks_computes_where_the_model_is(gpus: Gpus
     assert gpus.run(alone, ranks=1) == ["cpu"]
 
 
+def reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def alone_on_meta() -> tuple[int, str]:
+    options: Any = {"microbatches": 2, "tracer": "export", "example_args": (torch.ones(8, 4, device="cuda"),)}
+    with torch.device("meta"):
+        model = Positions(lambda x: x.device)
+    previewed = fxpipe.preview(model, PIPE, **options)
+    loss = fxpipe.compile(model, PIPE, init_fn=reset, **options)(*options["example_args"])
+    return len(previewed.ranks), loss.device.type
+
+
+def test_a_model_on_meta_is_captured_where_one_process_will_make_it(gpus: Gpus) -> None:
+    assert gpus.run(alone_on_meta, ranks=1) == [(2, "cuda")]
+
+
 @pytest.mark.parametrize("device", ["cuda", torch.device("cpu"), 0])
 def test_init_takes_the_cpu_or_nothing_for_a_device(device: Any) -> None:
     with pytest.raises(RunError, match='write device="cpu", or leave it out'):

@@ -22,6 +22,7 @@ from fxpipe.__main__ import main
 from fxpipe.compiler import compile
 from fxpipe.run.forward_backward import ForwardBackward
 from tests import simulated_gpu
+from tests.device import DEVICE
 from tests.gpus import Gpus
 from tests.pool import Pool
 
@@ -104,7 +105,8 @@ def test_two_ranks(pool: Pool, tmp_path: Path) -> None:
     latency, bandwidth = "message inside nodes: latency [µs]", "message inside nodes: bandwidth [GB/s]"
     first, last = figures(found, "links")
     assert (latency in first, latency in last) == (True, False)  # one pair, and its first rank reports
-    assert first["process groups"] == 2 + 2  # "pipe" and "data", and a pair in both directions
+    # "pipe" and "data", of a GPU's host, too, and a pair in both directions
+    assert first["process groups"] == (4 if DEVICE == "cuda" else 2) + 2
     hardware = check_hardware(printed, tmp_path / "doctor.json")
     assert hardware.latency == pytest.approx(first[latency] * US, rel=1e-3)
     assert hardware.link == pytest.approx(first[bandwidth] * 1e9, rel=1e-3)

@@ -73,7 +73,8 @@ def test_what_was_measured_is_kept_and_read_again(tmp_path: Path, monkeypatch: p
 
 
 def test_the_device_at_hand_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.hardware.ON_A_CPU", (64, 2**12))
+    for sizes in ("ON_A_CPU", "ON_A_GPU"):
+        monkeypatch.setattr(f"fxpipe.hardware.{sizes}", (64, 2**12))
     state = torch.get_rng_state()
     found = Hardware.measured(tmp_path / "here.json")
     assert torch.equal(torch.get_rng_state(), state)

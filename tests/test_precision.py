@@ -12,6 +12,7 @@ import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.graph.like import cast_batch
 from fxpipe.precision import Precision, cast_parameters
+from tests.device import DEVICE
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_model_that_is_cast_after_compile_is_refused(training: bool) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(4, 4)
     options: Any = {"boundaries": ["1"], "loss_fn": nn.functional.mse_loss, "microbatches": 2}
     forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), **options)
-    model.to("cpu", torch.float32)  # which it is
+    model.to(DEVICE, torch.float32)  # which it is
     forward_backward(x, target=x)
     model.to(torch.float64)
     with pytest.raises(RunError, match=r"torch.float64, and was torch.float32 when .* model.to\(\) before"):

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import current
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError
@@ -137,7 +136,7 @@ def _device_of(planner: Planner, owners: Ownership, transport: Transport) -> tor
     names, everything = _own_names(planner, owners, transport), all_tensors(planner.module).items()
     held = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
     if transport.pipe_rank is None:
-        return held[0] if held else current()
+        return transport.device
     mine = {device.type for device in held}
     # Over both axes: a replica may hold on CPU what another holds on a GPU.
     types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}

@@ -34,6 +34,7 @@ from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
 from fxpipe.schedules import with_costs
 from fxpipe.trace import Request, capture
 from tests.capturing import run_stages
+from tests.device import DEVICE
 from tests.thinned import ALL, every
 
 SLOW_LINK = Hardware(link=1e6, latency=0.0)
@@ -42,7 +43,7 @@ FLOPS = Hardware(flops=1e9, flops_16=1e9, bandwidth=1e30, launch=0.0, link=1e12,
 
 
 def like(*shape: int, dtype: torch.dtype = torch.float32) -> TensorLike:
-    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
+    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), DEVICE, False)
 
 
 def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:

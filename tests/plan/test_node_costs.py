@@ -19,6 +19,7 @@ from fxpipe.hardware import Hardware
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance.node_costs import NodeCosts, costs_from_shapes
 from fxpipe.trace import Request, capture
+from tests.device import DEVICE
 
 PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)
 """On which a product takes as many seconds as it has operations, and all else takes none."""
@@ -27,7 +28,7 @@ MEMORY = Hardware(flops=1e30, flops_16=1e30, bandwidth=1.0, launch=0.0)
 
 
 def like(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> TensorLike:
-    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", grad)
+    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), DEVICE, grad)
 
 
 def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:
@@ -121,7 +122,7 @@ def test_types_of_two_bytes_have_a_peak_of_their_own() -> None:
     example = {"x": like(5, 8)}
     program = program_of(model, **example)
     plain = costs_from_shapes(program, example, hardware=hardware)
-    within = costs_from_shapes(program, example, autocast=(Autocast("cpu", True, torch.bfloat16),), hardware=hardware)
+    within = costs_from_shapes(program, example, autocast=(Autocast(DEVICE, True, torch.bfloat16),), hardware=hardware)
     assert within["first"].forward == plain["first"].forward / 4
 
 

@@ -373,7 +373,7 @@ def test_a_loss_module_is_captured_too_and_its_buffers_are_constants() -> None:
 def test_parameters_may_be_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Residual()
-    program = exported(model, vectors())
+    program = exported(model, vectors(), device=torch.device(DEVICE))
     assert all(parameter.is_meta for parameter in model.parameters())
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "call_function"]
     assert {value.device.type for value in values if isinstance(value, Tensor)} == {DEVICE}

@@ -221,7 +221,7 @@ def in_float32_again(x: Tensor, y: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor, y: Tensor) -> Tensor:
-    with torch.device("cpu"):
+    with torch.device(DEVICE):
         return torch.ones(4) * x
 
 

@@ -410,10 +410,15 @@ def test_a_tensor_that_leaves_a_submodule_by_a_side_way_is_followed() -> None:
 
 def held_after(run: Callable[[], Any]) -> int:
     """The bytes that a forward leaves allocated: what is saved for backward, and its result."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = run()
+    if DEVICE == "cuda":
+        before, result = torch.cuda.memory_allocated(), run()
+        held = torch.cuda.memory_allocated() - before
+    else:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            result = run()
+        held = sum(event.self_cpu_memory_usage for event in profile.events())
     assert result is not None
-    return sum(event.self_cpu_memory_usage for event in profile.events())
+    return held
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
@@ -508,7 +513,7 @@ def test_a_loss_functions_module_is_recorded_with_its_constants() -> None:
 
 @torch.library.custom_op("fxpipe_tests::without_fake", mutates_args=())
 def without_fake(x: Tensor) -> Tensor:
-    return x.numpy(force=True).__mul__(2).sum() * torch.ones(3)
+    return x.numpy(force=True).__mul__(2).sum() * torch.ones(3, device=x.device)
 
 
 class Foreign(nn.Module):

@@ -53,10 +53,10 @@ class Detector(nn.Module):
         y, x = numpy.mgrid[: found.shape[2], : found.shape[3]] + 0.5
         wanted, misses = torch.zeros_like(kinds), []
         for row, target in enumerate(targets):
-            boxes = target["boxes"].numpy()
+            boxes = target["boxes"].numpy(force=True)
             for number in numpy.argsort(-(boxes[:, 2:] - boxes[:, :2]).prod(1), kind="stable"):
                 left, top, right, bottom = boxes[number]
-                inside = torch.from_numpy((x > left) & (x < right) & (y > top) & (y < bottom))
+                inside = torch.from_numpy((x > left) & (x < right) & (y > top) & (y < bottom)).to(found.device)
                 wanted[row, :, inside] = 0.0
                 wanted[row, int(target["labels"][number]), inside] = 1.0
                 if inside.any():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import RunError, Topology, TraceError, stage_boundary
+from tests.device import DEVICE
 from tests.harness import assert_gradients, assert_same, gradients_of
 from tests.replicas import refusals
 from tests.strict_transport import run_strict
@@ -174,7 +175,9 @@ class Selecting(nn.Module):
 def test_a_size_that_depends_on_values_is_refused(how: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     batch = (torch.randn(64, 4), torch.randint(1, 5, (64,)))
-    with pytest.raises(TraceError, match="looks at the values of a tensor"):
+    # a rehearsal on a GPU makes up no integers but 0, and the check of the capture finds what depends on them
+    found = "looks at the values of a tensor" + "|where the model runs, they fail" * (DEVICE == "cuda")
+    with pytest.raises(TraceError, match=found):
         fxpipe.compile(Selecting(how), TWO, tracer="record", microbatches=2, example_args=batch)
 
 

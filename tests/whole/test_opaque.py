@@ -82,7 +82,7 @@ class Selects(nn.Module):
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
         self.calls += 1
-        kept = [place for place, row in enumerate(x.detach().numpy()) if float(numpy.sum(row)) > 0] or [0]
+        kept = [place for place, row in enumerate(x.numpy(force=True)) if float(numpy.sum(row)) > 0] or [0]
         self.seen += len(kept)
         rows = torch.stack([x[place] for place in kept])
         hidden = checkpoint(self.first, rows, use_reentrant=False)

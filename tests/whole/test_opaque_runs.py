@@ -189,7 +189,7 @@ class Masks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         numpy, python = self.generators or (np.random, random)
-        kept = torch.from_numpy(numpy.permutation(WIDTH) > 1)
+        kept = torch.from_numpy(numpy.permutation(WIDTH) > 1).to(x.device)
         return F.dropout(self.inner(x) * kept, 0.3) * (2 if python.random() < 0.5 else 1)
 
 
@@ -203,7 +203,7 @@ class Masked(nn.Module):
 
     def noise(self, x: Tensor) -> Tensor:
         drawn = np.random.randn(WIDTH) if self.numpy is None else self.numpy.standard_normal(WIDTH)
-        return x + torch.from_numpy(drawn).float()
+        return x + torch.from_numpy(drawn).to(x)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.head(self.noise(self.noise(self.region(self.before(x))))) - y).square().mean()

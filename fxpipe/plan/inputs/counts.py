@@ -98,7 +98,8 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 def _numbers(path: str, given: Any) -> Numbers:
     """What was counted, as numbers of Python's: waits for a GPU."""
     try:
-        tensor = torch.as_tensor(given).detach()
+        # a list on the CPU, whatever the default device is
+        tensor = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
     except Exception:  # whatever it is, it is no numbers
         raise RunError(f"the counts of {path!r} are {shown(given)}; they are a tensor or a list of numbers") from None
     if tensor.is_meta:
