@@ -61,6 +61,10 @@ def _functions(code: CodeType) -> dict[str, CodeType]:
 
 
 _TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
+    "device.py": [
+        ("event.synchronize()", "pass", "pipe", NOT_FINITE),
+        ("torch.accelerator.current_stream(device).", "torch.Stream(device).", "pipe", NOT_FINITE),
+    ],
     "distributed/collective.py": [
         ("torch.accelerator.current_stream().record_event(), None", "torch.Stream().record_event(), None", "zero 0"),
         ("stream.wait_event(before)", "pass", "zero 1, two nodes"),
@@ -80,12 +84,8 @@ _TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
     ],
     "distributed/traffic.py": [("result = self._work.wait()", "result = None", "zero 0")],
     "graph/awaiting.py": [
-        ("self._settle(None if unknown else list(value.parameters()))", "pass", "zero 1"),
-        ("self._settle([value])", "pass", "zero 1"),
-    ],
-    "parameters/checkpoint/writer.py": [
-        ("event.synchronize()", "pass", "pipe, saves", OTHER),
-        ("[torch.accelerator.current_stream(device) for", "[torch.Stream(device) for", "pipe, saves", OTHER),
+        ("_wait(self._waits, self._waits if unknown else map(id, value.parameters()))", "pass", "zero 1"),
+        ("_wait(self._waits, [id(value)])", "pass", "zero 1"),
     ],
     "parameters/ownership.py": [
         ('"a parameter for the state dict").wait()', '"a parameter for the state dict")', "zero 3")
@@ -102,10 +102,6 @@ _TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
         ("wire.release()", "pass", "pipe", LIFETIME),
     ],
     "run/forward_backward.py": [("self._reducer.settle()\n        return", "pass\n        return", "zero 1")],
-    "run/step/batch_check.py": [
-        ("copied.synchronize()", "pass", "pipe", NOT_FINITE),
-        ("torch.accelerator.current_stream(tensor.device)", "torch.Stream(tensor.device)", "pipe", NOT_FINITE),
-    ],
     "run/step/step_outcome.py": [('[summed], "the losses").wait()', '[summed], "the losses")', "zero 2, spread")],
     "sharding/distributed_optimizer.py": [
         ("torch.accelerator.current_stream(moving[0]).synchronize()", "pass", "pipe, offload", OTHER),
@@ -140,7 +136,7 @@ _TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
             "zero 0, sums of two calls",
         ),
         ("bucket.settle()", "pass", "zero 1"),
-        ("settling(homes, FlatBucket.settle) if homes else None", "None", "zero 1"),
+        ("bucket.settle for bucket, one", "(lambda: None) for bucket, one", "zero 1"),
     ],
 }
 ORDERINGS = [Ordering(file, *row) for file, rows in _TABLE.items() for row in rows]
