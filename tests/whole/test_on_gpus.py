@@ -112,12 +112,12 @@ MASTERS: Mapping[str, Any] = RECORD | {"precision": fxpipe.Precision()}
 ADAPTED: Mapping[str, Any] = RECORD | {"boundaries": {"base_model.model.model.layers.*": {"every": 1}}}
 ROWS: Mapping[str, Row] = {
     "Llama by record": Row("Llama", RECORD),
-    "Llama by export": Row("Llama", {"tracer": "export"}),
-    "Llama checkpointed": Row("Llama", RECORD, checkpointed),
     "Llama in bfloat16": Row("Llama", MASTERS, plainly=trained_with_masters, tolerance=ROUNDED),
     "GPT-2 by auto": Row("GPT-2", AUTO, tolerance=TIED),
 }
 MORE: Mapping[str, Row] = {
+    "Llama by export": Row("Llama", {"tracer": "export"}),
+    "Llama checkpointed": Row("Llama", RECORD, checkpointed),
     "Llama under autocast": Row("Llama", RECORD, around=in_bfloat16, tolerance=ROUNDED),
     "Llama, pinned batches": Row("Llama", RECORD, pinned=True),
     "Llama with adapters": Row("Llama", ADAPTED, with_adapters),
