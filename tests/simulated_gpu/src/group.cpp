@@ -163,7 +163,7 @@ class Group final : public c10d::Backend {
   }
   Handle endCoalescing() override {
     coalescing = false;
-    if (batch.empty()) return last;
+    if (batch.empty()) return std::move(last);
     std::string what = "batch:";
     for (const Message& message : batch) what += (message.sends ? " to " : " from ") + std::to_string(message.peer);
     return exchange(std::move(batch), ALL, BATCH, OpType::COALESCED, what);
@@ -312,13 +312,15 @@ class Group final : public c10d::Backend {
     for (auto& tensor : out) taken += tensor.nbytes();
     double sent = std::max(given, taken) * (ranks - 1) / ranks * (type == OpType::ALLREDUCE ? 2 : 1);
     auto self = c10::intrusive_ptr<Group>::reclaim_copy(this);
-    return last = put(ALL, what, type, in, out, [self, call, sent](Tensors in, double ready) {
+    auto work = put(ALL, what, type, in, out, [self, call, sent](Tensors in, double ready) {
       auto latest = self->reduced(host_tensor({ready, sent}), c10d::ReduceOp(c10d::ReduceOp::MAX));
       auto outputs = call(std::move(in));
       double bytes = latest[1].item<double>();
       double ring = self->getSize() > 1 ? costs.ring_latency + bytes / costs.ring_bytes : 0;
       return Result{outputs, latest[0].item<double>() + ring};
     });
+    if (coalescing) last = work;  // and no longer: a work keeps its tensors
+    return work;
   }
   Handle message(Message message) {
     if (coalescing) {
