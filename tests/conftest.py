@@ -81,6 +81,7 @@ LONG = """
     run/test_recompute.py::test_four_processes
     run/test_saving.py::test_killed
     sharding/test_parallelize.py::test_an_unmodified_llama
+    simulated_gpu/test_scripts.py::test_a_script_may_end
     trace/test_every_tracer.py::test_over_replicas
     trace/test_hidden_values.py::test_each_is
     trace/test_symbolic.py::test_torch_compile_works

@@ -438,12 +438,14 @@ class FullyShardedGradients(Gradients):
     def _put_in(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Puts parameters into the modules of this call's stages."""
         for name, parameter in parameters.items():
-            for module, leaf in self._call.homes.get(name, ()) if self._call.now.get(name) is not parameter else ():
+            if self._call.now.get(name) is parameter:
+                continue
+            self._call.now[name] = parameter
+            for module, leaf in self._call.homes.get(name, ()):
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[leaf] = parameter
                 else:  # such as nn.LSTM's, which keeps a list of its own
                     setattr(module, leaf, parameter)
-            self._call.now[name] = parameter
 
     def _let_go(self, unit: FsdpUnit) -> None:
         del self._call.last[unit]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +24,7 @@ from tests.gpus import Gpus
 from tests.harness import Run, assert_same, compiled, cut, replica_of
 from tests.models import Inputs
 from tests.scripts import Scripts
+from tests.whole.test_readme import blocks
 
 pytest.importorskip("transformers")
 
@@ -196,8 +196,7 @@ def losses(scripts: Scripts, folder: Path, ranks: int, *program: str) -> list[st
 
 
 def test_programs_of_the_readme_run(gpu_scripts: Scripts, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "readme.py").write_text("\n".join(blocks))
+    (tmp_path / "readme.py").write_text("\n".join(blocks(ROOT / "README.md", "python")))
     assert "on 3 ranks, 4 micro-batches" in run(gpu_scripts, tmp_path, 3, "readme.py")
 
 

@@ -187,7 +187,10 @@ class _BoundAction:
         arrived = [take() for take in self.takes]
         executor.stopwatch.mark()
         try:
-            awaiting(waits, self.run, arrived) if waits else self.run(arrived)
+            if waits:
+                awaiting(waits, self.run, arrived)
+            else:
+                self.run(arrived)
         except BaseException as error:
             executor.report(error, action, self.inputs_among(arrived))
             raise
