@@ -27,6 +27,12 @@ NOT_ON_GPUS = {
     "the memory of the host is measured": """
         parameters/test_materialise.py::test_a_rank_needs_little_more_memory_than_what_it_holds
         """,
+    "on a GPU it is refused, one call late: test_host_waits.py": """
+        run/test_recompute.py::test_a_stage_that_does_more_than_compute_does_it_once[begins to write a buffer unseen
+        """,
+    "transformers' Trainer, beside which it runs, puts a plain model on all GPUs by DataParallel": """
+        whole/test_loops.py::test_the_trainer_logs_what_a_plain_one_does
+        """,
 }
 
 NOT_ON_SIMULATED_GPUS = {
@@ -51,6 +57,9 @@ NOT_ON_SIMULATED_GPUS = {
         """,
     "the user's line of a collective is that of what simulates it": """
         whole/test_gathered.py::test_a_collective_that_waits_for_other_stages_is_refused_at_capture
+        """,
+    "it has no CTC loss": """
+        whole/test_hf_batches.py::test_a_model_that_looks_at_values_trains_without_a_rule
         """,
     "there is no Triton, which Inductor needs": """
         plan/test_joint_graph.py::test_inductor_compiles_the_three_parts

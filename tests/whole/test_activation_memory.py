@@ -135,7 +135,7 @@ def test_so_it_is_where_greedy_puts_each_w_where_memory_allows() -> None:
 def test_so_it_is_where_only_a_limit_was_given_and_the_bytes_are_told_from_shapes() -> None:
     """The batch itself, which is no activation, counts there."""
     counted_ones = costs_of_one("zb_h1", kind=Chain, alike=True)
-    memory = 4 * max(counted_ones.activation_bytes or ())
+    memory = 5 * max(counted_ones.activation_bytes or ())
     options = {
         "schedule": with_costs("greedy", memory=memory),
         "microbatches": MICROBATCHES,

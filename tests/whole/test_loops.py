@@ -83,9 +83,10 @@ SHORT = """
 import os, signal, sys, torch, fxpipe
 
 folder = sys.argv[1]
+device = fxpipe.init()
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1), torch.nn.Flatten(0))
-fxpipe.init()
+layers = torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1), torch.nn.Flatten(0)
+model = torch.nn.Sequential(*layers).to(device)
 forward_backward = fxpipe.compile(
     model,
     fxpipe.Topology([("pipe", 2)]),
@@ -98,7 +99,7 @@ losses = fxpipe.load(folder, forward_backward, optimizer, required=False).get("l
 dies = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and os.environ["RANK"] == "1"
 while len(losses) < 6:
     optimizer.zero_grad()
-    x = torch.ones(4, 4) * len(losses)
+    x = torch.ones(4, 4, device=device) * len(losses)
     losses.append(forward_backward(x, target=x.sum(dim=1)).item())
     optimizer.step()
     if len(losses) == 4 and dies:

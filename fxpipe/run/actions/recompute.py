@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from fxpipe.device import to_host
 from fxpipe.errors import RunError
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_calls import Saved
@@ -20,7 +21,7 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.torch_compat import BATCH_STATISTICS, pytree, tensors_in, version_of
 from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
-from fxpipe.trace.state.snapshot import Numbers, Snapshot, State
+from fxpipe.trace.state.snapshot import Snapshot, State
 
 Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
 """A stage's forward: inputs → (outputs, what it leaves for its backward)."""
@@ -57,7 +58,7 @@ class Kept:
         if self._effects.is_known:
             self._effects.check(self._others, self._stage.name)
         else:
-            self._effects.learn(self._start)
+            self._effects.learn(self._start, self._stage.name)
         self._made = [leaf.clone() for leaf in _plain(outputs)] if self._proves else []
         return without_graph(outputs)  # type: ignore[no-any-return]
 
@@ -144,7 +145,8 @@ class SideEffects:
     """What the forward of a stage changes of what its modules hold, found out in the first one of each step.
 
     Tensors that it writes, attributes, containers and generators of random numbers. A later forward that writes a
-    tensor which the first one did not is an error: its numbers were not kept.
+    tensor which the first one did not is an error: its numbers were not kept. So is, on a GPU, a tensor that is written
+    by ``.data`` in a later step and was not in the first: that is seen when the step after it begins.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -152,10 +154,17 @@ class SideEffects:
         self._written, self._is_new = dict[int, Tensor](), True
         self.needs_graph = False  # whether forward differentiates
         self._last: Snapshot | None = None
+        self._unseen: tuple[str, Callable[[], list[Tensor]]] | None = None
         self.begin()
 
     def begin(self) -> None:
         """A step begins: in between the user may have put other tensors in place, or set what forward goes by."""
+        (stage, arriving), self._unseen = self._unseen or ("", list), None
+        if any(map(bool, arriving())):
+            raise RunError(
+                f"stage {stage!r} has written a tensor that its module holds by .data in the step before this one, and "
+                "did not in its first step, so that its recomputation took other numbers; leave it out of recompute="
+            )
         self.is_known = False
         held = (tensor for tensor in self._snapshot().tensors() if not isinstance(tensor, nn.Parameter))
         # all of them until the step's first forward has shown which it writes
@@ -173,7 +182,7 @@ class SideEffects:
         """What forward changes beside parameters, as it is now; random numbers, too."""
         return State([self._snapshot()], self._writes, [device])
 
-    def learn(self, before: State) -> None:
+    def learn(self, before: State, stage: str) -> None:
         """The first forward is over, which began at ``before``."""
         statistics = {
             id(buffer)
@@ -182,14 +191,20 @@ class SideEffects:
             for buffer in part.buffers(recurse=False)
         }
         known = statistics | set(self._written)
-        before.numbers = [one for one in before.numbers if id(one.tensor) in known or self._shows(one)]
+        now, before.numbers = before.numbers, []
+        unseen = list[Tensor]()
+        for one in now:
+            if id(one.tensor) in known or one.was_bumped:
+                before.numbers.append(one)
+            # On a GPU comparing numbers waits for them: only the first step does so.
+            elif self._is_new or one.tensor.is_cpu:
+                before.numbers += [one] if one.was_written else []
+            else:
+                unseen.append(one.differs())
+        self._unseen = (stage, to_host([torch.stack(unseen).any()])) if unseen else None
         self._written = {id(one.tensor): one.tensor for one in before.numbers}
         self._others = [tensor for tensor in self._writes if id(tensor) not in self._written]
         self._writes, self.is_known, self._is_new = list(self._written.values()), True, False
-
-    def _shows(self, one: Numbers) -> bool:
-        """Whether a tensor was written. On a GPU comparing numbers waits for them: only the first step does so."""
-        return one.was_bumped or ((self._is_new or one.tensor.is_cpu) and one.was_written)
 
     def versions(self) -> list[int]:
         """Of the tensors that the step's first forward did not write."""

@@ -203,6 +203,11 @@ class Numbers(NamedTuple):
     def was_written(self) -> bool:
         return self.was_bumped or not torch.equal(self.tensor, self.copy)
 
+    def differs(self) -> Tensor:
+        """Whether any bit differs: True or False on the tensor's device, for which the host does not wait."""
+        bits, others = (one.detach().contiguous().view(-1).view(torch.uint8) for one in (self.tensor, self.copy))
+        return (bits != others).any()
+
 
 def storage_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory; 0 for a tensor that has none of its own, such as a sparse one."""

@@ -304,6 +304,8 @@ TORCH_LIBRARY_IMPL(aten, SparseCUDA, library) {
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_local_scalar_dense", TORCH_FN(local_scalar));
   library.impl("native_dropout", TORCH_FN(native_dropout));
+  // torch's own picks a kernel of CUDA by itself, which is not there
+  library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run_kernel>());
 }
 
 void choose_attention() { at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_by_parts); }
