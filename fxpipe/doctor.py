@@ -29,7 +29,7 @@ from fxpipe.distributed.torch_transport import facts_of
 from fxpipe.distributed.traffic import DATA_AXIS
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, describe_error
-from fxpipe.hardware import Hardware, measure
+from fxpipe.hardware import DEVICE, Hardware, measure, name_of_this_device
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.schedules.comparison import compare
 from fxpipe.small_file import write_whole
@@ -73,7 +73,8 @@ class Doctor:
         hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])
         print(hardware if links else f"links need several processes, as torchrun starts them\n{hardware}")
         if path is not None:
-            figures = {name: value for name, value in vars(hardware).items() if value is not None}
+            known = {name: value for name, value in vars(hardware).items() if value is not None}
+            figures = {DEVICE: name_of_this_device(), **known}
             found = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
             write_whole(path, json.dumps(found, indent=1) + "\n")
         if failed := [name for name, part in parts.items() if any(part["errors"])]:

@@ -105,13 +105,11 @@ class Hardware:
             OSError: it cannot be read or written.
         """
         _check_names(figures, "Hardware.measured(...)")
-        file, here = Path(path), f"{platform.machine()} with {torch.get_num_threads()} threads"
-        if is_accelerator(device := current()):
-            here = torch.get_device_module(device).get_device_name(device)
+        file, here = Path(path), name_of_this_device()
         if not file.exists():
-            write_whole(file, json.dumps({_DEVICE: here, **measure()}, indent=1) + "\n")
+            write_whole(file, json.dumps({DEVICE: here, **measure()}, indent=1) + "\n")
         found = _figures_in(file)
-        there = found.pop(_DEVICE, here)
+        there = found.pop(DEVICE, here)
         if there != here:
             raise RunError(
                 f"{os.fspath(path)} was measured on {shown(there)}, and this is {here}; name another file, or write "
@@ -128,7 +126,7 @@ class Hardware:
             OSError: it cannot be read.
         """
         found = _figures_in(path)
-        found.pop(_DEVICE, None)
+        found.pop(DEVICE, None)
         return Hardware(**found)
 
     @staticmethod
@@ -205,7 +203,7 @@ MI300X's platform 8 × 400.
 
 # --- files ---
 
-_DEVICE = "device"
+DEVICE = "device"
 """The key of what was measured, in words."""
 
 
@@ -218,7 +216,7 @@ def _figures_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     found = found.get("hardware", found) if isinstance(found, dict) else found  # in the doctor's file
     if not isinstance(found, dict):
         raise RunError(f"{os.fspath(path)} holds {shown(found)}; it is a dict figure -> number")
-    _check_names(found.keys() - {_DEVICE}, os.fspath(path))
+    _check_names(found.keys() - {DEVICE}, os.fspath(path))
     return found
 
 
@@ -229,6 +227,14 @@ def _check_names(names: Iterable[str], what: str) -> None:
 
 
 # --- measuring ---
+
+
+def name_of_this_device() -> str:
+    """What tells a file's device from others: a GPU's name, or the processor with its threads."""
+    if is_accelerator(device := current()):
+        return str(torch.get_device_module(device).get_device_name(device))
+    return f"{platform.machine()} with {torch.get_num_threads()} threads"
+
 
 ON_A_GPU, ON_A_CPU = (8192, 2**28), (512, 2**24)
 """The width of the matrices, and the numbers copied."""

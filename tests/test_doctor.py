@@ -80,7 +80,12 @@ def check_hardware(printed: str, path: Path) -> Hardware:
     line = printed.splitlines()[-1]
     hardware = eval(line, {"Hardware": Hardware})
     assert isinstance(hardware, Hardware)
-    assert hardware == Hardware.read(path) == Hardware(**json.loads(path.read_text())["hardware"])
+    assert hardware == Hardware.read(path)
+    found = json.loads(path.read_text())
+    found["hardware"]["device"] = "another"
+    path.with_stem("other").write_text(json.dumps(found))
+    with pytest.raises(fxpipe.RunError, match="was measured on 'another'"):
+        Hardware.measured(path.with_stem("other"))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     preview = fxpipe.preview(
         model,
