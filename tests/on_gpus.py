@@ -20,6 +20,7 @@ NOT_ON_GPUS = {
         """,
     "chooses its devices itself": """
         simulated_gpu/
+        whole/test_benchmarks.py
         """,
     "on a GPU no receive is posted early": """
         run/test_wire_exchange.py::test_a_receive_takes_small_ones_behind_it_along[3
