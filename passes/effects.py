@@ -35,7 +35,9 @@ _IN_PLACE_METHODS = frozenset(f"__{name}__" for name in IN_PLACE_NAMES)
 _ITEM_WRITES: frozenset[Any] = frozenset({operator.setitem, setitem})
 _NUMBER_METHODS = frozenset("size dim numel nelement ndimension stride element_size is_contiguous get_device".split())
 _NUMBER_ATTRIBUTES = frozenset("shape ndim dtype device layout is_cuda itemsize nbytes requires_grad".split())
-_SIZES = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default})
+SIZE = torch.ops.aten.sym_size.int
+"""Asks a tensor for a dimension's size, which is symbolic in the capture."""
+_SIZES = frozenset({SIZE, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default})
 _CONVERSIONS = frozenset(
     "float double half bfloat16 int long short bool byte char cpu cuda type requires_grad_".split()
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
@@ -30,11 +29,9 @@ from fxpipe.graph.program import (
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, own_tensors
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written, shared_memory
-from fxpipe.passes.effects import aliased, is_number, is_random
+from fxpipe.passes.counting import counting
+from fxpipe.passes.effects import SIZE, aliased, is_number, is_random
 from fxpipe.passes.gather import crossed, entering, readers_of, way
-
-SIZE = torch.ops.aten.sym_size.int
-"""Asks a tensor for a dimension's size, which is symbolic in the capture."""
 
 
 def split(program: Program) -> StageGraph:
@@ -70,7 +67,9 @@ def split(program: Program) -> StageGraph:
     lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     written = names_of_written(program)
-    graph = StageGraph(tuple(stages), program.inputs, program.module, origin=origin, written=written)
+    last = stages[whole.output_stage]
+    counts = counting(program, [name for name in last.inputs if isinstance(name, str)] if not last.gathered else ())
+    graph = StageGraph(tuple(stages), program.inputs, program.module, origin=origin, written=written, counting=counts)
     return graph.with_backward()
 
 

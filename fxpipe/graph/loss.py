@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -18,13 +18,31 @@ class Sum(NamedTuple):
     """A loss given as a sum and the number of items that it is over.
 
     Loss and gradients of a step are then Σ total / Σ count over all micro-batches and the data axis: exactly those of
-    the whole batch, whatever was masked where.
+    the whole batch, whatever was masked where. Where the inputs alone decide the count (labels, masks, sizes), the
+    backward begins with 1 / Σ count; else gradients are divided behind it, and parameters may have no hooks.
     """
 
     total: Tensor
     """0-dimensional."""
     count: Any
     """A number, or a 0-dimensional tensor."""
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Counts what a ``Sum`` is over, by inputs alone. ``names``: of the inputs; ``function``: None where they do not
+    decide it."""
+
+    names: tuple[str, ...]
+    function: Callable[..., Any] | None
+
+    @torch.no_grad()
+    def of(self, batch: Mapping[str, Any], beside: Tensor) -> Tensor:
+        """The items of a micro-batch, as a number like ``beside``; the host does not wait for it."""
+        assert self.function is not None
+        count = self.function(*(batch[name] for name in self.names))
+        _check_count(count)
+        return _number(count, beside, beside.dtype)
 
 
 class MicrobatchLoss(NamedTuple):
@@ -101,9 +119,12 @@ def _number(value: Any, beside: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full_like(beside, float(value), dtype=dtype)  # torch.tensor would copy it, and wait
 
 
-def root_weight(part: MicrobatchLoss, share: float) -> float:
-    """The gradient that a micro-batch's loss is given, whose share of the step's weight is ``share``."""
-    return share if part.count is None else 1.0
+def root_weight(part: MicrobatchLoss, share: float, per_item: Tensor | None) -> float | Tensor:
+    """The gradient that a micro-batch's loss is given, whose share of the step's weight is ``share``. ``per_item``: of
+    a ``Sum``, 1 / the items of the step, where they were counted ahead."""
+    if part.count is None:
+        return share
+    return 1.0 if per_item is None else per_item
 
 
 class LossKind(NamedTuple):

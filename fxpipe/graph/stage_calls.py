@@ -32,7 +32,7 @@ class Saved:
     seed: Tensor | None = None
     """The gradient of a scalar loss, once it is known."""
 
-    def take_root(self, output: Tensor, weight: float = 1.0) -> None:
+    def take_root(self, output: Tensor, weight: float | Tensor = 1.0) -> None:
         """Lets backward begin at ``output``, a scalar, times ``weight``; it is the last output, or was found in it.
 
         The seed is its own: the gradient of a parameter may share memory with it.
@@ -40,7 +40,8 @@ class Saved:
         # a container's leaves were roots; of them the loss alone is one
         if isinstance(self.roots[-1], list):
             self.roots[-1] = edges(output)
-        self.seed = torch.full((), weight, dtype=output.dtype, device=output.device)
+        self.seed = torch.empty((), dtype=output.dtype, device=output.device)
+        self.seed.fill_(weight)
 
 
 _Edge = GradientEdge | None

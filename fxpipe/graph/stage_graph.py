@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.awaiting import reading
 from fxpipe.graph.boundary import Gathered, Mode, running
+from fxpipe.graph.loss import Counting
 from fxpipe.graph.modes import modes_restored
 from fxpipe.graph.opaque_call import unwritten
 from fxpipe.graph.plain_data import admitted
@@ -158,6 +159,8 @@ class StageGraph(Tabular):
     """Whether the batch's labels are counted, for a reader."""
     written: frozenset[str] = frozenset()
     """The parameters and buffers that a capture saw forward write, in training or evaluation."""
+    counting: Counting | None = None
+    """How the items of the loss are counted, where it is known to be a ``Sum``."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

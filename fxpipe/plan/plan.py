@@ -55,6 +55,11 @@ class Plan:
         return tuple(sorted(self.graph.ranks(self.graph.output_stage)))
 
     @cached_property
+    def counts(self) -> bool:
+        """Whether the loss is known to be a ``Sum`` whose items the inputs alone decide."""
+        return all(graph.counting is not None and graph.counting.function is not None for graph in self.graphs)
+
+    @cached_property
     def fixes_loss(self) -> bool:
         """Whether what makes the loss was captured for some shapes, and so is always of one type with the same metrics.
 

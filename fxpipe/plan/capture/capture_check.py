@@ -141,6 +141,8 @@ def check(
     if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps what its capture has made
         raise TraceError(LEFT_BEHIND)
     trial.compare(got, wanted)
+    if graph.counting is not None and graph.counting.function is None:
+        trial.check_proportional(got)
     return "checked against the model on 2 micro-batches"
 
 
@@ -205,6 +207,7 @@ class _Trial:
         # Every run begins from this state, and draws the same numbers: what then differs is the capture.
         self._state = State.of(request.roots, self._devices)
         self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
+        self._seed = 1.0  # what the loss of the stages is given as its gradient
 
     def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:
         """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
@@ -252,7 +255,7 @@ class _Trial:
 
     def _backward(self, saved: Sequence[Saved], loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradient of each of these parameters, summed over the stages."""
-        saved[self.graph.output_stage].take_root(loss)
+        saved[self.graph.output_stage].take_root(loss, self._seed)
         found: list[Tensor | None] = [None] * len(parameters)
         returned: dict[Edge, Any] = {}
         for stage, kept in reversed(list(zip(self.graph, saved, strict=True))):
@@ -263,6 +266,20 @@ class _Trial:
                     returned[entry] = added(returned[entry], gradient) if entry in returned else gradient
             found = list(map(added, found, gradients))
         return found
+
+    def check_proportional(self, got: Seen) -> None:
+        """TraceError where the gradients of the stages, which are ``got``, are not proportional to that of the loss:
+        those of a ``Sum`` whose count is known late are divided by it behind the backward."""
+        self._seed = 2.0**-10  # a power of 2 rounds nothing
+        seen = self.run(self.stages)
+        scaled = {fact: g if fact.kind != GRADIENT or g is None else g / self._seed for fact, g in seen.items()}
+        if suspects := [fact for fact, right in got.items() if not is_close(scaled[fact], right)]:
+            raise TraceError(
+                f"{suspects[0]} is not proportional to the gradient of the loss, as the backward of an "
+                "autograd.Function may make it that adds one of its own. The inputs do not decide the count of this "
+                "fxpipe.Sum, so that gradients are divided by it behind the backward: compute the count from the "
+                "inputs (labels, masks), or return the mean"
+            )
 
     def _seen(
         self, result: Any, place: int, gradients: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]]

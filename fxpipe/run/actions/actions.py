@@ -313,7 +313,7 @@ class ForwardAction(_BoundAction):
         if added is not None and executor.step.extremes is not None:
             executor.step.extremes.add_loss(self.action.stage, microbatch, added)
         if saved is not None:
-            saved.take_root(part.value, root_weight(part, share))
+            saved.take_root(part.value, root_weight(part, share, executor.step.per_item))
 
 
 class Recomputation(_BoundAction):
@@ -333,7 +333,8 @@ class Recomputation(_BoundAction):
         outputs, saved = kept.second(self._run)
         if self.stage.returns_result and saved is not None:
             part = read_loss(outputs[-1])
-            saved.take_root(part.value, root_weight(part, self.executor.step.shares[self.action.microbatch]))
+            step = self.executor.step
+            saved.take_root(part.value, root_weight(part, step.shares[self.action.microbatch], step.per_item))
         self.held.saved = saved
 
     def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:

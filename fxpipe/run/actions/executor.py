@@ -41,14 +41,16 @@ class StepInput:
     """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
     micro-batch's part of the step's weight, or that of its group, where the loss is of a group.
     ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
-    ``number``: its own, from 0. ``extremes``: records whether the stages' outputs are finite. ``proves``: whether
-    the step compares a recomputation with its forward, and measures how large values are."""
+    ``number``: its own, from 0. ``per_item``: 1 / the items of the step that a ``Sum`` is over, on the ranks that make
+    the loss, where inputs alone decide them. ``extremes``: records whether the stages' outputs are finite.
+    ``proves``: whether the step compares a recomputation with its forward, and measures how large values are."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
     groups: GroupInputs
     seed: Callable[[int, int], int]
     number: int
+    per_item: torch.Tensor | None
     extremes: Extremes | None
     proves: bool
 

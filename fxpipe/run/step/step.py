@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
@@ -54,6 +55,7 @@ from fxpipe.run.step.step_outcome import (
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
+from fxpipe.torch_compat import has_hooks, version_of
 
 MOST_BOUND = 32
 """So many sets of a plan's micro-batches that have weight calls are kept bound for."""
@@ -163,7 +165,9 @@ class Steps:
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
             loss_kind, is_new = known.losses.get(form), agreed.kind not in self._trained
             # Until a step has shown that the loss is a mean, gradients may still be multiplied by 1 / count.
-            self._gradients.begin(plan.graphs, self._row(plan), self.sync, self._is_sum is not False)
+            scales = self._is_sum is not False and not plan.counts
+            hooked = self._hooked(plan, scales)
+            self._gradients.begin(plan.graphs, self._row(plan), self.sync, scales)
             bound = self._bound(known, agreed, shares)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
             self._effects.begin()
@@ -179,6 +183,7 @@ class Steps:
             known.losses[form] = outcome.kind
             passed("loss")
             self._gradients.end(outcome.factor)
+            self._check_unwritten(hooked)
             passed("reduction")
             self._unsummed = not self.sync
             bytes_of = None
@@ -298,14 +303,55 @@ class Steps:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
         return StepInput(
-            self._items.add(agreed.plan.graph, batches, shares),
+            given := self._items.add(agreed.plan.graph, batches, shares),
             shares,
             GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
+            self._per_item(agreed.plan, given, shares) if training else None,
             self.watch.begin() if training else None,
             proves,
         )
+
+    def _per_item(self, plan: Plan, batches: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> Tensor | None:
+        """1 / the items of all replicas' micro-batches, on the ranks that make the loss, where it is a ``Sum`` whose
+        items the inputs decide. A collective call of their data axes."""
+        if self._is_sum is False or self.transport.pipe_rank not in (None, *plan.output_ranks):
+            return None
+        items = torch.zeros((), dtype=torch.float64, device=self.state.device)
+        if plan.counts:
+            for graph, batch, share in zip(plan.graphs, batches, shares, strict=True):
+                assert graph.counting is not None
+                if share:
+                    items += graph.counting.of(batch, items)
+        # Until a step has shown what the loss is, replicas whose loss is a mean take part: theirs may be another's Sum.
+        self.transport.all_reduce("data", items)
+        return 1 / torch.where(items == 0, 1.0, items) if plan.counts else None
+
+    def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
+        """This rank's parameters that have hooks of the user's, and how often they have been written. RunError where
+        hooks would be given gradients that are divided later."""
+        held = self.state.module.named_parameters()
+        found = [(name, one, version_of(one)) for name, one in held if has_hooks(one)]
+        if found and scales and (self._is_sum or plan.graph.counting is not None):
+            raise RunError(
+                f"parameter {found[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
+                "this fxpipe.Sum is not decided by the inputs, and is known when the backward is over. Compute the "
+                "count from the inputs (labels, masks) or return the mean; or remove the hook, and do what it does "
+                "behind forward_backward(...)"
+            )
+        return found
+
+    def _check_unwritten(self, hooked: Sequence[tuple[str, nn.Parameter, int]]) -> None:
+        """RunError where a hook has written a parameter that other replicas have, too."""
+        if self.transport.data_size == 1:
+            return
+        for name, parameter, version in hooked:
+            if version_of(parameter) != version:
+                raise RunError(
+                    f"a hook has written parameter {name!r} in the backward, by this replica's gradient alone: the "
+                    "replicas drift apart; step behind forward_backward(...), which sums the gradients of all of them"
+                )
 
     def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> list[StepResult]:
         """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
@@ -329,11 +375,11 @@ class Steps:
         mine = [one.loss for one in made if one.rank in ranks]
         at_output = StepLoss.of_ranks(mine) if mine else None
         with label("loss"):
-            outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, known)
+            outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, known, plan.counts)
         is_sum = outcome.kind.is_sum
         if self._is_sum not in (None, is_sum):
             raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
-        if is_sum and precision is not None and precision.reduce == torch.float16:
+        if is_sum and not plan.counts and precision is not None and precision.reduce == torch.float16:
             raise RunError(
                 "gradients of a fxpipe.Sum are summed before they are divided by its count, for which float16 has no "
                 "room; write Precision(reduce=torch.bfloat16) or float32"

@@ -92,12 +92,14 @@ def conclude(
     microbatches: int,
     message: LossMessage,
     known: LossKind | None,
+    counted: bool,
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
 
     ``step``: the losses, on the ranks that have some; the first of these puts them together. The parts of a mean have
     been weighted by their share of the whole step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are
-    its gradients. ``known``: the form of this loss, from an earlier step; with it nothing but numbers travels.
+    its gradients: where the items were ``counted`` ahead, they are so already. ``known``: the form of this loss, from
+    an earlier step; with it nothing but numbers travels.
     """
     if known is None:
         mine = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
@@ -123,10 +125,11 @@ def conclude(
         transport.start([summed], "the losses").wait()  # behind the gradients that these ranks sum
         step = StepLoss.of_rows(kind, rows) if transport.pipe_rank == output_rank else None
     if step is not None:
-        if transport.data_size > 1 and (others := differing(transport, (is_sum, names))):
+        if transport.data_size > 1 and (others := differing(transport, (is_sum, names, counted))):
             raise RunError(
-                "the replicas' losses come with different metrics, or as a fxpipe.Sum on one and as a mean on another: "
-                f"(is a Sum, metrics) are {shown(others)}; return the same on all"
+                "the replicas' losses come with different metrics, or as a fxpipe.Sum on one and as a mean on another, "
+                f"or with a count that inputs decide on one alone: (is a Sum, metrics, count) are {shown(others)}; "
+                "return the same on all"
             )
         numbers = sums = step.numbers(names, numbers.device)  # loss or total, count, metrics ...
         transport.all_reduce("data", sums)
@@ -135,7 +138,7 @@ def conclude(
             numbers = torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]])
     loss, factor, *metrics = message.exchange(numbers, output_rank)
     named = {name: metric.to(metric_dtype(dtype)) for name, metric in zip(names, metrics, strict=True)}
-    return StepOutcome(loss.to(dtype), factor if is_sum else None, named, kind)
+    return StepOutcome(loss.to(dtype), factor if is_sum and not counted else None, named, kind)
 
 
 # --- The loss as it is handed to the user, who by habit would call backward on it ---

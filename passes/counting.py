@@ -1,0 +1,56 @@
+"""Counting: the part of a program that says how many items its loss, a ``Sum``, is over.
+
+A step runs it for all micro-batches ahead of the first backward, which then begins with the gradient of the whole
+step's mean, as plain PyTorch's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import fx
+from torch.fx import Node
+
+from fxpipe.graph.loss import Counting, Sum
+from fxpipe.graph.program import Program, SizeOf, graph_module, made_by
+from fxpipe.passes.effects import SIZE, is_random, written
+from fxpipe.torch_compat import pytree
+
+
+def counting(program: Program, given: Collection[str]) -> Counting | None:
+    """How the items are counted by inputs that are ``given``; None where the loss is no ``Sum``. A ``Counting`` without
+    a function where that takes more: what a stage makes, a tensor of the model, random numbers, the user's Python."""
+    result = program.graph.output_node().args[0]
+    if program.result is not None:
+        result = pytree.tree_unflatten(list(result), program.result)  # type: ignore[arg-type]
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, Node) and loss.target is Sum:  # as the symbolic tracer has it
+        loss = Sum(*loss.args, **loss.kwargs)  # type: ignore[arg-type]
+    if not isinstance(loss, Sum):
+        return None
+    graph, built, names = fx.Graph(), dict[Node, Node](), list[str]()
+    shared = frozenset[str]().union(*program.written)
+    waiting = [loss.count] if isinstance(loss.count, Node) else []
+    needed = set[Node]()
+    while waiting:
+        node = made_by(waiting.pop())
+        if node in needed:
+            continue
+        needed.add(node)
+        size = SizeOf.asked(node) if node.target is SIZE else None
+        name = str(node.target) if node.op == "placeholder" else size
+        if name in given:
+            names.append(str(name))
+            built[node] = graph.placeholder(node.name)
+            continue
+        computes = node.op in ("call_function", "call_method") and not is_random(program, node)
+        constant = node.op == "get_attr" and node.target in program.constants
+        if node.name in shared or not (constant or (computes and not written(program, node))):
+            return Counting((), None)
+        waiting.extend(node.all_input_nodes)
+    for node in program.nodes:
+        if node in needed and node not in built:
+            built[node] = graph.node_copy(node, lambda operand: built[made_by(operand)])
+    graph.output(built[made_by(loss.count)] if isinstance(loss.count, Node) else loss.count)
+    root = {str(node.target): program.attribute(node) for node in graph.nodes if node.op == "get_attr"}
+    return Counting(tuple(names), graph_module(root, graph, "Counting"))
