@@ -90,6 +90,16 @@ DUAL_NUMBERS = (aten._make_dual.default, aten._unpack_dual.default)
 FOREACH_NORM: Any = torch._foreach_norm
 """The norm of each tensor of a list, which ``torch.nn.utils.get_total_norm`` asks for."""
 
+
+def given_to_total_norm(caller: types.FrameType | None) -> int:
+    """How many tensors ``torch.nn.utils.get_total_norm`` was given, where it is the caller; else 0."""
+    if caller is not None and caller.f_code.co_name == "<listcomp>":  # a frame of its own before Python 3.12
+        caller = caller.f_back
+    if caller is None or caller.f_code is not inspect.unwrap(torch.nn.utils.get_total_norm).__code__:
+        return 0
+    return len(caller.f_locals["tensors"])
+
+
 plain_results: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
 

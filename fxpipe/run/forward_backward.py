@@ -30,8 +30,10 @@ from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Cost
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
-from fxpipe.sharding.clip import clip_grad_norm_
+from fxpipe.sharding.clip import clip_grad_norm_, grad_norms
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
+from fxpipe.sharding.gradients import Piece
+from fxpipe.sharding.parameter_groups import first_names, names_of
 from fxpipe.validation import Expected, check, is_flag, is_number, is_whole, list_of, shown
 
 
@@ -157,18 +159,49 @@ class ForwardBackward:
         """Those that are still in use."""
         return [optimizer for made in self._made if (optimizer := made()) is not None]
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, parameters: Any = None
+    ) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most ``max_norm``; returns that norm.
 
-        As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. A collective call
-        of all ranks.
+        As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. ``parameters``: a
+        part of the model, by names, patterns or predicates as ``optimizer`` takes them, or each rank's own of them. A
+        collective call of all ranks.
         """
         with self._collective("clip_grad_norm_"):
-            norm = clip_grad_norm_(
-                self._reducer.pieces(), self._transport, self._reducer.shards, max_norm, norm_type, error_if_nonfinite
-            )
+            pieces = [piece for pieces in self._part(parameters, "parameters=").values() for piece in pieces]
+            sharded = self._reducer.shards
+            norm = clip_grad_norm_(pieces, self._transport, sharded, max_norm, norm_type, error_if_nonfinite)
             self._clipped = float(max_norm), float(norm_type)
             return norm
+
+    def grad_norms(self, patterns: Any = None, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """The norm of each parameter's gradient, by its name in the model: 0-dimensional, float64, on the device, the
+        same bits on every rank.
+
+        For every ``zero``, and of what lies over a tensor group; 0 where there is no gradient. A tied parameter is
+        there once. A collective call of all ranks.
+
+        Args:
+            patterns: of which parameters, by names, patterns ("*.bias") or predicates ``(name, parameter) -> bool``;
+                None: of all.
+            norm_type: the order, or inf for the largest gradient.
+
+        Raises:
+            RunError: one of ``patterns`` fits no parameter of the model, or is a parameter, which one rank has.
+        """
+        with self._collective("grad_norms"):
+            part = self._part(patterns, "patterns=", tensors=False)
+            return grad_norms(part, self._transport, self._reducer.shards, norm_type)
+
+    def _part(self, asked: Any, asker: str, tensors: bool = True) -> dict[str, list[Piece]]:
+        """The names of some parameters, or of all, and this rank's pieces of each."""
+        whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
+        part: dict[str, list[Piece]] = {name: [] for name in names_of(asked, whole, asker, tensors)}
+        first = first_names(whole)
+        for piece in self._reducer.pieces():
+            part.get(first[piece.name], []).append(piece)
+        return part
 
     def seed(self, stage: int | str, microbatch: int, step: int, replica: int = 0) -> int:
         """The seed under which a stage's forward of a micro-batch draws, in the step with that number from 0."""

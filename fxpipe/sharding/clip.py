@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,7 @@ def clip_grad_norm_(
     if isinstance(max_norm, Iterator) or not _number(max_norm) >= 0:
         hint = "; whose gradients these are, it knows" * isinstance(max_norm, (Iterator, list))
         raise RunError(f"max_norm is {shown(max_norm)}; it is the largest norm that stays, a number from 0{hint}")
-    if not _number(norm_type, "inf") > 0:
-        raise RunError(f"norm_type is {shown(norm_type)}; write a positive number, or inf for the largest gradient")
+    _check_order(norm_type)
     if not is_flag(error_if_nonfinite):
         raise RunError(f"error_if_nonfinite is {shown(error_if_nonfinite)}; it is True or False")
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -68,6 +67,32 @@ def clip_grad_norm_(
     return norm
 
 
+def grad_norms(
+    part: Mapping[str, Sequence[Piece]], transport: Transport, sharded: bool, norm_type: float
+) -> dict[str, Tensor]:
+    """The norm of the gradient of each of these parameters, as ``clip_grad_norm_`` counts them; 0 where there is none.
+    ``part``: the names of some parameters, the same on all ranks, and this rank's pieces of each.
+
+    0-dimensional, float64, the same bits on every rank. A collective call of all ranks. RunError:
+    ``norm_type`` is no number above 0.
+    """
+    _check_order(norm_type)
+    order = float(norm_type)
+    total = torch.zeros(len(part), dtype=torch.float64, device=transport.device)
+    for place, pieces in enumerate(part.values()):
+        gradients = [gradient for one in pieces if one.counts and (gradient := one.current_gradient()) is not None]
+        if gradients:
+            total[place] = _norm(gradients, order, transport.device)
+    for scope in ("shard", "pipe") if sharded else ("pipe",):
+        total = _over(scope, transport, total, order)
+    return dict(zip(part, total.unbind(), strict=True))
+
+
+def _check_order(norm_type: float) -> None:
+    if not _number(norm_type, "inf") > 0:
+        raise RunError(f"norm_type is {shown(norm_type)}; write a positive number, or inf for the largest gradient")
+
+
 def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """This rank's norm, in float64, where powers and their sums lose nothing that float32 has."""
     parts = [torch.nn.utils.get_total_norm(group, order) for group in _alike(g for g in gradients if g.numel())]
@@ -88,16 +113,16 @@ def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tensor:
-    """The norm over a group of ranks, each with its part."""
+    """Norms over a group of ranks, each with its part."""
     ranks = transport.ranks(scope)
     if len(ranks) == 1:
         return norm
     if math.isinf(order):
         # Each rank's in a place of its own: a maximum of gloo or NCCL may lose a nan, and a gather is waited for.
-        norms = norm.new_zeros(len(ranks))
+        norms = norm.new_zeros(len(ranks), *norm.shape)
         norms[ranks.index(transport.rank)] = norm
         transport.all_reduce(scope, norms)
-        return norms.max()
+        return norms.amax(0)
     power = norm.pow(order)
     transport.all_reduce(scope, power)
     return power.pow(1.0 / order)

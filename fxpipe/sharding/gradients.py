@@ -8,12 +8,15 @@ ParallelGradients       a reducer that knows the DTensors that ``parallelize`` h
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,9 +30,10 @@ from fxpipe.errors import RunError
 from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local
+from fxpipe.progress import log
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.torch_compat import FOREACH_NORM, plain_results, pytree, recast
+from fxpipe.torch_compat import FOREACH_NORM, given_to_total_norm, plain_results, recast
 
 
 @dataclass(frozen=True)
@@ -322,25 +326,20 @@ def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
 
 # --- .grad on one of several pipe ranks, where a norm over all that is at hand is this rank's alone
 
-
 _NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
 # Whatever only multiplies a gradient is one still, so that a norm of it is seen.
 _MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}  # type: ignore[attr-defined]
 
 
 class HeldGradient(Tensor):
-    """A gradient on one of several pipe ranks. A norm over several of them (torch's ``clip_grad_norm_``, SAM) is a
-    RunError; everything else that is computed with one is a plain tensor."""
+    """A gradient on one of several pipe ranks. torch's ``clip_grad_norm_`` and ``get_total_norm`` of several of them
+    are a RunError; another norm is told of, once; what is computed with one is a plain tensor."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = plain_results(func, types, args, kwargs or {})
-        # A norm remembers its gradient, so that several norms together are seen; a single one is a number like any.
         if func in _NORMS:
-            given = args[0] if args else next(iter(kwargs.values()))
-            if isinstance(given, Tensor):
-                return _HeldNorm.of(found, given)
-            return [_HeldNorm.of(norm, gradient) for norm, gradient in zip(found, given, strict=True)]
+            _note_norm(sys._getframe(1))
         return held(found) if func in _MULTIPLES else found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -350,28 +349,22 @@ class HeldGradient(Tensor):
         return copy.deepcopy(plain(self), memo)
 
 
-class _HeldNorm(Tensor):
-    """The norm of a gradient that this rank holds, or a number computed from it."""
+def _note_norm(caller: FrameType) -> None:
+    if given_to_total_norm(caller) > 1:
+        raise RunError(
+            "torch.nn.utils.clip_grad_norm_ and get_total_norm would count this rank's gradients alone; "
+            "forward_backward.clip_grad_norm_(max_norm) clips by the whole model's norm, and returns it; parameters= "
+            "is for a part of the model, and grad_norms() gives each parameter's norm"
+        )
+    _tell_of_norms()
 
-    gradient: Tensor
 
-    @staticmethod
-    def of(norm: Tensor, gradient: Tensor) -> Tensor:
-        made = recast(norm, _HeldNorm)
-        made.gradient = gradient  # type: ignore[attr-defined]
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A number computed from norms of several gradients is a norm over them.
-        gradients = {id(one.gradient): one.gradient for one in pytree.tree_leaves(args) if isinstance(one, _HeldNorm)}
-        if len(gradients) > 1:
-            raise RunError(
-                "a norm over several gradients (torch.nn.utils.clip_grad_norm_, SAM) would count this rank's alone; "
-                "forward_backward.clip_grad_norm_(max_norm) clips by the whole model's, and returns it"
-            )
-        found = plain_results(func, types, args, kwargs or {})
-        return _HeldNorm.of(found, *gradients.values()) if isinstance(found, Tensor) and not found.ndim else found
+@cache
+def _tell_of_norms() -> None:
+    log(
+        "fxpipe: norms of .grad are those of this rank's gradients; forward_backward.grad_norms() has those of all of "
+        "the model's parameters"
+    )
 
 
 def held(gradient: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         mine: dict[int, Tensor] = {}
         entries = _listed(group["params"])
         has_names = has_names and bool(entries) and all(isinstance(entry, tuple) for entry in entries)
-        for name, tensor in (one for entry in entries for one in names.meant_by(entry, number)):
+        for name, tensor in (one for entry in entries for one in names.meant_by(entry, f"parameter group {number}")):
             # A parameter that another rank holds has a name here, and no tensor to step.
             if home.setdefault(name or id(tensor), number) != number:
                 raise RunError(
@@ -62,6 +62,22 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
 
 
 _GROUP = '{"params": "*.bias", "lr": 0.1}'
+
+
+def names_of(params: Any, whole: Mapping[str, Tensor], asker: str, tensors: bool) -> list[str]:
+    """The first names of the parameters that are meant, in the model's order: see ``resolve_groups``. None: all.
+
+    RunError where a name, pattern or predicate fits nothing in the whole model, or a parameter is none of it; or is a
+    tensor, without ``tensors``.
+    """
+    names, first = _Names({}, whole), dict.fromkeys(first_names(whole).values())
+    entries = list(first) if params is None else _listed(params)
+    if not tensors and any(isinstance(entry, Tensor | tuple) for entry in entries):
+        raise RunError(f"{asker} holds parameters, which only some ranks have; write names, patterns or predicates")
+    meant = {name for entry in entries for name, _ in names.meant_by(entry, asker)}
+    if "" in meant:
+        raise RunError(f"{asker} holds a parameter that is none of the model's")
+    return [name for name in first if name in meant]
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +129,9 @@ class _Names:
         self.of = {id(tensor): self._first[name] for name, tensor in whole.items()}
         self.held = {self._first[name]: tensor for name, tensor in held.items()}
 
-    def meant_by(self, entry: Any, group: int) -> list[tuple[str, Tensor]]:
-        """The parameters that an entry of a group means, each with its first name; "" for a tensor from elsewhere."""
+    def meant_by(self, entry: Any, asker: str) -> list[tuple[str, Tensor]]:
+        """The parameters that an entry of a group, or of another ``asker``, means, each with its first name; "" for a
+        tensor from elsewhere."""
         match entry:
             case (str(), Tensor() as parameter):  # as named_parameters() gives it
                 entry = parameter
@@ -124,12 +141,10 @@ class _Names:
             # A name is a pattern that fits itself. Of a tied parameter every name fits, whoever holds it.
             names = [name for name in self._whole if fnmatch.fnmatchcase(name, entry)]
         elif callable(entry):
-            with noted(lambda: f"in a predicate (name, parameter) of parameter group {group}"):
+            with noted(lambda: f"in a predicate (name, parameter) of {asker}"):
                 names = [name for name, tensor in self._whole.items() if entry(name, tensor)]
         else:
-            raise RunError(
-                f"parameter group {group} holds {shown(entry)}; write parameters, names, patterns or predicates"
-            )
+            raise RunError(f"{asker} holds {shown(entry)}; write parameters, names, patterns or predicates")
         if not names:
             if isinstance(entry, str):
                 close = difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)
@@ -137,5 +152,5 @@ class _Names:
             else:
                 name = getattr(entry, "__qualname__", repr(entry))
                 asked = f"{name}(name, parameter), which is true for no parameter of the model"
-            raise RunError(f"parameter group {group} asks for {asked}")
+            raise RunError(f"{asker} asks for {asked}")
         return [(self._first[name], self._whole[name]) for name in names]

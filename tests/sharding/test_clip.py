@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fnmatch
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -146,16 +149,20 @@ class Lamb(torch.optim.Optimizer):
             parameter.sub_(group["lr"] * parameter.norm() / update.norm() * update)
 
 
-def sam(model: nn.Module, one: fxpipe.ForwardBackward) -> Tensor:
-    """The radius of SAM (Foret et al., 2021, equation 2) as its published code takes it."""
-    return torch.norm(torch.stack([(1.0 * parameter.grad).norm(p=2).to("cpu") for parameter in one.parameters()]), p=2)
+class Lars(torch.optim.Optimizer):
+    """Layer-wise rates (You et al., 2017), with the norms of all layers taken at once and used one by one."""
 
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
 
-JOINT: dict[str, Callable[[Any, Any], Any]] = {
-    "sam": sam,
-    "logged": lambda model, one: sum(parameter.grad.data.norm(2) ** 2 for parameter in one.parameters()),
-    "lamb": lambda model, one: Lamb(one.parameters()).step(),
-}
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if parameters := [one for one in group["params"] if one.grad is not None]:
+                gradients = [one.grad for one in parameters]
+                ratios = torch.stack(torch._foreach_norm(parameters)) / torch.stack(torch._foreach_norm(gradients))
+                for one, ratio in zip(parameters, ratios, strict=True):
+                    one.sub_(group["lr"] * ratio * one.grad)
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -176,20 +183,113 @@ def test_torchs_own_is_refused_where_a_rank_has_a_part_of_the_model(data: int, f
         for listed in LISTS.values():
             with pytest.raises(fxpipe.RunError, match=r"clip_grad_norm_\(max_norm\)"):
                 nn.utils.clip_grad_norm_(listed(model, forward_backward), 1.0, foreach=foreach)
-        for use in JOINT.values():
-            with pytest.raises(fxpipe.RunError, match=r"clip_grad_norm_\(max_norm\)"):
-                use(model, forward_backward)
         with pytest.raises(fxpipe.RunError, match="Lamb steps a parameter by the gradients of others"):
             forward_backward.optimizer(Lamb)
         held = [parameter.grad for parameter in forward_backward.parameters()]
         assert all(type(copy.deepcopy(one) + one.norm()) is Tensor for one in held)  # and to others it is a tensor
         first = next(forward_backward.parameters())
         nn.utils.clip_grad_norm_(first, 10.0)  # of one that lies here
+        norms = forward_backward.grad_norms()
+        assert list(norms) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        every = torch.stack(list(norms.values())).norm().float()
+        torch.testing.assert_close(every, forward_backward.clip_grad_norm_(1e9))
         return forward_backward.clip_grad_norm_(1.0)
 
     whole = nn.utils.clip_grad_norm_(gradients(1)[1].parameters(), 1.0)  # one process has all of it
     for norm in run_strict(body, 2 * data):
         torch.testing.assert_close(norm, whole)
+
+
+# --- norms of a part of the model, and of each parameter ---
+
+
+class ActorCritic(nn.Module):
+    """Two heads on a trunk; the actor's weight is the trunk's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.actor, self.critic = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.actor.weight = self.trunk.weight
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = fxpipe.stage_boundary(self.trunk(x).tanh())
+        return self.actor(h).square().mean() + self.critic(h).square().mean()
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+PARTS = {"actor": ["trunk.*", "actor.*"], "critic": ["critic.*"]}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_parts_of_the_model_are_clipped_apart_and_every_parameter_has_its_norm(order: float, zero: int) -> None:
+    plain, wanted = ActorCritic(), dict[str, Tensor]()
+    plain(X).backward()
+    norms = {
+        name: torch.zeros(()) if p.grad is None else torch.linalg.vector_norm(p.grad, order)
+        for name, p in plain.named_parameters()
+    }
+    for part in PARTS.values():
+        own = [p for name, p in plain.named_parameters() if any(fnmatch.fnmatch(name, one) for one in part)]
+        wanted[part[0]] = nn.utils.clip_grad_norm_(own, 0.01, order)
+    clipped = {name: p.grad for name, p in plain.named_parameters()}
+
+    def body(rank: int) -> dict[str, Tensor]:
+        topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
+        forward_backward = fxpipe.compile(ActorCritic(), topology, microbatches=2, zero=zero)
+        forward_backward(X.chunk(2)[rank % 2])
+        found = forward_backward.grad_norms(norm_type=order)
+        assert list(forward_backward.grad_norms("critic.*")) == ["critic.weight", "critic.bias"]
+        assert forward_backward.grad_norms("actor.weight").keys() == {"trunk.weight"}
+        with pytest.raises(fxpipe.RunError, match=r"'critc\.\*', which fits no parameter"):
+            forward_backward.grad_norms("critc.*")
+        with pytest.raises(fxpipe.RunError, match="holds parameters, which only some ranks have"):
+            forward_backward.grad_norms(list(forward_backward.parameters()))
+        own = [p for name, p in forward_backward.named_parameters() if name.startswith("critic")]
+        for part, given in ((PARTS["actor"], PARTS["actor"]), (PARTS["critic"], own)):
+            norm = forward_backward.clip_grad_norm_(0.01, order, parameters=given)
+            torch.testing.assert_close(norm, wanted[part[0]])
+        for name, parameter in forward_backward.named_parameters():
+            if zero == 0 and parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, clipped[name])
+        return found
+
+    found = run_strict(body, 4)
+    assert all(list(one) == list(norms) and torch.equal(one[name], found[0][name]) for one in found for name in norms)
+    for name, norm in norms.items():
+        torch.testing.assert_close(found[0][name].float(), norm, msg=name)
+
+
+def test_norms_by_hand_are_this_ranks_and_a_line_says_so_once(pool: Pool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    (first, told), (second, other) = pool.run(by_hand, copy.deepcopy(model), ranks=2)
+    optimizer = Lars(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(X), X).backward()
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close({**first, **second}[name], tensor)
+    assert told.count("forward_backward.grad_norms() has those of all of the model's parameters") == 1
+    assert not other
+
+
+def by_hand(model: nn.Module) -> tuple[dict[str, Tensor], str]:
+    forward_backward = fxpipe.compile(
+        model, fxpipe.Topology([("pipe", 2)]), boundaries=["2"], microbatches=1, loss_fn=nn.functional.mse_loss
+    )
+    optimizer = forward_backward.optimizer(Lars)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        for _ in range(2):
+            optimizer.zero_grad()
+            forward_backward(X, target=X)
+            gradients = [parameter.grad for parameter in forward_backward.parameters()]
+            assert all(type(one) is Tensor for one in torch.stack(torch._foreach_norm(gradients)))
+            assert sum(one.norm().item() ** 2 for one in gradients) > 0
+            optimizer.step()
+    return forward_backward.state_dict(), told.getvalue()
 
 
 def columns(stage: nn.Module, mesh: Any) -> None:
@@ -219,7 +319,10 @@ def norm_of_spread(how: str) -> float:
     for foreach in (None, False):
         with pytest.raises(RunError, match=r"clip_grad_norm_\(max_norm\)"):
             nn.utils.clip_grad_norm_(list(forward_backward.parameters()), 1.0, foreach=foreach)
-    return forward_backward.clip_grad_norm_(1.0).item()
+    every = torch.stack(list(forward_backward.grad_norms().values())).norm()
+    norm = forward_backward.clip_grad_norm_(1.0)
+    torch.testing.assert_close(norm, every.float())
+    return norm.item()
 
 
 @pytest.mark.parametrize("how", SPREAD)
