@@ -24,6 +24,7 @@ from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.errors import CheckpointError, FxpipeError, RunError
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
+from fxpipe.progress import log
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import (
     Entry,
@@ -165,9 +166,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Looked for in the class alone, on small tensors, so that every rank comes to the same answer.
         in_parts = len(self._transport.ranks("pipe")) > 1 or self._store.shards
         options = options_of(self.param_groups[0]) if self.param_groups else {}
-        if in_parts and not self._elementwise and looks_across(self._make, options):
+        if not in_parts or self._elementwise:
+            return
+        name, across = getattr(unwrapped(self._make), "__name__", "the optimizer"), looks_across(self._make, options)
+        if across is None:
+            log(
+                f"fxpipe: {name} could not be tried on two small tensors, so that it is not known whether it steps a "
+                "parameter by the gradients of others; each rank gives it only some of the model's"
+            )
+        elif across:
             raise RunError(
-                f"{unwrapped(self._make).__name__} steps a parameter by the gradients of others, and each rank steps "
+                f"{name} steps a parameter by the gradients of others, and each rank steps "
                 "only some of the model's; turn that off (timm's Lamb: max_grad_norm=None) and call "
                 "forward_backward.clip_grad_norm_(max_norm), or write torch.optim.AdamW"
             )

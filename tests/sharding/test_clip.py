@@ -22,6 +22,7 @@ from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.gradients import Piece
+from fxpipe.sharding.optimizer_class import looks_across
 from tests.pool import Pool
 from tests.strict_transport import run_strict
 
@@ -163,6 +164,46 @@ class Lars(torch.optim.Optimizer):
                 ratios = torch.stack(torch._foreach_norm(parameters)) / torch.stack(torch._foreach_norm(gradients))
                 for one, ratio in zip(parameters, ratios, strict=True):
                     one.sub_(group["lr"] * ratio * one.grad)
+
+
+class LateScale(torch.optim.Optimizer):
+    """One rate for all parameters, by the norm over all gradients, from the sixth step on, as Prodigy has one."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "scale": 1.0, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            gradients = [one.grad for one in group["params"]]
+            group["steps"] += 1
+            if group["steps"] > 5:
+                group["scale"] = sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
+            for one, gradient in zip(group["params"], gradients, strict=True):
+                one.sub_(group["lr"] / group["scale"] * gradient)
+
+
+class OfVectors(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            if one.ndim > 1:
+                raise ValueError("vectors alone")
+        super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "known"), [(Lamb, True), (LateScale, True), (Lars, False), (OfVectors, None)])
+def test_it_is_tried_whether_a_class_steps_by_the_gradients_of_others(kind: Any, known: bool | None) -> None:
+    assert looks_across(kind, {"lr": 0.1}) is known
+
+
+def test_one_that_cannot_be_tried_is_said_to_be_unproven(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        options: Any = {"boundaries": ["1"], "microbatches": 1, "loss_fn": nn.functional.mse_loss}
+        fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), **options).optimizer(OfVectors, lr=0.1)
+
+    run_strict(body, 2)
+    assert "OfVectors could not be tried on two small tensors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data", [1, 2])
