@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from fxpipe.device import is_accelerator
 from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
-from fxpipe.graph.loss import read_loss
+from fxpipe.graph.loss import MicrobatchLoss, read_loss
 from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
-from fxpipe.torch_compat import FakeTensor, pytree, tensors_in
+from fxpipe.plan.capture.row_check import rows_interact
+from fxpipe.progress import is_teller, warn
+from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, pytree, tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
@@ -105,7 +107,12 @@ def _equal(one: Batch, other: Batch) -> bool:
 
 
 def check(
-    graph: StageGraph, request: Request, sample: Sample, places: Sequence[int], holds: Callable[[Batch], bool]
+    graph: StageGraph,
+    request: Request,
+    sample: Sample,
+    places: Sequence[int],
+    holds: Callable[[Batch], bool],
+    loss_weight: Callable[..., Any] | None,
 ) -> str:
     """Runs stages and model on two micro-batches, and compares losses, gradients and buffers; in evaluation, what they
     return, and buffers.
@@ -114,6 +121,8 @@ def check(
     within ``CLOSE`` units in the last place of a tensor's largest number, or the ``tolerance`` of ``Rounding``.
 
     ``holds``: whether the stages hold for a micro-batch, by the values that forward asks for.
+
+    A warning says where the rows of two micro-batches change each other's loss, and no stage gathers them.
 
     Returns what was done, in words, for ``.stages``. TraceError with the first value that differs.
     """
@@ -143,7 +152,13 @@ def check(
     trial.compare(got, wanted)
     if graph.counting is not None and graph.counting.function is None:
         trial.check_proportional(got)
-    return "checked against the model on 2 micro-batches"
+    norms = any(isinstance(part, BATCH_STATISTICS) and part.training for part in request.module.modules())
+    if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers or norms):
+        told = rows_interact(trial.loss, trial.batches, sample.batch_dim, loss_weight)
+        if told and is_teller():
+            warn(told, UserWarning)
+    seen = "; batch statistics are those of a micro-batch" * norms
+    return f"checked against the model on 2 micro-batches{seen}"
 
 
 def _in_a_line(error: Exception) -> str:
@@ -299,6 +314,18 @@ class _Trial:
         for name, value in part.metrics.items():
             seen[Fact("the loss's", repr(name), place)] = torch.as_tensor(value).detach().clone()
         return seen | {Fact(GRADIENT, name, place): one for name, one in zip(self._trainable, found, strict=True)}
+
+    def loss(self, batch: Batch) -> MicrobatchLoss:
+        """That of a batch, from the state and the random numbers that each run begins with."""
+        found: list[MicrobatchLoss] = []
+
+        def run(batch: Batch, place: int) -> Seen:
+            with torch.no_grad(), within(self.request.autocast):
+                found.append(read_loss(self.request.call(batch)))
+            return Seen()
+
+        _Trial(self.graph, self.request, [batch]).run(run)
+        return found[0]
 
     def compare(self, got: Seen, wanted: Seen) -> None:
         """TraceError where the stages' values are not the model's.

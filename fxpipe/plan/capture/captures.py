@@ -411,7 +411,7 @@ class Captures:
             return f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
         try:
             with progress("checking the stages against the model"):
-                return check(made.graph, request, sample, places, holds)
+                return check(made.graph, request, sample, places, holds, self.options.loss_weight)
         except TraceError as error:
             if not sample.later:  # else other captures by this tracer are in use
                 self.wrong[request.training, made.tracer] = str(error)

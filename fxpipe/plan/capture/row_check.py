@@ -1,0 +1,70 @@
+"""Row check: whether rows of a batch change each other's loss, as a contrastive one's do. Micro-batches leave that out.
+
+With f(X, Y) the loss of a batch whose first rows are X and last rows are Y, at one seed, rows that do not interact have
+
+    f(A, B) + f(B, A) = 2 (w_A f(A, A) + w_B f(B, B)) / (w_A + w_B),
+
+noise included, which goes by the place of a row. w: the weights that a step gives the micro-batches A and B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.graph.loss import MicrobatchLoss
+from fxpipe.packed import BatchDim, Rule, counted, rule_at
+from fxpipe.torch_compat import pytree
+from fxpipe.trace.state.replay import Batch, is_close, unit
+
+
+def rows_interact(
+    loss: Callable[[Batch], MicrobatchLoss],
+    batches: Sequence[Batch],
+    batch_dim: BatchDim,
+    loss_weight: Callable[..., Any] | None,
+) -> str:
+    """The loss of two micro-batches together and apart, in words; empty where they are equal, or cannot be told.
+
+    ``loss``: of a batch, at one seed and from one state.
+    """
+    if counted(batch_dim):
+        return ""  # the counts of packed rows are of others
+    one, other = batches
+    pairs = (one, other), (other, one), (one, one), (other, other)
+    try:
+        parts = [loss(_joined(pair, batch_dim)) for pair in pairs]
+        given = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in batches]
+    except Exception:  # inputs that cannot be joined, or a model for so many rows alone
+        return ""
+    mixed, swapped, *alone = (part.value if part.count is None else part.value / part.count for part in parts)
+    weights = given if parts[0].count is None else [part.count for part in parts[2:]]
+    together = (mixed + swapped) / 2
+    apart = torch.stack([weight * value for weight, value in zip(weights, alone, strict=True)]).sum() / sum(weights)
+    if not torch.isfinite(together) or is_close(apart.to(together.dtype), together, math.sqrt(unit(together))):
+        return ""
+    return (
+        f"two micro-batches of the example have the loss {together.item():.4g} together and {apart.item():.4g} apart, "
+        "as a step has it. Where a loss compares rows, as a contrastive one, they are gathered: "
+        'fxpipe.stage_boundary(..., gather="batch"). Where it is divided by a count of its own (labels that are not '
+        "ignored), return fxpipe.Sum(total, count), or give loss_weight="
+    )
+
+
+def _joined(batches: Sequence[Batch], batch_dim: BatchDim) -> Batch:
+    """One batch of the rows of several."""
+
+    def joined(rule: Rule, *leaves: Any) -> Any:
+        if isinstance(leaves[0], Tensor) and leaves[0].dim() and isinstance(rule, int):
+            return torch.cat(leaves, dim=rule)
+        return leaves[0]
+
+    return {
+        name: pytree.tree_map(partial(joined, rule_at(batch_dim, name)), *(batch[name] for batch in batches))
+        for name in batches[0]
+    }

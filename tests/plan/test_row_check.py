@@ -1,0 +1,108 @@
+"""A warning at compile where the loss of micro-batches apart is not that of the batch."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from tests.thinned import in_turn
+
+ROWS = 16
+GENERATOR = torch.Generator().manual_seed(0)
+X, T = torch.randn(ROWS, 8, generator=GENERATOR), torch.randn(ROWS, 6, generator=GENERATOR)
+Y = torch.randint(4, (ROWS,), generator=GENERATOR)
+PADDED = torch.where(torch.arange(ROWS) % 5 == 1, -100, Y)
+
+
+class Towers(nn.Module):
+    """Two towers and a contrastive loss (Radford et al., 2021)."""
+
+    def __init__(self, rate: float = 0.0, gather: str | None = None) -> None:
+        super().__init__()
+        self.image, self.text, self.drop, self.gather = nn.Linear(8, 8), nn.Linear(6, 8), nn.Dropout(rate), gather
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        image, text = F.normalize(self.drop(self.image(x)), dim=-1), F.normalize(self.text(text), dim=-1)
+        options: Any = {"gather": self.gather} if self.gather else {}
+        image, text = fxpipe.stage_boundary((image, text), name="loss", **options)
+        return F.cross_entropy(5 * image @ text.T, torch.arange(image.shape[0], device=image.device))
+
+
+class Classes(nn.Module):
+    """``form``: what is returned; ``norm``: with batch statistics."""
+
+    def __init__(self, form: str = "mean", norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.drop, self.down, self.form = nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 4), form
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.down(fxpipe.stage_boundary(self.drop(self.norm(self.up(x)).relu()), name="down"))
+        if self.form == "sum":
+            return fxpipe.Sum(F.cross_entropy(logits, y, reduction="sum"), (y != -100).sum())
+        return F.cross_entropy(logits, y)
+
+
+def warned(model: nn.Module, *batch: Tensor, microbatches: int = 4, **options: Any) -> tuple[list[str], str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        forward_backward = fxpipe.compile(
+            model, fxpipe.Topology([("pipe", 2)]), microbatches=microbatches, example_args=batch, **options
+        )
+    return [str(one.message) for one in caught if "together" in str(one.message)], str(forward_backward.stages)
+
+
+@pytest.mark.parametrize(
+    ("rate", "microbatches", "tracer"), in_turn([0.0, 0.3], [4, ROWS], ["symbolic", "export", "record"])
+)
+def test_a_contrastive_loss_without_gather_is_warned_of(rate: float, microbatches: int, tracer: str) -> None:
+    (told,), _ = warned(Towers(rate), X, T, microbatches=microbatches, tracer=tracer)
+    assert 'gather="batch"' in told
+
+
+def test_it_has_the_loss_of_two_micro_batches_together_and_apart() -> None:
+    """Of one row each: apart, beside a row like it, the loss is ln 2."""
+    model = Towers()
+    (told,), _ = warned(model, X, T, microbatches=ROWS)
+    together, apart = map(float, re.findall(r"loss ([\d.]+) together and ([\d.]+) apart", told)[0])
+    assert apart == pytest.approx(math.log(2), rel=1e-3)
+    assert together != pytest.approx(apart, rel=1e-3)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_with_gather_nothing_is_said(microbatches: int) -> None:
+    assert warned(Towers(gather="batch"), X, T, microbatches=microbatches)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "labels", "options"),
+    [
+        (Classes(), Y, {}),
+        (Classes("sum"), PADDED, {}),
+        (Classes(), PADDED, {"loss_weight": lambda x, y: (y != -100).sum()}),
+        (Classes(), Y, {"microbatches": 1}),
+        (Towers(), T, {"microbatches": 1}),
+    ],
+)
+def test_where_rows_do_not_interact_nothing_is_said(model: nn.Module, labels: Tensor, options: Any) -> None:
+    """Dropout included; and with one micro-batch there is nothing to leave out."""
+    assert warned(model, X, labels, **options)[0] == []
+
+
+def test_a_mean_over_labels_that_are_not_ignored_is_warned_of() -> None:
+    (told,), _ = warned(Classes(), X, PADDED)
+    assert "return fxpipe.Sum(total, count), or give loss_weight=" in told
+
+
+def test_batch_statistics_are_a_line_of_the_stages() -> None:
+    told, stages = warned(Classes(norm=True), X, Y)
+    assert told == []
+    assert "batch statistics are those of a micro-batch" in stages
