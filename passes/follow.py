@@ -108,11 +108,12 @@ def as_before(program: Program, first: Program) -> Program:
     )
 
 
-def read_where_held(program: Program, first: Program) -> Program:
+def read_where_held(program: Program, first: Program, training: bool) -> Program:
     """``program``; a buffer that other stages hold in ``first`` is read in one of those, and sent from there.
 
     So for the loss of vector_quantize_pytorch's quantisers, a buffer of zeros in evaluation: the ranks of stages that
-    do not use a buffer in the first program have let go of it.
+    do not use a buffer in the first program have let go of it. In evaluation parameters are sent, too, without a
+    gradient: so T5's bias by position, which training sends where its layer is checkpointed.
     """
     if program.gathered or first.gathered:
         return program
@@ -125,7 +126,7 @@ def read_where_held(program: Program, first: Program) -> Program:
     stage_of, copied = dict(program.stage_of), set(program.copied)
     for node in [node for node in graph.nodes if node.op == "get_attr" and node.target not in program.constants]:
         buffer = program.attribute(node)
-        names = () if isinstance(buffer, nn.Parameter) else held.get(id(buffer), ())
+        names = () if training and isinstance(buffer, nn.Parameter) else held.get(id(buffer), ())
         holders = {stage for stage, name in enumerate(program.stage_names) if name in names}
         stages = _stages_of(program)[node] if holders else set()
         if stages <= holders or min(holders) > min(stages):

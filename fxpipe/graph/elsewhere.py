@@ -82,6 +82,15 @@ class Elsewhere(Tensor):
         if value is not None:
             self.refuse()
 
+    def _set_data(self, value: Tensor) -> None:
+        if not isinstance(value, Elsewhere):
+            self.refuse()
+        plain: Any = Tensor.data
+        plain.__set__(self, value)
+        self.memory = value.memory
+
+    data = property(Tensor.detach, _set_data)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), type(self).of(self, self.why, self.device))  # type: ignore[no-any-return]
 

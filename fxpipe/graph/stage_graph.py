@@ -106,6 +106,11 @@ class Stage:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     @property
+    def held(self) -> set[int]:
+        """Its tensors, by identity: of the names of a tied one each capture may take another."""
+        return {id(tensor) for tensor in self.tensors.values()}
+
+    @property
     def input_names(self) -> list[str]:
         """What its inputs are called: batch inputs as the model calls them, values as their makers do."""
         return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
@@ -231,6 +236,11 @@ class StageGraph(Tabular):
             fed = any(stages[entry.source].has_backward for entry in stage.inputs if isinstance(entry, Edge))
             stages.append(replace(stage, has_backward=trains or fed))
         return replace(self, stages=tuple(stages))
+
+    @property
+    def held(self) -> set[int]:
+        """The tensors that stages use, by identity."""
+        return {one for stage in self.stages for one in stage.held}
 
     def with_tensors_of_module(self) -> StageGraph:
         """The same graph; its stages hold the tensors that now bear their names in the module."""

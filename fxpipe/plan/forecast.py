@@ -66,7 +66,7 @@ class _Forecast:
         self.staged = planner.tables.stage_work(self.pattern, self.graph.placement)
         self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
-        self.used = {id(tensor) for stage in self.graph for tensor in stage.tensors.values()}
+        self.used = self.graph.held
         self.hardware = Hardware.of(self.options.hardware)
         self.sizes: dict[Edge, tuple[float, float]] = {}
         """Edge → the bytes of its value, as its stage makes it at once, and of that value's gradient."""

@@ -112,7 +112,7 @@ class Planner:
         which many models hold more than they read."""
         # Buffers with persistent=False are tables that forward may or may not read: nothing is lost where none does.
         saved = self.module.state_dict(keep_vars=True).values()
-        return not _held(self.first.graph).issuperset(id(one) for one in saved if isinstance(one, Tensor))
+        return not self.first.graph.held.issuperset(id(one) for one in saved if isinstance(one, Tensor))
 
     @property
     def shown(self) -> Pattern:
@@ -163,7 +163,7 @@ class Planner:
     def hold_what_all_use(self) -> None:
         """Has the first plan's stages hold what no plan uses but later ones, such as a head of evaluation alone."""
         (key, first), *later = self.plans.items()
-        held, more = _held(first.graph), dict[str, Mapping[str, Tensor]]()
+        held, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
             more[stage.name] = {name: one for name, one in stage.tensors.items() if id(one) not in held}
 
@@ -362,16 +362,12 @@ class Planner:
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """A later capture must leave every stage and every tensor where it is."""
         # A tensor that no rank took up at compile would have no owner, no gradient bucket and no place in a checkpoint.
-        held = _held(self.first.graph)
+        held = self.first.graph.held
         for before, after in zip(self.first.graph, plan.graph, strict=True):
-            moved = sorted(set(after.tensors) - set(before.tensors))
+            own = before.held
+            moved = sorted(name for name, tensor in after.tensors.items() if id(tensor) not in own)
             if moved and not (at_compile and held.isdisjoint(id(after.tensors[name]) for name in moved)):
                 raise PartitionError(
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
-
-
-def _held(graph: StageGraph) -> set[int]:
-    """The tensors that stages use, by identity."""
-    return {id(tensor) for stage in graph for tensor in stage.tensors.values()}

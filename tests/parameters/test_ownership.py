@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.graph.elsewhere import Elsewhere
+from fxpipe.trace.state.snapshot import Snapshot
 
 TWO = fxpipe.Topology([("pipe", 2)])
 
@@ -75,3 +77,13 @@ def test_modes_that_a_model_keeps_by_itself_stay() -> None:
             False,
             True,
         ]
+
+
+def test_a_parameter_of_another_rank_that_was_rounded_is_not_seen_to_change() -> None:
+    """With ``precision=`` export refused each capture behind the first, as if forward set ``.data``."""
+    model = nn.Linear(4, 4)
+    model.weight = Elsewhere.of(model.weight, "on rank 1", torch.device("cpu"))  # type: ignore[assignment]
+    model.weight.data = model.weight.detach().to(torch.bfloat16)
+    assert list(Snapshot(model).changes()) == []
+    with pytest.raises(fxpipe.RunError, match="on rank 1"):
+        model.weight.data = torch.ones(4, 4)

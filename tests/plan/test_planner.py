@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.options import Options
@@ -67,3 +71,25 @@ def test_a_new_table_splits_backwards_that_were_whole_and_joins_them_again() -> 
     assert [one.first.schedule.name for one in (planner, split, joined)] == ["1f1b", "zb_h1", "1f1b"]
     for one, in_halves in ((planner, False), (split, True), (joined, False)):
         assert [stage.deferring is not None for stage in one.first.graph] == [in_halves] * 2
+
+
+class Tied(nn.Module):
+    """A tied head. Its checkpoint leaves training to "record", which names its weight as the head's, and evaluation to
+    "export", which names it as the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids if len(ids) > 1 else ids.clone())
+        x = checkpoint(self.layer, x, use_reentrant=False) if self.training else self.layer(x)
+        return F.cross_entropy(self.head(fxpipe.stage_boundary(x)), ids)
+
+
+def test_a_later_kind_of_batch_may_call_a_tied_parameter_by_another_of_its_names() -> None:
+    model, ids = Tied(), torch.arange(8)
+    options: Any = {"microbatches": 2, "example_args": (ids,)}
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), **options)
+    assert forward_backward.evaluate(ids, outputs="loss").item() == pytest.approx(model(ids).item())

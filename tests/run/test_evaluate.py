@@ -406,6 +406,15 @@ class BufferBehindACut(LossInABuffer):
         return (self.c(h) * angle.unsqueeze(0)).square().mean()
 
 
+class ParameterBehindACut(LossInABuffer):
+    """As T5's bias by position, which training sends where its layer is checkpointed, and evaluation would copy."""
+
+    def forward(self, h: Tensor) -> Any:
+        h, bias = self.b(h).tanh(), self.b.weight.exp().mean(0)
+        h, bias = stage_boundary((h, bias + 0 * h.mean() if self.training else bias))
+        return (self.c(h) * bias.mean()).square().mean()
+
+
 def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tuple[Any, Any]:
     """What two evaluations give, before a step and after it."""
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -430,12 +439,13 @@ def of_evaluation(kind: type[Inner], depth: int, tracer: str, ranks: int) -> tup
         (LossInABuffer, 1, "export", "local"),
         (LossInABuffer, 1, "record", "strict 2"),
         (BufferBehindACut, 0, "export", "distributed"),
+        (ParameterBehindACut, 0, "export", "strict 2"),
     ],
 )
 def test_what_evaluation_alone_does_is_plain_pytorchs(
     kind: type[Inner], depth: int, tracer: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
-    ranks = 3 if kind in (DeepSupervision, ReturnsBoth, LossInABuffer, BufferBehindACut) else 2
+    ranks = 3 if kind in (DeepSupervision, ReturnsBoth, LossInABuffer, BufferBehindACut, ParameterBehindACut) else 2
     results = engine_of(engine, lambda: request.getfixturevalue("pool"))(
         ranks, of_evaluation, kind, depth, tracer, ranks
     )

@@ -455,7 +455,8 @@ class Captures:
             program = program if first is None else default_passes.as_before(program, first)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 self.found = self.balancing.placed(program, pattern, shape)
-        graph = default_passes.split(program if first is None else default_passes.read_where_held(program, first))
+        held = program if first is None else default_passes.read_where_held(program, first, pattern.training)
+        graph = default_passes.split(held)
         constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
         return program, Captured(
             graph,

@@ -138,7 +138,7 @@ def _facts(graph: StageGraph) -> list[tuple[object, ...]]:
     return [
         (
             *(s.name, s.gathered, s.ways, sorted(map(_pair, s.outputs)), s.batch_inputs),
-            *(s.returns_result, s.has_backward, sorted(s.tensors)),
+            *(s.returns_result, s.has_backward, s.held),
         )
         for s in graph
     ]
@@ -155,8 +155,8 @@ def _relabelled(stage: Stage, called: Mapping[Edge, Edge], **changes: Any) -> St
 
 def _counterpart(stage: Stage, first: StageGraph) -> int | None:
     """The stage of ``first`` with this name, or else the one that holds its tensors; None where there is none."""
-    mine = set(stage.tensors) & {name for other in first for name in other.tensors}  # what is new, the planner judges
-    holding = [other for other in first if mine <= set(other.tensors)]
+    mine = stage.held & first.held  # what is new, the planner judges
+    holding = [other for other in first if mine <= other.held]
     named = [other.index for other in holding if other.name == stage.name]
     others = [other.index for other in holding if mine]
     return named[0] if named else others[0] if len(others) == 1 else None
