@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "src"
@@ -85,22 +84,14 @@ def _cache() -> Path:
 
 
 def _build(compiler: str, module: Path) -> None:
-    """All files at once, one for each core, the longest first; the module appears when it is whole."""
+    """One translation unit, since most of what the compiler reads is torch's; the module appears when it is whole."""
     torch = _torch()
     includes = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
-    compile_one = [compiler, *FLAGS, *(f"-isystem{folder}" for folder in includes), "-c"]
-    sources = sorted(SOURCE.glob("*.cpp"), key=lambda file: -file.stat().st_size)
     with tempfile.TemporaryDirectory(dir=module.parent) as scratch:
-        objects = [f"{scratch}/{file.stem}.o" for file in sources]
-        calls = [[*compile_one, str(file), "-o", made] for file, made in zip(sources, objects, strict=True)]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-            list(threads.map(_call, calls))
-        linked, libraries = f"{scratch}/{module.name}", [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", *LIBRARIES]
-        _call([compiler, "-shared", *objects, "-o", linked, *libraries])
-        os.replace(linked, module)
-
-
-def _call(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise Unavailable(f"the simulated GPU does not build: {' '.join(command)}\n{done.stderr}")
+        made = Path(scratch) / module.name
+        command = [compiler, *FLAGS, *(f"-isystem{folder}" for folder in includes), str(SOURCE / "module.cpp")]
+        command += ["-shared", "-o", str(made), f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", *LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise Unavailable(f"the simulated GPU does not build: {' '.join(command)}\n{done.stderr}")
+        made.replace(module)
