@@ -1,11 +1,12 @@
 """Builds the device's C++ once for each torch, Python and content of ``src/``, into a folder outside of the checkout.
 
 ``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built.
-Processes that build at once wait for the first of them. Nothing here imports torch.
+Processes that build at once wait for the first of them. Nothing but ``load`` imports torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -23,6 +24,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "src"
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_API_INCLUDE_EXTENSION_H"]
 LIBRARIES = ["-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+NAME = "tests.simulated_gpu._device"
 
 
 class Unavailable(ImportError):
@@ -46,6 +48,19 @@ def library() -> Path:
         if not module.exists():
             _build(compiler, module)
     return module
+
+
+def load() -> None:
+    """Makes the extension module NAME. torch is imported behind its code: it asks once whether there is CUDA."""
+    file = str(library())
+    ctypes.CDLL(file)
+    import torch  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location(NAME, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 @functools.cache
@@ -78,9 +93,8 @@ def _key() -> str:
 
 
 def _cache() -> Path:
-    own = os.environ.get("FXPIPE_GPU_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(home) / "fxpipe-simulated-gpu"
+    return Path(os.environ.get("FXPIPE_GPU_CACHE") or f"{home}/fxpipe-simulated-gpu")
 
 
 def _build(compiler: str, module: Path) -> None:

@@ -45,9 +45,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto stream = getDefaultStream(device);
     return stream_of(stream.device(), new_stream(stream.device_index()) % STREAMS);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool = false) const override {
-    return getNewStream(device);
-  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto before = getStream(stream.device());
     current_ids[stream.device_index()] = stream.id();

@@ -84,6 +84,7 @@ struct Result {
   Tensors outputs;  // of the host, flat
   double end;
 };
+
 at::Tensor flat(const at::Tensor& tensor) {
   return on_host(tensor).as_strided({tensor.numel()}, {1}, tensor.storage_offset());
 }

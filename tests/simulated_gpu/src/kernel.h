@@ -18,17 +18,8 @@ const std::string ITEM = "aten::_local_scalar_dense", WORK = "sim::work";
 
 // Whose result's size, or value, the host has to know.
 const Names HOST_WAITS = {
-    ITEM,
-    "aten::_coalesce",
-    "aten::_linalg_check_errors",
-    "aten::_unique2",
-    "aten::bincount",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::masked_select",
-    "aten::nonzero",
-    "aten::unique_consecutive",
-    "aten::unique_dim",
+    ITEM, "aten::_coalesce", "aten::_linalg_check_errors", "aten::_unique2", "aten::bincount", "aten::equal",
+    "aten::is_nonzero", "aten::masked_select", "aten::nonzero", "aten::unique_consecutive", "aten::unique_dim",
 };
 const Names INDEXED = {  // by tensors of the host, too; by a mask only after a wait
     "aten::_index_put_impl_", "aten::_unsafe_index", "aten::index", "aten::index_put", "aten::index_put_",
