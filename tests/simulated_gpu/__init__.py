@@ -49,9 +49,7 @@ def is_active() -> bool:
 
 
 if _active:
-    from tests.simulated_gpu import library  # the C++, before torch asks whether there is CUDA
-
-    library.load()
+    build.load()
     from tests.simulated_gpu import cuda, nccl
     from tests.simulated_gpu.clock import STRUCTURE, align, costs, counts, fix, host_now, now, trace
     from tests.simulated_gpu.reports import FAULTS, Report, end, faults, reports, reset, summary, watched

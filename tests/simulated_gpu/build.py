@@ -1,11 +1,12 @@
 """Builds the device's C++ once for each torch, Python and content of ``src/``, into a folder outside of the checkout.
 
 ``$FXPIPE_GPU_CACHE``, or ``fxpipe-simulated-gpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, keeps what is built.
-Processes that build at once wait for the first of them. Nothing here imports torch.
+Processes that build at once wait for the first of them. Nothing but ``load`` imports torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -18,12 +19,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "src"
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_API_INCLUDE_EXTENSION_H"]
 LIBRARIES = ["-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+NAME = "tests.simulated_gpu._device"
 
 
 class Unavailable(ImportError):
@@ -47,6 +48,19 @@ def library() -> Path:
         if not module.exists():
             _build(compiler, module)
     return module
+
+
+def load() -> None:
+    """Makes the extension module NAME. torch is imported behind its code: it asks once whether there is CUDA."""
+    file = str(library())
+    ctypes.CDLL(file)
+    import torch  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location(NAME, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 @functools.cache
@@ -79,28 +93,19 @@ def _key() -> str:
 
 
 def _cache() -> Path:
-    own = os.environ.get("FXPIPE_GPU_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(home) / "fxpipe-simulated-gpu"
+    return Path(os.environ.get("FXPIPE_GPU_CACHE") or f"{home}/fxpipe-simulated-gpu")
 
 
 def _build(compiler: str, module: Path) -> None:
-    """All files at once, one for each core, the longest first; the module appears when it is whole."""
+    """One translation unit, since most of what the compiler reads is torch's; the module appears when it is whole."""
     torch = _torch()
     includes = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
-    compile_one = [compiler, *FLAGS, *(f"-isystem{folder}" for folder in includes), "-c"]
-    sources = sorted(SOURCE.glob("*.cpp"), key=lambda file: -file.stat().st_size)
     with tempfile.TemporaryDirectory(dir=module.parent) as scratch:
-        objects = [f"{scratch}/{file.stem}.o" for file in sources]
-        calls = [[*compile_one, str(file), "-o", made] for file, made in zip(sources, objects, strict=True)]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-            list(threads.map(_call, calls))
-        linked, libraries = f"{scratch}/{module.name}", [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", *LIBRARIES]
-        _call([compiler, "-shared", *objects, "-o", linked, *libraries])
-        os.replace(linked, module)
-
-
-def _call(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise Unavailable(f"the simulated GPU does not build: {' '.join(command)}\n{done.stderr}")
+        made = Path(scratch) / module.name
+        command = [compiler, *FLAGS, *(f"-isystem{folder}" for folder in includes), str(SOURCE / "module.cpp")]
+        command += ["-shared", "-o", str(made), f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", *LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise Unavailable(f"the simulated GPU does not build: {' '.join(command)}\n{done.stderr}")
+        made.replace(module)

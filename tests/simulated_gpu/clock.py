@@ -21,12 +21,11 @@ HOST_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_g
 
 def costs(**given: float) -> dict[str, float]:
     """Sets those that are given; all of them."""
-    return _device.costs({name: float(value) for name, value in given.items()})  # type: ignore[no-any-return]
+    return _device.costs(given)  # type: ignore[no-any-return]
 
 
 DEFAULTS = costs()
-RATES = ("flops", "bytes", "copy_bytes", "p2p_bytes", "ring_bytes")
-STRUCTURE = {name: math.inf if name in RATES else 0.0 for name in DEFAULTS}
+STRUCTURE = {name: math.inf if "bytes" in name or name == "flops" else 0.0 for name in DEFAULTS}
 """Nothing takes any time but what is fixed, and ``sim::work``."""
 
 
@@ -64,14 +63,14 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def collective(*args: Any, **options: Any) -> Any:
         bound = signature.bind(*args, **options)
-        given, group = next(iter(bound.arguments.values())), bound.arguments.get("group")
+        bound.apply_defaults()
+        given, group = next(iter(bound.arguments.values())), bound.arguments["group"]
         first = given[0] if isinstance(given, list) else given
         if not isinstance(first, torch.Tensor) or first.device.type != "cpu":
             return call(*args, **options)
         latest = torch.tensor([host_now()], dtype=torch.float64, device="cpu")
         last = _plain_all_reduce(latest, dist.ReduceOp.MAX, group=group, async_op=True)
-        async_op = bound.arguments.get("async_op", False)
-        bound.arguments["async_op"] = True
+        async_op, bound.arguments["async_op"] = bound.arguments["async_op"], True
         work = call(*bound.args, **bound.kwargs)
         if work is None:  # this rank is not of the group
             return None
@@ -81,23 +80,16 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
-def _patch_host_collectives() -> None:
-    for name in HOST_COLLECTIVES:
-        if hasattr(dist, name):
-            timed = _timed(getattr(dist, name))
-            setattr(dist, name, timed)
-            setattr(dist.distributed_c10d, name, timed)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.backward_takes = inputs[2]
 
 
-def _register_work() -> None:
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.backward_takes = inputs[2]
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return torch.ops.sim.work(gradient, ctx.backward_takes, 0.0), None, None
-
-    torch.library.register_autograd("sim::work", backward, setup_context=keep)
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return torch.ops.sim.work(gradient, ctx.backward_takes, 0.0), None, None
 
 
-_patch_host_collectives()
-_register_work()
+torch.library.register_autograd("sim::work", _backward, setup_context=_keep)
+for name in set(HOST_COLLECTIVES) & set(dir(dist)):
+    timed = _timed(getattr(dist, name))
+    setattr(dist, name, timed)
+    setattr(dist.distributed_c10d, name, timed)

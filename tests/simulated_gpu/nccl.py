@@ -25,28 +25,25 @@ class _Kind(type):
 
     def __call__(cls, store: dist.Store, rank: int, size: int, options: Any = None) -> Any:
         hosts = dist.PrefixStore("simulated nccl", store)
-        timeout = getattr(options, "_timeout", None) or TIMEOUT
+        timeout = getattr(options, "_timeout", TIMEOUT)
         return _device.group(dist.ProcessGroupGloo(hosts, rank, size, timeout=timeout), rank, size)
 
 
 class ProcessGroupNCCL(metaclass=_Kind):
     class Options:
+        _timeout = TIMEOUT
+        group_name = ""
+
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream
-            self._timeout = TIMEOUT
             self.global_ranks_in_group: list[int] = []
-            self.group_name = ""
 
 
 def split_group(
-    parent_pg: Any = None,
-    split_ranks: Sequence[Sequence[int]] = (),
-    timeout: datetime.timedelta | None = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
+    parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] = (), pg_options: Any = None, **options: Any
 ) -> Any:
     """This rank's part; a new group each, where NCCL splits a communicator."""
-    groups = [(ranks, dist.new_group(list(ranks), timeout=timeout, group_desc=group_desc)) for ranks in split_ranks]
+    groups = [(ranks, dist.new_group(list(ranks), **options)) for ranks in split_ranks]
     return next((group for ranks, group in groups if dist.get_rank() in ranks), None)
 
 

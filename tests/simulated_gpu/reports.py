@@ -17,7 +17,7 @@ from tests.simulated_gpu import _device, clock
 FAULTS = ("race", "lifetime")
 OWN = ("tests.simulated_gpu.clock", "tests.simulated_gpu.cuda", "tests.simulated_gpu.nccl", __name__)
 FRAMES = 6
-DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
+ERROR = 2  # the debug mode
 
 
 class Report(NamedTuple):
@@ -63,26 +63,21 @@ def reset() -> None:
     set_debug_mode(0)
 
 
-def set_debug_mode(mode: int | str) -> None:
+def set_debug_mode(mode: int) -> None:
     """``torch.cuda.set_sync_debug_mode``: waits of the host warn, or raise."""
     global _debug_mode
-    _debug_mode = DEBUG_MODES[mode] if isinstance(mode, str) else mode
+    _debug_mode = mode
 
 
 def debug_mode() -> int:
     return _debug_mode
 
 
-def end() -> None:
-    """No thread needs Python any more: for an interpreter that ends."""
-    _device.end([index for index in range(_device.device_count()) if torch.accelerator.memory_reserved(index)])
-
-
 def _take(kind: str, text: str) -> None:
     where = _place()
     reports.append(Report(kind, text, where))
     if kind == "sync" and _debug_mode and not text.startswith(("synchronize", "barrier")):
-        if _debug_mode == DEBUG_MODES["error"]:
+        if _debug_mode == ERROR:
             raise RuntimeError(f"called a synchronizing CUDA operation: {text} at {where}")
         warnings.warn(f"called a synchronizing CUDA operation: {text}", stacklevel=2)
 
@@ -97,5 +92,10 @@ def _place() -> str:
     return " < ".join(places)
 
 
+@atexit.register
+def end() -> None:
+    """No thread needs Python any more: for an interpreter that ends."""
+    _device.end([index for index in range(_device.device_count()) if torch.accelerator.memory_reserved(index)])
+
+
 _device.report_to(_take)
-atexit.register(end)

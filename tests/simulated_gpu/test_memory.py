@@ -123,6 +123,27 @@ def test_a_sparse_tensors_parts_can_race(gpus: Gpus) -> None:
     assert gpus.run(raced, ranks=1) == [{"race"}]
 
 
+def drawn() -> list[list[float]]:
+    """Pairs: from one seed, and from one state, on the second device."""
+    found = []
+    with torch.cuda.device(1):
+        for _ in range(2):
+            torch.manual_seed(3)
+            found.append(torch.rand(3, device="cuda"))
+        state = torch.cuda.get_rng_state()
+        for _ in range(2):
+            torch.cuda.set_rng_state(state)
+            found.append(torch.rand(3, device="cuda"))
+    return [numbers.tolist() for numbers in found]
+
+
+def test_random_numbers_follow_their_seed_and_their_state(gpus: Gpus) -> None:
+    [(first, again, behind, behind_again)] = gpus.run(drawn, ranks=1)
+    assert first == again
+    assert behind == behind_again
+    assert first != behind
+
+
 def trained(device: str) -> list[float]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
