@@ -5,10 +5,11 @@ What a rank was given → a digest → the plan. A digest that is not known yet 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,8 +114,7 @@ def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str],
                 f"{two} make different calls, with {len(first.given)} and {len(proposal.given)} batches; all ranks of "
                 "a pipe group make the same ones: none under `if rank == 0`"
             )
-        if proposal.flags != first.flags:
-            differ = first.flags.difference(proposal.flags, model)
+        if differ := first.flags.difference(proposal.flags, model):
             raise RunError(
                 f"{two} differ in {differ}; change the model that was given to compile in the same way on every rank"
             )
@@ -333,7 +333,9 @@ class Agreement:
         first = reported.proposals[0]
         parts = reported.parts(reported.merged, split_description, self._options.batch_dim)
         described = list(map(self._planner.items.described, parts))
-        pattern = pattern_of(described, first.training, self._options.loss_fn, first.flags, first.ambient)
+        states = tuple(proposal.flags.state for proposal in reported.proposals)
+        flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
+        pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient)
         # What any rank has answered about each micro-batch; the first rank's where two have, as dict() keeps the last.
         each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
         answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]
@@ -367,7 +369,7 @@ class Agreement:
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
         # 1. The plan. Where one rank fails none keeps it, so that all capture again in the next call.
-        with phase("capture"), self._planner.rolled_back_on_error():
+        with phase("capture"), self._naming_reads(pattern), self._planner.rolled_back_on_error():
             plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern, sample))
         # 2. Process groups for ranks that have sent each other nothing before; all ranks make them in one order.
         if new := set(pairs(plan.instructions)) - self._pairs:
@@ -388,6 +390,30 @@ class Agreement:
         places = self._planner.row_places(plan, pattern) if joins else {}
         layouts = self._layouts_of(plan, pattern, reported)
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
+
+    @contextlib.contextmanager
+    def _naming_reads(self, pattern: Pattern) -> Iterator[None]:
+        """What fails where ranks' models are in states that differ says in which attributes they do."""
+        try:
+            yield
+        except Unanswered:
+            raise
+        except Exception as error:
+            captures = self._planner.captures
+            if captures is None or not pattern.flags.states:
+                raise
+            first, *others = self._transport.gather("pipe", captures.reads.described())
+            differ = [
+                f"{name} is {first.get(name, 'absent')} on {member(self._transport, 'pipe', 0)} and "
+                f"{other.get(name, 'absent')} on {member(self._transport, 'pipe', rank)}"
+                for rank, other in enumerate(others, 1)
+                for name in {**first, **other}
+                if first.get(name) != other.get(name)
+            ]
+            raise RunError(
+                f"{error}\nforward reads attributes that differ between these ranks: {'; '.join(differ[:5])}; change "
+                "the model that was given to compile in the same way on every rank"
+            ) from error
 
     def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
         for rank, proposal in enumerate(proposals):

@@ -18,14 +18,16 @@ from fxpipe.plan.inputs.batch import Description
 @dataclass(frozen=True)
 class Flags:
     """What a capture depends on of a model: each module's training flag, each parameter's requires_grad, and the number
-    of the state that what it reads beside them is in: see ``Reads``."""
+    of the state that what it reads beside them is in: see ``Reads``. ``states``: all ranks', if they differ."""
 
     training: bytes
     trainable: bytes
     state: int = 0
+    states: tuple[int, ...] = ()
 
     def difference(self, other: Flags, model: nn.Module) -> str:
-        """In what the models of two ranks differ, in words. ``model``: one of them, for names."""
+        """In what the models of two ranks differ, in words. ``model``: one of them, for names. States may differ: what
+        is captured in them tells whether that matters."""
         sizes = [f"{len(one.training)} modules with {len(one.trainable)} parameters" for one in (self, other)]
         if sizes[0] != sizes[1]:
             return f"the models that they were given, of {' and '.join(sizes)}"
@@ -33,7 +35,7 @@ class Flags:
             return f"the training flag of {_first_apart(self.training, other.training, model.named_modules())}"
         if self.trainable != other.trainable:
             return f"the requires_grad of {_first_apart(self.trainable, other.trainable, model.named_parameters())}"
-        return "what forward reads of the model's Python, an attribute or a hook"
+        return ""
 
 
 def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError, TraceError
 from fxpipe.torch_compat import version_of
 from fxpipe.trace.patching import ASIDE, patched
-from fxpipe.trace.state.contents import alike, contents
+from fxpipe.trace.state.contents import alike, contents, described_values
 
 MOST = 16
 """States that a model may be in: what changes with every step would be captured with every step."""
@@ -155,6 +155,12 @@ class Reads:
             return None
         key = self._changed(self._states[self._now])
         return None if key is None else self._name(key)
+
+    def described(self) -> dict[str, str]:
+        """What captures have read, as it is now: the name of each value → the value."""
+        return dict(
+            part for key in self._states[self._now] for part in described_values(self._name(key), self._held(key))
+        )
 
     def _changed(self, state: dict[Key, Any]) -> Key | None:
         for key, value in state.items():
