@@ -85,7 +85,8 @@ def compile(
     Args:
         model: a module whose cuts are marked with ``fxpipe.stage_boundary``, or a ``StageGraph`` of callables.
         topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" serves, too.
-        loss_fn: called on the model's output and the call's ``target``; None: the model returns the loss.
+        loss_fn: called on the model's output and the call's ``target``, or, with one argument, on the output alone
+            (``lambda out: out[1]``); None: the model returns the loss.
         boundaries: submodules that are cut, from outside: names or patterns, each cut before it; a dict name →
             "before", "after", "both", {"every": n}, {"cut": "after", "gather": "batch"} or, of a method, too, "whole"
             (its Python runs for real, as one call in one stage) or {"whole": what it returns}; or a function of

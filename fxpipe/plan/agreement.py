@@ -41,6 +41,7 @@ from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.torch_compat import global_hook_tables
+from fxpipe.trace.request import target_of
 
 KINDS = 256
 """Kinds of batch that are remembered: beyond them the eighth that was not used for longest is met as if it were new."""
@@ -68,6 +69,8 @@ class Proposal:
     error: str = ""
     answers: tuple[Answers, ...] = ()
     """Of each micro-batch, what forward asks about its inputs, as far as this rank can answer it."""
+    wants_loss: bool = False
+    """Of an evaluation, whether it is asked for the loss alone."""
 
 
 class ReportedCall(NamedTuple):
@@ -168,7 +171,7 @@ class Agreement:
     # what this rank was given
 
     def propose(
-        self, calls: Sequence[Call], split_evenly: bool, training: bool
+        self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
     ) -> tuple[Proposal, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name. What is wrong is reported to the others, who raise it, too."""
         planner, batch_dim = self._planner, self._options.batch_dim
@@ -193,11 +196,11 @@ class Agreement:
                 check_cut(given[0], batch_dim)
             counts = tuple(tuple(counts_of(values, batch_dim).items()) for values in given)
             proposal = Proposal(training, split_evenly, planner.flags, Ambient.now(), described, counts)
-            return self._answered(proposal, given), given
+            return self._answered(replace(proposal, wants_loss=wants_loss), given), given
         except RunError as error:
             return Proposal(training, split_evenly, error=str(error)), []
         except TypeError as error:
-            hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
+            hint = "; the target is passed as target=" if target_of(self._options.loss_fn) is not None else ""
             return Proposal(training, split_evenly, error=f"{error}{hint}"), []
 
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
@@ -244,7 +247,7 @@ class Agreement:
     def _signature_for(self, training: bool) -> inspect.Signature:
         """In evaluation the target of a loss function may be left out."""
         signature = self._planner.signature
-        if training or self._options.loss_fn is None:
+        if training or target_of(self._options.loss_fn) is None:
             return signature
         parameters = [p.replace(default=None) if p.name == "target" else p for p in signature.parameters.values()]
         return signature.replace(parameters=parameters)
@@ -335,7 +338,7 @@ class Agreement:
         described = list(map(self._planner.items.described, parts))
         states = tuple(proposal.flags.state for proposal in reported.proposals)
         flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
-        pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient)
+        pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient, first.wants_loss)
         # What any rank has answered about each micro-batch; the first rank's where two have, as dict() keeps the last.
         each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
         answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]

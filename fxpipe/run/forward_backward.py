@@ -193,8 +193,9 @@ class ForwardBackward:
         Rows of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
         whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
         ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
-        ``loss_fn`` and ``target=`` given, the output is the loss. A tensor whose rows are no rows of the batch, as one
-        for each image, comes as a list, one for each micro-batch.
+        ``loss_fn`` and ``target=`` given, the output is the loss; with one that needs no target, for
+        ``outputs="loss"`` alone. A tensor whose rows are no rows of the batch, as one for each image, comes as a list,
+        one for each micro-batch.
 
         Args:
             *args: a batch, as in a call.

@@ -12,6 +12,7 @@ from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
 from fxpipe.plan.inputs.batch import Description
+from fxpipe.trace.request import target_of
 
 
 @admitted
@@ -134,13 +135,16 @@ def pattern_of(
     loss_fn: Callable[..., Any] | None,
     flags: Flags,
     ambient: Ambient,
+    wants_loss: bool = False,
 ) -> Pattern:
-    """The captures that micro-batches like these need."""
+    """The captures that micro-batches like these need. ``wants_loss``: in evaluation, as far as it needs no target."""
     # In evaluation a target may be left out: then the plan is of the model alone, whatever else is given.
+    target = target_of(loss_fn)
     has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
-    with_loss = loss_fn is not None and (training or has_target)
+    is_free = target is None or target.default is not target.empty
+    with_loss = loss_fn is not None and (training or (is_free and wants_loss) or (target is not None and has_target))
     shapes = tuple(
-        tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
+        tuple((name, given) for name, given in description if with_loss or target is None or name != "target")
         for description in microbatches
     )
     each = tuple(
