@@ -17,6 +17,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.with_loss import plain_model
 from fxpipe.notebook import preformatted
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
 from fxpipe.plan.agreement import Call
@@ -390,7 +391,9 @@ class ForwardBackward:
             transport, state = self._transport, self._state
             if transport.ranks("pipe") == transport.ranks("all"):
                 self._steps.watch.warn()
-            return full_state_dict(self._planner.module, self.module, state.owners, transport, state.device)
+            return full_state_dict(
+                plain_model(self._planner.module), self.module, state.owners, transport, state.device
+            )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""

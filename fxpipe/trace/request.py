@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.question import Answer, Answers
+from fxpipe.graph.with_loss import loss_module
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
@@ -108,11 +108,7 @@ class Request:
     @property
     def loss_module(self) -> nn.Module | None:
         """The module that the loss function is, or is a method of."""
-        function: Any = self.loss_fn
-        while isinstance(function, functools.partial):
-            function = function.func
-        owner = getattr(function, "__self__", function)
-        return owner if isinstance(owner, nn.Module) else None
+        return loss_module(self.loss_fn)
 
     @property
     def roots(self) -> list[nn.Module]:
