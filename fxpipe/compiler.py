@@ -20,6 +20,7 @@ from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
+from fxpipe.graph.with_loss import with_loss
 from fxpipe.hardware import Hardware
 from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
 from fxpipe.packed import BatchDim
@@ -85,7 +86,9 @@ def compile(
     Args:
         model: a module whose cuts are marked with ``fxpipe.stage_boundary``, or a ``StageGraph`` of callables.
         topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" serves, too.
-        loss_fn: called on the model's output and the call's ``target``; None: the model returns the loss.
+        loss_fn: called on the model's output and the call's ``target``, or, with one argument, on the output alone
+            (``lambda out: out[1]``); None: the model returns the loss. A module may have parameters, which are
+            trained as ``loss_fn.…`` of the model.
         boundaries: submodules that are cut, from outside: names or patterns, each cut before it; a dict name →
             "before", "after", "both", {"every": n}, {"cut": "after", "gather": "batch"} or, of a method, too, "whole"
             (its Python runs for real, as one call in one stage) or {"whole": what it returns}; or a function of
@@ -199,6 +202,7 @@ def compile(
         )
     # on a CPU a mark takes no time to speak of
     transport = Metered(connected, topology, clock_of(connected.device), timed=connected.device.type == "cpu")
+    model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
     planner = Planner.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     # From here on a rank that fails takes all others along: each raises, and none waits for it.
@@ -281,6 +285,7 @@ def preview(
             f"optimizer={shown(optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
             "element-wise optimizer such as AdamW"
         )
+    model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
     device = device_of([*_tensors_of(model), *tensors_in((example_args, example_kwargs))], torch.device("cpu"))
     planner = with_previewed_plan(Planner.empty(model, options, topo, device), options)
     return preview_of(planner, stepping)

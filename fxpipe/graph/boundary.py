@@ -59,8 +59,8 @@ def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = N
     boundary costs nothing either: it decides where the graph is cut, and is then erased.
 
     Args:
-        value: a tensor, or any tuple, list or dict that holds tensors: one boundary carries them all, and what is no
-            tensor passes through unchanged.
+        value: a tensor, or any tuple, list, dict or dataclass that holds tensors: one boundary carries them all, and
+            what is no tensor passes through unchanged.
         name: names the stage that the boundary opens, the code behind it.
         gather: "batch": the stage behind it, and all that come after, run once for a group of micro-batches, on what
             these send concatenated along ``batch_dim``; gradients are cut, and sent back to each. "global": and on

@@ -64,7 +64,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
         if "loss" not in result:
             raise RunError(
                 f"the model returned a dict with {sorted(map(str, result))} and no 'loss'; "
-                "return {'loss': ...}, or pass loss_fn= to fxpipe.compile"
+                f"return {{'loss': ...}}, or pass {_loss_fn_for(result)} to fxpipe.compile"
             )
         loss = result["loss"]
         metrics = {name: item for name, item in result.items() if name != "loss" and _is_metric(item)}
@@ -78,9 +78,16 @@ def read_loss(result: Any) -> MicrobatchLoss:
             found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
         raise RunError(
             f"the loss must be one number, but the model returned {found}; "
-            "reduce it (.mean() or fxpipe.Sum(total, count)), or pass loss_fn= to fxpipe.compile"
+            f"reduce it (.mean() or fxpipe.Sum(total, count)), or pass {_loss_fn_for(result)} to fxpipe.compile"
         )
     return MicrobatchLoss(loss, count, metrics)
+
+
+def _loss_fn_for(result: Any) -> str:
+    """What to write for the first number in a container that a model returned."""
+    items = result.items() if isinstance(result, Mapping) else enumerate(result if isinstance(result, tuple) else ())
+    found = (key for key, one in items if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point())
+    return next((f"loss_fn=lambda out: out[{key!r}]" for key in found), "loss_fn=")
 
 
 def _check_count(count: Any) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, RunError, nearest, noted
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.graph.with_loss import plain_model
 from fxpipe.parameters.ownership import on_meta, replace_tensors
 from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
@@ -114,12 +115,13 @@ def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights |
 def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
     """Every tensor of the model once, in its order."""
     known = frozenset(weights.names) if weights is not None else frozenset()
-    # A tensor is saved unless all of its names are of buffers with persistent=False.
+    # A tensor is saved unless all of its names are of buffers with persistent=False, or of a loss function.
     passing = {
         f"{path}.{leaf}".removeprefix(".")
         for path, module in model.named_modules(remove_duplicate=False)
         for leaf in module._non_persistent_buffers_set
     }
+    passing |= all_tensors(model).keys() - all_tensors(plain_model(model)).keys()
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in all_tensors(model).items():
         aliases.setdefault(tensor, []).append(name)

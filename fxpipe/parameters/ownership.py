@@ -17,6 +17,7 @@ from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
+from fxpipe.graph.with_loss import plain_model
 from fxpipe.parameters.dtensors import check_fits, is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
@@ -331,13 +332,18 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
 
 
 def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing."""
+    """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing.
+
+    The parameters of a loss function may be missing, as in a plain model's.
+    """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
     held, whole = module.state_dict(), tensors_of(model)
     unknown = [name for name in state if name not in whole]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
+    plain = tensors_of(plain_model(model))
+    held = {name: tensor for name, tensor in held.items() if name in state or name in plain}
     missing = [name for name in held if name not in state]
     if missing:
         raise CheckpointError(

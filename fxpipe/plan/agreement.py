@@ -5,10 +5,11 @@ What a rank was given → a digest → the plan. A digest that is not known yet 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.torch_compat import global_hook_tables
+from fxpipe.trace.request import target_of
 
 KINDS = 256
 """Kinds of batch that are remembered: beyond them the eighth that was not used for longest is met as if it were new."""
@@ -67,6 +69,8 @@ class Proposal:
     error: str = ""
     answers: tuple[Answers, ...] = ()
     """Of each micro-batch, what forward asks about its inputs, as far as this rank can answer it."""
+    wants_loss: bool = False
+    """Of an evaluation, whether it is asked for the loss alone."""
 
 
 class ReportedCall(NamedTuple):
@@ -113,8 +117,7 @@ def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str],
                 f"{two} make different calls, with {len(first.given)} and {len(proposal.given)} batches; all ranks of "
                 "a pipe group make the same ones: none under `if rank == 0`"
             )
-        if proposal.flags != first.flags:
-            differ = first.flags.difference(proposal.flags, model)
+        if differ := first.flags.difference(proposal.flags, model):
             raise RunError(
                 f"{two} differ in {differ}; change the model that was given to compile in the same way on every rank"
             )
@@ -168,7 +171,7 @@ class Agreement:
     # what this rank was given
 
     def propose(
-        self, calls: Sequence[Call], split_evenly: bool, training: bool
+        self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
     ) -> tuple[Proposal, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name. What is wrong is reported to the others, who raise it, too."""
         planner, batch_dim = self._planner, self._options.batch_dim
@@ -193,11 +196,11 @@ class Agreement:
                 check_cut(given[0], batch_dim)
             counts = tuple(tuple(counts_of(values, batch_dim).items()) for values in given)
             proposal = Proposal(training, split_evenly, planner.flags, Ambient.now(), described, counts)
-            return self._answered(proposal, given), given
+            return self._answered(replace(proposal, wants_loss=wants_loss), given), given
         except RunError as error:
             return Proposal(training, split_evenly, error=str(error)), []
         except TypeError as error:
-            hint = "; the target is passed as target=" if self._options.loss_fn is not None else ""
+            hint = "; the target is passed as target=" if target_of(self._options.loss_fn) is not None else ""
             return Proposal(training, split_evenly, error=f"{error}{hint}"), []
 
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
@@ -244,7 +247,7 @@ class Agreement:
     def _signature_for(self, training: bool) -> inspect.Signature:
         """In evaluation the target of a loss function may be left out."""
         signature = self._planner.signature
-        if training or self._options.loss_fn is None:
+        if training or target_of(self._options.loss_fn) is None:
             return signature
         parameters = [p.replace(default=None) if p.name == "target" else p for p in signature.parameters.values()]
         return signature.replace(parameters=parameters)
@@ -333,7 +336,9 @@ class Agreement:
         first = reported.proposals[0]
         parts = reported.parts(reported.merged, split_description, self._options.batch_dim)
         described = list(map(self._planner.items.described, parts))
-        pattern = pattern_of(described, first.training, self._options.loss_fn, first.flags, first.ambient)
+        states = tuple(proposal.flags.state for proposal in reported.proposals)
+        flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
+        pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient, first.wants_loss)
         # What any rank has answered about each micro-batch; the first rank's where two have, as dict() keeps the last.
         each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
         answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]
@@ -367,7 +372,7 @@ class Agreement:
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
         # 1. The plan. Where one rank fails none keeps it, so that all capture again in the next call.
-        with phase("capture"), self._planner.rolled_back_on_error():
+        with phase("capture"), self._naming_reads(pattern), self._planner.rolled_back_on_error():
             plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern, sample))
         # 2. Process groups for ranks that have sent each other nothing before; all ranks make them in one order.
         if new := set(pairs(plan.instructions)) - self._pairs:
@@ -388,6 +393,30 @@ class Agreement:
         places = self._planner.row_places(plan, pattern) if joins else {}
         layouts = self._layouts_of(plan, pattern, reported)
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
+
+    @contextlib.contextmanager
+    def _naming_reads(self, pattern: Pattern) -> Iterator[None]:
+        """What fails where ranks' models are in states that differ says in which attributes they do."""
+        try:
+            yield
+        except Unanswered:
+            raise
+        except Exception as error:
+            captures = self._planner.captures
+            if captures is None or not pattern.flags.states:
+                raise
+            first, *others = self._transport.gather("pipe", captures.reads.described())
+            differ = [
+                f"{name} is {first.get(name, 'absent')} on {member(self._transport, 'pipe', 0)} and "
+                f"{other.get(name, 'absent')} on {member(self._transport, 'pipe', rank)}"
+                for rank, other in enumerate(others, 1)
+                for name in {**first, **other}
+                if first.get(name) != other.get(name)
+            ]
+            raise RunError(
+                f"{error}\nforward reads attributes that differ between these ranks: {'; '.join(differ[:5])}; change "
+                "the model that was given to compile in the same way on every rank"
+            ) from error
 
     def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
         for rank, proposal in enumerate(proposals):

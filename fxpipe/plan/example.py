@@ -26,6 +26,7 @@ from fxpipe.plan.inputs.rows import row_count, split_rows
 from fxpipe.plan.planner import Planner
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace import Request
+from fxpipe.trace.request import target_of
 from fxpipe.validation import shown
 
 _WRAPPERS = {
@@ -58,7 +59,7 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     if lazy is not None:
         raise RunError(f"{lazy} has no shape yet; call the model once on a batch before compiling it")
     parameters = Request.signature(model, options.loss_fn).parameters
-    if options.loss_fn is not None and "target" in inspect.signature(model.forward).parameters:
+    if target_of(options.loss_fn) is not None and "target" in inspect.signature(model.forward).parameters:
         raise RunError("forward itself takes 'target', which loss_fn= would take from it; rename the argument")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):  # else any name may come
         check_names(options.batch_dim, tuple(parameters))
@@ -120,14 +121,15 @@ class Example:
             return ()
         return tuple(map(captures.questions.answers, self.numbered))
 
-    def pattern(self, answers: tuple[Answers, ...] = ()) -> Pattern:
+    def pattern(self, answers: tuple[Answers, ...] = (), training: bool = True) -> Pattern:
         """What its plan depends on; without an example, what a call with the required inputs alone has."""
         planner, loss_fn = self.planner, self.options.loss_fn
         if not self.options.has_example:
             given = (GivenInputs(tuple(required_names(planner.signature))),) * planner.microbatches
-            return Pattern(given, loss_fn is not None, planner.flags, ambient=Ambient.now())
+            with_loss = loss_fn is not None and (training or target_of(loss_fn) is not None)
+            return Pattern(given, with_loss, planner.flags, training, ambient=Ambient.now())
         described = [planner.items.described(describe(part, exact=True)) for part in self.microbatches]
-        pattern = pattern_of(described, True, loss_fn, planner.flags, Ambient.now())
+        pattern = pattern_of(described, training, loss_fn, planner.flags, Ambient.now())
         return replace(pattern, answers=answers, asks=self.has_numbers)
 
 
@@ -146,7 +148,7 @@ def plan_first(example: Example, answers: tuple[Answers, ...] = (), keeps_part: 
         return planner
     wrong = captures.wrong
     with evaluating(planner.module):
-        pattern = replace(example.pattern(answers), training=False)
+        pattern = example.pattern(answers, training=False)
         try:
             with planner.rolled_back_on_error():
                 planner.plan(pattern, example.sample, at_compile=True)

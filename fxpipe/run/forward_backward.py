@@ -17,6 +17,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.with_loss import plain_model
 from fxpipe.notebook import preformatted
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
 from fxpipe.plan.agreement import Call
@@ -226,8 +227,9 @@ class ForwardBackward:
         Rows of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
         whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
         ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
-        ``loss_fn`` and ``target=`` given, the output is the loss. A tensor whose rows are no rows of the batch, as one
-        for each image, comes as a list, one for each micro-batch.
+        ``loss_fn`` and ``target=`` given, the output is the loss; with one that needs no target, for
+        ``outputs="loss"`` alone. A tensor whose rows are no rows of the batch, as one for each image, comes as a list,
+        one for each micro-batch.
 
         Args:
             *args: a batch, as in a call.
@@ -422,7 +424,9 @@ class ForwardBackward:
             transport, state = self._transport, self._state
             if transport.ranks("pipe") == transport.ranks("all"):
                 self._steps.watch.warn()
-            return full_state_dict(self._planner.module, self.module, state.owners, transport, state.device)
+            return full_state_dict(
+                plain_model(self._planner.module), self.module, state.owners, transport, state.device
+            )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""

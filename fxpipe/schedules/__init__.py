@@ -18,10 +18,10 @@ from fxpipe.schedules.families.one_f_one_b import greedy, interleaved_1f1b, one_
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.solve import solved
 from fxpipe.schedules.families.zero_bubble import zb_h1, zb_v
-from fxpipe.schedules.given import check_given, check_length, nested
+from fxpipe.schedules.given import KINDS, check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.validation import shown
+from fxpipe.validation import check, shown
 
 SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
     {
@@ -126,10 +126,12 @@ def build(
         raise
     except Exception as error:  # the family may be the user's own
         raise ScheduleError(f"the family {limited.name} failed: {type(error).__name__}: {error}") from error
-    if len(rows) != problem.ranks:
-        raise ScheduleError(f"{limited.name} gives {len(rows)} rows for {problem.ranks} ranks; a row for each")
+    each, what = nested(rows), f"what the family {limited.name} returns"
+    check(ScheduleError, {what: KINDS["rows"]}, **{what: each})
+    if len(each) != problem.ranks:
+        raise ScheduleError(f"{limited.name} gives {len(each)} rows for {problem.ranks} ranks; a row for each")
     schedule = Schedule(
-        rows=tuple(map(tuple, rows)),
+        rows=each,
         edges=problem.edges,
         placement=problem.placement,
         backward=problem.backward,

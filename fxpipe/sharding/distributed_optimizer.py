@@ -10,10 +10,11 @@ import copy
 import functools
 import itertools
 import math
+import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -61,7 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     A parameter that nobody used has no gradient, and stays unchanged. With float16 a step for which any rank's
     gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
     counts them (``steps`` all calls of ``step``), and rank 0 warns of the first and, where that is known, of why.
-    ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded.
+    ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded. Attributes and methods of
+    ``cls``'s own are the inner one's; a method, such as ``eval`` of one that averages parameters, is a collective call.
 
     Made by ``forward_backward.optimizer``, which says what ``cls``, ``params``, ``offload`` and ``elementwise`` are.
 
@@ -262,24 +264,58 @@ class DistributedOptimizer(torch.optim.Optimizer):
         precision = self._precision
         skips = precision is not None and torch.float16 in (precision.compute, precision.reduce)
         meets = self._store.way.sharded or skips
-        under_way = announced("optimizer.step") if meets else phase("optimizer.step", extends=False)
-        with self._alone("optimizer.step()"), torch.no_grad(), under_way, self._together():
+        with self._calling("step", meets):
+            self.steps += 1
+            broken = self._broken_ranks() if skips else ()
+            if broken:
+                self._skip(broken)
+            else:
+                assert self._inner is not None
+                self._on_pieces(self._inner.step)
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """What ``cls`` has and torch's optimizers have not."""
+        inner = vars(self).get("_inner")
+        if inner is None or name.startswith("_") or not hasattr(inner, name):
+            made = type(self).__name__ if inner is None else f"{type(self).__name__} of {type(inner).__name__}"
+            raise AttributeError(f"{made!r} object has no attribute {name!r}")
+        value = getattr(inner, name)
+        return functools.partial(self._call, name, value) if isinstance(value, types.MethodType) else value
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        """Calls a method of the inner optimizer's own, which may write what it steps."""
+        with self._calling(name, self._store.way.sharded):
+            try:
+                result = self._on_pieces(functools.partial(method, *args, **kw), is_step=False)
+            except FxpipeError:
+                raise
+            except Exception as error:
+                raise RunError(
+                    f"{self.made}.{name}() failed on this rank, which has a part of the parameters, their gradients "
+                    f"in step() alone: {type(error).__name__}: {error}"
+                ) from error
+        assert self._inner is not None
+        self.state = self._inner.state
+        return self if result is self._inner else result
+
+    @contextmanager
+    def _calling(self, name: str, meets: bool) -> Iterator[None]:
+        """What ``optimizer.name()`` runs in. ``meets``: where ranks meet in it."""
+        called = f"optimizer.{name}"
+        under_way = announced(called) if meets else phase(called, extends=False)
+        with self._alone(f"{called}()"), torch.no_grad(), under_way, self._together():
             self.stepping = True
             try:
-                self.steps += 1
-                broken = self._broken_ranks() if skips else ()
-                if broken:
-                    self._skip(broken)
-                else:
-                    self._step()
+                yield
             finally:
                 self.stepping = False
-        return loss
 
     def _together(self) -> AbstractContextManager[None]:
         return failing_together(self._transport, self._transport.abort, (FxpipeError,))
 
-    def _step(self) -> None:
+    def _on_pieces(self, run: Callable[[], Any], is_step: bool = True) -> Any:
+        """``run``, which steps the inner optimizer, or, unless it ``is_step``, does anything else to what it steps."""
         assert self._inner is not None
         # 1. What the step before has sent may still be on its way into the memory that is stepped now.
         self._store.settle()
@@ -290,10 +326,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         moving = [target.piece.data.device for target in targets if target.tensor.device != target.piece.data.device]
         if moving:
             torch.accelerator.current_stream(moving[0]).synchronize()
-        stepped = [target for target, given in zip(targets, gradients, strict=True) if target.take(given)]
+        pairs = zip(targets, gradients, strict=True)
+        stepped = [target for target, given in pairs if target.take(given if is_step else None) or not is_step]
         # 3. Schedulers write into the outer groups, and some optimizers keep numbers in theirs, the inner ones.
         self._exchange(self.param_groups, self._inner.param_groups)
-        self._inner.step()
+        result = run()
         self._exchange(self._inner.param_groups, self.param_groups)
         # 4. The parameters become what the copies are, and what was stepped goes to the ranks that use it.
         self._exact.clear()
@@ -303,6 +340,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             target.write_back()
         for claim in self._claims:
             self._store.publish(claim)
+        return result
 
     def _broken_ranks(self) -> tuple[int, ...]:
         """The ranks of the world whose gradients have an inf or nan, the same on all."""

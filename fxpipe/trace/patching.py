@@ -18,7 +18,10 @@ from fxpipe.torch_compat import CHECKPOINT_GENERATOR
 from fxpipe.trace.user_line import current_line, definition
 
 KEEPS = "tracer='record' keeps it"
-UNREGISTERED = "a tensor that needs a gradient and is no parameter is used in forward", "register it as an nn.Parameter"
+UNREGISTERED = (
+    "a tensor that needs a gradient and is no parameter of the model is used in forward, or in loss_fn",
+    "register it as an nn.Parameter of the model, or pass the module that holds it as loss_fn= itself",
+)
 LEFT_BEHIND = (
     "forward keeps a tensor outside of the model's modules, in a global, a class or a cache such as "
     "functools.lru_cache's, and keeps now what it has made while it was captured, without numbers; empty it "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.question import Answer, Answers
+from fxpipe.graph.with_loss import loss_module
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
@@ -28,6 +28,21 @@ def named(places: Iterable[Place]) -> str:
     """Dimensions of inputs, in words."""
     named = dict.fromkeys((name, dim) for name, _, dim in sorted(places))
     return ", ".join(f"{name!r} in dimension {dim}" for name, dim in named)
+
+
+def target_of(loss_fn: Callable[..., Any] | None) -> inspect.Parameter | None:
+    """What a loss function takes behind the output, as ``target``; None where it takes the output alone."""
+    if loss_fn is None:
+        return None
+    unknown = inspect.Parameter("target", inspect.Parameter.POSITIONAL_ONLY)
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # a builtin function
+        return unknown
+    by_place = [p for p in signature.parameters.values() if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+    if by_place and by_place[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+        return unknown
+    return by_place[1] if len(by_place) > 1 else None
 
 
 Side = Literal["before", "after", "both"]
@@ -85,6 +100,8 @@ class Request:
     raises ``Unanswered`` for a question; returns where it is none, and is refused."""
     asks_numbers: bool = False
     """Whether forward may ask for numbers, of which each takes a capture, and not for truth values alone."""
+    any_words: bool = False
+    """Whether the program is to hold for any strings in the inputs: no tracer that needs shapes is asked for one."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
     accept: Callable[[Any, Request], None] = lambda *_: None
@@ -93,11 +110,7 @@ class Request:
     @property
     def loss_module(self) -> nn.Module | None:
         """The module that the loss function is, or is a method of."""
-        function: Any = self.loss_fn
-        while isinstance(function, functools.partial):
-            function = function.func
-        owner = getattr(function, "__self__", function)
-        return owner if isinstance(owner, nn.Module) else None
+        return loss_module(self.loss_fn)
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -106,7 +119,7 @@ class Request:
 
     @staticmethod
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
-        """The signature of a call: the model's forward, and ``target`` where there is a loss function.
+        """The signature of a call: the model's forward, and ``target`` where there is a loss function that takes it.
 
         What is given by place to a forward of ``*args, **kwargs`` has no name, and ``batch.bind`` refuses it.
         """
@@ -117,9 +130,11 @@ class Request:
                 f"{type(module).__name__}.forward takes *{next(iter(signature.parameters))} and nothing by name; give "
                 "its inputs names, so that stages can ask for them"
             )
-        if loss_fn is None or "target" in signature.parameters:
+        target = target_of(loss_fn)
+        if target is None or "target" in signature.parameters:
             return signature
-        extra = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)
+        default = target.empty if target.default is target.empty else None
+        extra = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=default)
         parameters = list(signature.parameters.values())
         tail = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
         return signature.replace(parameters=[*(p for p in parameters if p not in tail), extra, *tail])
@@ -131,9 +146,8 @@ class Request:
         """
         given = {**values, **self.fixed}
         signature = inspect.signature(self.module.forward)
-        target = given.get(self.target)
-        if self.loss_fn and self.target not in signature.parameters:
-            given.pop(self.target, None)
+        takes_target = self.target in given and target_of(self.loss_fn) is not None
+        target = (given.pop(self.target),) if takes_target else ()
         # forward pre-hooks see what is given by place alone; what comes behind a gap goes by name
         leading = []
         for p in signature.parameters.values():
@@ -143,7 +157,7 @@ class Request:
         bound = signature.bind(*leading, **given)
         with self.around():
             output = self.module(*bound.args, **bound.kwargs)
-            return self.loss_fn(output, target) if self.loss_fn else output
+            return self.loss_fn(output, *target) if self.loss_fn else output
 
     def wanted(self, output: Any) -> Any:
         """What of the model's result the program returns: in training, only the loss and the scalars beside it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -196,3 +198,89 @@ def test_a_micro_batchs_weight_is_to_the_bit_that_of_a_loss_multiplied_by_it(dty
     assert torch.equal(forward_backward(x, target=y), losses[0] + losses[1] + losses[2])
     for parameter, gradient in zip(forward_backward.parameters(), wanted, strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+class Pair(nn.Module):
+    """Returns outputs and, where it is given targets, its loss: nanoGPT's form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y = self.two(self.one(x).tanh())
+        return y, None if target is None else (y - target).square().mean()
+
+
+class Second(nn.Module):
+    """A loss without parameters, called as a module is."""
+
+    def forward(self, out: tuple[Tensor, Tensor]) -> Tensor:
+        return out[1]
+
+
+def item(out: tuple[Tensor, Tensor], *, which: int = 0) -> Tensor:
+    return out[which]
+
+
+OF_OUTPUT_ALONE: dict[str, Callable[..., Tensor]] = {
+    "a function": lambda out: out[1],
+    "a module": Second(),
+    "a method of a module": Second().forward,
+    "a partial function": functools.partial(item, which=1),
+}
+
+
+@pytest.mark.parametrize("how", OF_OUTPUT_ALONE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_function_of_one_argument_needs_no_target(how: str, ranks: int) -> None:
+    x, y = torch.randn(6, 3), torch.randn(6, 1)
+    plain = Pair()
+    loss = sum(plain(*part)[1] / 3 for part in zip(x.chunk(3), y.chunk(3), strict=True))
+    loss.backward()
+
+    def body(rank: int) -> None:
+        options: dict[str, Any] = {"boundaries": ["two"], "microbatches": 3, "example_args": (x, y)}
+        two = fxpipe.Topology([("pipe", 2)])
+        forward_backward = fxpipe.compile(Pair(), two, loss_fn=OF_OUTPUT_ALONE[how], **options)
+        torch.testing.assert_close(forward_backward(x, y), loss.detach())
+        for name, parameter in forward_backward.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        # evaluation gives what the model returns, the loss where that is asked for, and needs no targets
+        output, with_it = forward_backward.evaluate(x, y, outputs="all")
+        torch.testing.assert_close(output, plain(x)[0].detach())
+        torch.testing.assert_close(with_it, loss.detach())
+        torch.testing.assert_close(forward_backward.evaluate(x, y, outputs="loss"), loss.detach())
+        output, without = forward_backward.evaluate(x, outputs="all")
+        torch.testing.assert_close(output, plain(x)[0].detach())
+        assert without is None
+
+    body(0) if ranks == 1 else run_strict(body, ranks)
+
+
+def test_an_optional_target_is_taken_where_it_is_given() -> None:
+    x, y = torch.randn(6, 3), torch.randn(6, 1)
+    plain = nn.Linear(3, 1)
+
+    def loss_fn(output: Tensor, target: Tensor | float = 3.0) -> Tensor:
+        return (output - target).square().mean()
+
+    options: dict[str, Any] = {"microbatches": 1, "loss_fn": loss_fn, "example_args": (x,)}
+    forward_backward = fxpipe.compile(plain, fxpipe.Topology([("pipe", 1)]), **options)
+    assert torch.equal(forward_backward(x), loss_fn(plain(x)).detach())
+    assert torch.equal(forward_backward(x, target=y), loss_fn(plain(x), y).detach())
+    assert torch.equal(forward_backward.evaluate(x), plain(x).detach())
+    assert torch.equal(forward_backward.evaluate(x, outputs="loss"), loss_fn(plain(x)).detach())
+
+
+def test_a_preview_asks_for_no_target_that_the_loss_does_not_take() -> None:
+    options: dict[str, Any] = {"boundaries": "auto", "example_args": (torch.randn(6, 3), torch.randn(6, 1))}
+    two = fxpipe.Topology([("pipe", 2)])
+    assert len(fxpipe.preview(Pair(), two, microbatches=2, loss_fn=lambda out: out[1], **options).graph) == 2
+
+
+@pytest.mark.parametrize("result", [(torch.ones(2), torch.tensor(1.0)), {0: torch.ones(2), 1: torch.tensor(1.0)}])
+def test_a_loss_that_is_an_item_of_the_output_is_found(result: Any) -> None:
+    with pytest.raises(fxpipe.RunError, match=re.escape("pass loss_fn=lambda out: out[1] to fxpipe.compile")):
+        read_loss(result)

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -399,3 +400,21 @@ def test_list_scheduling_takes_the_best_action_that_is_ready_as_soon_as_one_is(s
             assert (span.start, keys[0]) <= (ready, keys[1])
             others += 1
     assert others > 0 or m == 1
+
+
+@pytest.mark.parametrize("returned", [None, 3, "1f1b", [None, None], build("1f1b", chain(2), 2)], ids=repr)
+def test_a_family_that_returns_no_rows_is_refused_with_what_it_returned(returned: object) -> None:
+    with pytest.raises(
+        ScheduleError, match=r"what the family custom returns is .*; it is a list with a row of Actions"
+    ):
+        build(named("custom", lambda problem: returned), chain(2), 2)
+
+
+def named(name: str, function: Any) -> Any:
+    function.__name__ = name
+    return function
+
+
+def test_a_family_may_yield_its_rows() -> None:
+    wanted = build("1f1b", chain(3), 4)
+    assert build(lambda problem: (iter(row) for row in wanted.rows), chain(3), 4).rows == wanted.rows

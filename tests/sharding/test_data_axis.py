@@ -636,3 +636,95 @@ def test_a_bad_number_in_one_ranks_gradient_skips_the_step_on_all(way: str, spoi
         assert all(tensor.isfinite().all() for tensor in fourth.values())
         assert all(not torch.equal(fourth[name], third[name]) for name in fourth)
         assert_near(fourth, ranks[rank // 2 * 2][0][-1], 0.0)  # the other replica's
+
+
+# --- an optimizer's own methods ---
+
+
+class Averaging(torch.optim.SGD):
+    """It evaluates at another point than it steps from, as schedule-free optimizers do, and says which one it is at."""
+
+    evaluates, rate = False, 0.5
+
+    def eval(self) -> Averaging:
+        if not self.evaluates:
+            self._swap()
+        self.evaluates = self.param_groups[0]["evaluates"] = True
+        return self
+
+    def train(self) -> None:
+        if self.evaluates:
+            self._swap()
+        self.evaluates = self.param_groups[0]["evaluates"] = False
+
+    def fails(self) -> Tensor:
+        return torch.stack(
+            [p.grad for p in self.param_groups[0]["params"] if p.grad is not None and p.grad.isnan().any()]
+        )
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            average = self.state[parameter].setdefault("average", parameter.detach().clone())
+            now = parameter.clone()
+            parameter.copy_(average)
+            average.lerp_(now, self.rate)
+
+
+def evaluated(optimizer: Any, step: Callable[[int], None], loss: Callable[[], Tensor]) -> list[Tensor]:
+    """Losses where it steps, and where it evaluates."""
+    found = []
+    for number in range(3):
+        step(number)
+        optimizer.step()
+        found.append(loss())
+        assert optimizer.eval() is optimizer
+        assert optimizer.evaluates
+        assert optimizer.param_groups[0]["evaluates"]
+        found.append(loss())
+        optimizer.train()
+    return [*found, loss()]
+
+
+def averaged(options: dict[str, Any]) -> list[Tensor]:
+    topology = topology_of(2, 2, "data, pipe")
+    forward_backward = fxpipe.compile(network(False), topology, microbatches=1, **options)
+    optimizer = forward_backward.optimizer(Averaging, lr=0.5, elementwise=options["zero"] == 3)
+    with pytest.raises(AttributeError, match="DistributedOptimizer of Averaging' object has no attribute 'average'"):
+        optimizer.average  # noqa: B018
+    replica = replica_of(topology)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        forward_backward(**batch(number, replica))
+
+    found = evaluated(optimizer, step, lambda: forward_backward.evaluate(**batch(9, 0), outputs="all"))
+    with pytest.raises(fxpipe.RunError, match=r"Averaging\.fails\(\) failed on this rank"):
+        optimizer.fails()
+    return [*found, forward_backward.evaluate(**batch(9, 0), outputs="all")]
+
+
+AVERAGED = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 1, "precision": fxpipe.Precision(torch.float32)}]
+
+
+@pytest.mark.parametrize("options", AVERAGED, ids=str)
+def test_an_optimizers_own_methods_act_on_the_parameters(options: dict[str, Any]) -> None:
+    check_averaged(run_strict(lambda rank: averaged(options), 4))
+
+
+def test_an_optimizers_own_methods_act_on_the_parameters_of_fsdp(pool: Pool) -> None:
+    check_averaged(pool.run(averaged, {"zero": 3}, ranks=4))
+
+
+def check_averaged(found: list[list[Tensor]]) -> None:
+    plain = network(False)
+    optimizer = Averaging(plain.parameters(), lr=0.5)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        for replica in range(2):
+            (plain(**batch(number, replica)) / 2).backward()
+
+    wanted = evaluated(optimizer, step, lambda: plain(**batch(9, 0)).detach())
+    for losses in found:
+        torch.testing.assert_close(losses, [*wanted, wanted[-1]], rtol=1e-5, atol=1e-6)

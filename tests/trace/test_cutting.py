@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, is_boundary, where
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Cut, Request, capture
-from fxpipe.trace.cuts.cutting import cutting
+from fxpipe.trace.cuts.cutting import crossing, cutting
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
 from tests.capturing import run_stages
+from tests.strict_transport import run_strict
 from tests.thinned import in_turn, pairwise
 
 TRACERS = ["symbolic", "export", "record"]
@@ -422,3 +424,94 @@ def test_compile_takes_boundaries_from_outside(given: Any) -> None:
 def test_compile_refuses_an_unknown_name() -> None:
     with pytest.raises(PartitionError, match=r"names \'layer\.1\', which is no submodule of the model; did you mean"):
         fxpipe.compile(Marked({}), fxpipe.Topology([("pipe", 2)]), boundaries=["layer.1"])
+
+
+# ---- dataclasses: their fields cross, as entries of a dict do ----
+
+
+@dataclass
+class Mutable:
+    h: Tensor
+    scale: float = 2.0
+    more: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    h: Tensor
+    scale: float = 2.0
+    more: Any = None
+
+
+class Passing(nn.Module):
+    """Two submodules, one of which gives the other its values in an object; ``writes``: which sets a field of it."""
+
+    def __init__(self, kind: Callable[..., Any], writes: bool, marked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below, self.above = Below(kind), Above(writes)
+        self.marked = marked
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.below(x)
+        given = stage_boundary(state) if self.marked else state
+        return (self.above(given) + given.h + (0 if self.marked else state.h)).square().mean()
+
+
+class Below(nn.Module):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        return self.kind(h=h, scale=2.0, more=[self.kind(h=h.tanh(), scale=3.0, more=None), None])
+
+
+class Above(nn.Module):
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(4, 4), writes
+
+    def forward(self, state: Any) -> Tensor:
+        inner = state.more[0]
+        h = self.linear(state.h) * state.scale + inner.h * inner.scale
+        if self.writes:
+            state.h = h
+        return h
+
+
+KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "a dataclass": (Mutable, False),
+    "one that is written into": (Mutable, True),
+    "a frozen one with slots": (Frozen, False),
+    "a namespace": (SimpleNamespace, True),
+}
+WHERE: dict[str, Any] = {"before": {"above": "before"}, "after": {"below": "after"}, "marked": (), "auto": "auto"}
+
+
+@pytest.mark.parametrize(("tracer", "kind", "place"), pairwise(TRACERS, list(KINDS), list(WHERE)))
+def test_a_dataclass_crosses_a_boundary_as_its_fields_do(tracer: Any, kind: str, place: str) -> None:
+    make, x = lambda: Passing(*KINDS[kind], marked=place == "marked"), torch.randn(4, 4)
+    plain = make()
+    wanted = sum(plain(part) / 2 for part in x.chunk(2))
+    wanted.backward()  # type: ignore[union-attr]
+
+    def body(rank: int) -> None:
+        options: dict[str, Any] = {"boundaries": WHERE[place], "microbatches": 2, "example_args": (x,)}
+        run = fxpipe.compile(make(), fxpipe.Topology([("pipe", 2)]), tracer=tracer, **options)
+        assert len(run.stages) == 2
+        torch.testing.assert_close(run(x), wanted.detach())  # type: ignore[union-attr]
+        for name, parameter in run.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+    run_strict(body, 2)
+
+
+def test_one_that_holds_itself_crosses_once() -> None:
+    state = SimpleNamespace(h=torch.ones(2), me=None)
+    state.me = state
+    behind = crossing(state, lambda leaf: isinstance(leaf, Tensor), lambda tensors: [one + 1 for one in tensors])
+    assert behind is not state
+    assert behind.h.tolist() == [2.0, 2.0]
+    assert state.h.tolist() == [1.0, 1.0]

@@ -533,7 +533,7 @@ REFUSED: dict[str, tuple[Callable[[Does, Tensor], Any], str]] = {
     "branch": (_branch, "branches on the value of a tensor"),
     "nonzero": (lambda m, h: h + h.nonzero().sum(), "shape depends on the values"),
     "stranger": (lambda m, h: STRANGER(h), "parameter that is not the model's"),
-    "leaf": (lambda m, h: h * LEAF, "needs a gradient and is no parameter"),
+    "leaf": (lambda m, h: h * LEAF, "needs a gradient and is no parameter of the model"),
     "view": (lambda m, h: h + m.head, "view of a.weight that was made outside"),
     "cond": (_condition, "cannot be cut into stages"),
     "vmap": (lambda m, h: torch.vmap(torch.sin)(h), "outside of the function around it.*record"),

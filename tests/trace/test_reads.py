@@ -387,3 +387,43 @@ def one_capture_fails(state: dict[str, Tensor]) -> list[Tensor]:
         forward_backward(x, x)
     model.late = 3.0
     return [*losses, forward_backward(x), forward_backward(x, x)]
+
+
+def one_rank_writes(state: dict[str, Tensor], changes: list[str]) -> list[Tensor]:
+    """The losses of a step before rank 0 alone changes something, of two behind that, and of an evaluation."""
+    model, (x, y) = Model(), batch(0)
+    model.load_state_dict(state)
+    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=1)
+    losses = [forward_backward(x, y)]
+    seat = current_seat()
+    for what in changes:
+        if seat is not None and seat.rank == 0:
+            WRITTEN[what](model)
+        losses.append(forward_backward(x, y))
+    return [*losses, forward_backward.evaluate(x, y, outputs="loss")]
+
+
+WRITTEN: dict[str, Callable[[Model], Any]] = {
+    "an attribute that is not read, as save_pretrained sets": lambda model: setattr(model.schedule, "saved", "now"),
+    "another value of one that is not read": lambda model: setattr(model.schedule, "saved", "later"),
+    "an item that is not read": lambda model: model.weights.update(run=[7.0]),
+    "one that is read": lambda model: setattr(model.schedule, "weight", 0.5),
+}
+
+
+def test_what_one_rank_alone_writes_and_forward_does_not_read_is_no_difference() -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    state, (x, y) = copy.deepcopy(plain.state_dict()), batch(0)
+    wanted = [plain(x, y).detach() for _ in range(4)]
+    with torch.no_grad():
+        wanted.append(plain.eval()(x, y))
+    for losses in strict(1)(2, one_rank_writes, state, list(WRITTEN)[:3]):
+        for got, loss in zip(losses, wanted, strict=True):
+            assert_same(got, loss, "loss")
+
+
+def test_what_forward_reads_and_one_rank_alone_has_changed_is_named_with_both_values() -> None:
+    phrase = r"differ.*: Model.schedule.weight is 0.5 on rank 0 \(pipe 0\) and 1.0 on rank 1 \(pipe 1\); change"
+    with pytest.raises(RunError, match=phrase):
+        strict(1)(2, one_rank_writes, Model().state_dict(), ["one that is read"])

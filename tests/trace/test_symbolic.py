@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import random
 import subprocess
@@ -563,12 +562,6 @@ def loss_writes_a_number(loss: Any, output: Tensor) -> None:
 
 def loss_writes_what_is_traced(loss: Any, output: Tensor) -> None:
     loss.seen.add_(output.detach().sum(0))
-
-
-@pytest.mark.parametrize("as_function", [lambda loss: loss, lambda loss: loss.forward, functools.partial])
-def test_a_loss_with_a_parameter_of_its_own_is_refused(as_function: Callable[[nn.Module], Any]) -> None:
-    with pytest.raises(TraceError, match="loss_fn holds the parameter scale; make it a submodule of the model"):
-        capture(Request(Outer(), ("x", "target"), loss_fn=as_function(Scaled())))
 
 
 def test_a_loss_whose_parameters_are_the_models_is_captured() -> None:

@@ -166,7 +166,7 @@ def test_what_makes_a_number_of_a_size_is_told_with_its_line_and_the_tenth_captu
     told, tenth = capsys.readouterr().err.split("10 captures by now")
     assert told.count("'words' in dimension 1") == 1
     assert told.count("length = int(words.shape[1])  # each is a number of Python's") == 1
-    assert "pad batches to a few sizes" in tenth
+    assert "sizes of 'words', 'target' change: pad batches to a few sizes" in tenth
     assert len(captured) >= 10
 
 

@@ -121,6 +121,49 @@ def test_torchrun_starts_a_run_again_which_goes_on_to_the_bit(tmp_path: Path, sc
     assert printed == scripts.run(["short.py", str(tmp_path / "undisturbed")], tmp_path)  # in one process
 
 
+# --- each script on two ranks, beyond saves, evaluations and the end of its training
+
+PROGRAMS = {
+    "train_clip.py": ["--steps", "6", "--save-every", "2", "--resume", "run"],
+    "train_vlm.py": ["--steps", "6", "--save-every", "2", "--resume", "run"],
+    "training_loop.py": ["run", "--steps", "40", "--calls", "1"],
+    "hf_trainer.py": [],
+    "finetune_hf.py": [],
+}
+SHORTER = """
+import runpy, sys
+from dataclasses import replace
+
+path = sys.argv.pop()
+example = runpy.run_path(path)
+if path.endswith("hf_trainer.py"):
+    trainer = example["main"]("run", epochs=3)
+    print("loss", trainer.evaluate()["eval_loss"])
+else:
+    tasks = {name: replace(task, steps=4) for name, task in example["TASKS"].items()}
+    example["train"].__globals__.update(RANKS=2, TASKS=tasks)
+    example["run"]()
+"""
+"""For those without arguments: fewer steps, with saves and evaluations among them. ``zero.py`` runs with its page."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_script_prints_on_two_ranks_what_it_prints_in_one_process(
+    name: str, tmp_path: Path, scripts: Scripts
+) -> None:
+    command = [*([] if PROGRAMS[name] else ["shorter.py"]), str(EXAMPLES / name), *PROGRAMS[name]]
+    torchrun = ["-m", "tests.torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    lines = []
+    for number, start in enumerate(([], torchrun)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "shorter.py").write_text(SHORTER)
+        lines.append(scripts.run([*start, *command], folder).strip().splitlines()[-1])
+    wanted, got = (list(map(float, re.findall(r"\d+\.\d+", line))) for line in lines)
+    assert len(got) >= 1
+    assert got == pytest.approx(wanted, rel=0.02)  # the cut found for four ranks and for two rounds in another order
+
+
 # --- transformers' Trainer
 
 

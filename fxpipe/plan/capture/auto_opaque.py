@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import held
+from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request, Uncaptured, capture
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.regions import WHOLE
@@ -34,12 +36,17 @@ def capture_in_part(
     attempt raised it, with what was tried since.
     """
     tracer = options.tracer if options.parallelize is None else "record"  # which leaves modules whole
+    # Strings that change with every batch, such as captions, would each take a capture, unless opaque code reads them.
+    if tracer == "auto" and options.auto_opaque and observe and not request.any_words and _words_in(request):
+        with contextlib.suppress(TraceError):
+            return capture_in_part(replace(request, any_words=True), options, observe, shares)
     given, failure, parts, added = request, "", 0, dict[str, str]()
     while True:
         try:
             request = observe(request) if added and observe is not None else request
             program = capture(request, tracer)
-            return program, request, _with_shares(added, shares()) if added else {}
+            most = 1.0 if request.any_words else MOST_OF_COST
+            return program, request, _with_shares(added, shares(), most) if added else {}
         except PartitionError as error:
             if added:
                 error.add_note(f"{', '.join(added)} is opaque by itself: no tracer could capture it")
@@ -60,18 +67,21 @@ def capture_in_part(
                 failure = f"{failure}\nwith {', '.join(added)} kept opaque by itself: {why or error}"
             failure = failure or str(error)
             # 2. Without any of that, forward may ask for numbers, each of which takes a capture of its own.
-            if request.asks_numbers or not options.auto_opaque:
+            if request.asks_numbers or request.any_words or not options.auto_opaque:
                 raise TraceError(failure) from error
             request, added = replace(given, asks_numbers=True), {}
 
 
-def _with_shares(added: Mapping[str, str], shares: Mapping[str, float]) -> dict[str, str]:
-    """Each region, in words; TraceError where they have too much of a step together."""
+def _words_in(request: Request) -> bool:
+    """Whether inputs have strings in containers; one that is an input itself is an option, which forward may ask."""
+    return any(isinstance(leaf, str) for leaf in pytree.tree_leaves(dict(request.example or {})))
+
+
+def _with_shares(added: Mapping[str, str], shares: Mapping[str, float], most: float) -> dict[str, str]:
+    """Each region, in words; TraceError where they have more than ``most`` of a step together."""
     total = sum(shares.get(name, 0.0) for name in added)
-    if total > MOST_OF_COST:
-        raise TraceError(
-            f"they take {total:.0%} of a step's FLOPs, and no more than {MOST_OF_COST:.0%} may be opaque so"
-        )
+    if total > most:
+        raise TraceError(f"they take {total:.0%} of a step's FLOPs, and no more than {most:.0%} may be opaque so")
     return {
         name: f"{name} is opaque, {shares.get(name, 0.0):.0%} of a step's FLOPs: {why}" for name, why in added.items()
     }

@@ -36,6 +36,7 @@ from fxpipe.plan.capture.questions import Questions
 from fxpipe.plan.capture.sizes import (
     FAMILIES,
     Family,
+    changing,
     entries_between,
     outline,
     sizes_between,
@@ -230,10 +231,17 @@ class Captures:
             log(f"fxpipe: {made.fixed_sizes}")
         self.counts[training] += 1
         if self.counts[training] == MANY:
-            log(
-                f"fxpipe: {MANY} captures by now, one for each size that a program has as a number, and for each "
-                'outcome of what forward asks: pad batches to a few sizes; tracer="export" keeps sizes symbolic'
+            shapes = [key.shape for key in self.kept if key.training == training and key.shape is not None]
+            sizes, values = (", ".join(map(repr, names)) for names in changing(shapes))
+            by_size = f'sizes of {sizes} change: pad batches to a few sizes; tracer="export" keeps sizes symbolic'
+            by_value = (
+                f"strings or numbers of Python's in {values} change, and a program holds for those it was captured "
+                'with: pass tensors, or keep what reads them opaque, boundaries={"the submodule": "whole"}'
             )
+            reasons = [by_value] * bool(values) + [by_size] * bool(sizes) or [
+                "each for an outcome of what forward asks"
+            ]
+            log(f"fxpipe: {MANY} captures by now: {'; '.join(reasons)}")
 
     def _captured(self, this: Pattern, pattern: Pattern, sample: Sample | str, free: frozenset[Place]) -> Captured:
         """The stages that the first tracer makes whose stages are right. ``free``: dimensions that may be symbolic."""

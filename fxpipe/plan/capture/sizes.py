@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,18 @@ def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
         for place, leaf in enumerate(given.detail[1])
         if isinstance(leaf, TensorLike)
     ]
+
+
+def changing(shapes: Iterable[Description]) -> tuple[list[str], list[str]]:
+    """The inputs of these micro-batches whose sizes are several, and those in which what is no tensor is."""
+    sizes, values = defaultdict[str, set[Any]](set), defaultdict[str, set[Any]](set)
+    for name, given in (pair for shape in shapes for pair in shape):
+        sizes[name].add(tuple(given.shapes))
+        values[name].add(
+            tuple(leaf for leaf in given.detail[1] if not isinstance(leaf, TensorLike)) if given.like else ()
+        )
+    first, second = ([name for name, found in kind.items() if len(found) > 1] for kind in (sizes, values))
+    return first, second
 
 
 def sizes_between(then: Description, now: Description, or_same: bool = False) -> dict[int, int]:

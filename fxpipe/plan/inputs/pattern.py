@@ -12,20 +12,23 @@ from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
 from fxpipe.plan.inputs.batch import Description
+from fxpipe.trace.request import target_of
 
 
 @admitted
 @dataclass(frozen=True)
 class Flags:
     """What a capture depends on of a model: each module's training flag, each parameter's requires_grad, and the number
-    of the state that what it reads beside them is in: see ``Reads``."""
+    of the state that what it reads beside them is in: see ``Reads``. ``states``: all ranks', if they differ."""
 
     training: bytes
     trainable: bytes
     state: int = 0
+    states: tuple[int, ...] = ()
 
     def difference(self, other: Flags, model: nn.Module) -> str:
-        """In what the models of two ranks differ, in words. ``model``: one of them, for names."""
+        """In what the models of two ranks differ, in words. ``model``: one of them, for names. States may differ: what
+        is captured in them tells whether that matters."""
         sizes = [f"{len(one.training)} modules with {len(one.trainable)} parameters" for one in (self, other)]
         if sizes[0] != sizes[1]:
             return f"the models that they were given, of {' and '.join(sizes)}"
@@ -33,7 +36,7 @@ class Flags:
             return f"the training flag of {_first_apart(self.training, other.training, model.named_modules())}"
         if self.trainable != other.trainable:
             return f"the requires_grad of {_first_apart(self.trainable, other.trainable, model.named_parameters())}"
-        return "what forward reads of the model's Python, an attribute or a hook"
+        return ""
 
 
 def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:
@@ -132,13 +135,16 @@ def pattern_of(
     loss_fn: Callable[..., Any] | None,
     flags: Flags,
     ambient: Ambient,
+    wants_loss: bool = False,
 ) -> Pattern:
-    """The captures that micro-batches like these need."""
+    """The captures that micro-batches like these need. ``wants_loss``: in evaluation, as far as it needs no target."""
     # In evaluation a target may be left out: then the plan is of the model alone, whatever else is given.
+    target = target_of(loss_fn)
     has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
-    with_loss = loss_fn is not None and (training or has_target)
+    is_free = target is None or target.default is not target.empty
+    with_loss = loss_fn is not None and (training or (is_free and wants_loss) or (target is not None and has_target))
     shapes = tuple(
-        tuple((name, given) for name, given in description if with_loss or loss_fn is None or name != "target")
+        tuple((name, given) for name, given in description if with_loss or target is None or name != "target")
         for description in microbatches
     )
     each = tuple(

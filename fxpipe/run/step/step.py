@@ -211,7 +211,7 @@ class Steps:
         on all. As collective."""
         asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(asked + self.which):
-            agreed, batches = self._agree([call], split_evenly=True, training=False)
+            agreed, batches = self._agree([call], True, training=False, wants_loss=outputs == "loss")
             with self.failing.together():
                 check_rows(self.transport, agreed.plan, 0)
                 shares = self._shares(agreed, batches, training=False)
@@ -222,7 +222,7 @@ class Steps:
                 return self._output(agreed, made, shares, outputs)
 
     def _agree(
-        self, calls: Sequence[Call], split_evenly: bool, training: bool
+        self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
     ) -> tuple[AgreedBatch, list[dict[str, Any]]]:
         """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks."""
         self.failing.check_open()
@@ -230,7 +230,7 @@ class Steps:
         with self.failing.together(*self._alike):  # the pipe group raises together; others must not wait for it
             # First of all: an error about the batch before is clearer than what follows from it.
             self._check.compare()
-        proposal, given = self.agreement.propose(calls, split_evenly, training)
+        proposal, given = self.agreement.propose(calls, split_evenly, training, wants_loss)
         # A refusal is raised by the whole pipe group; but other replicas are mid-step then, and must not wait.
         with self.failing.together(*([FxpipeError] if self.transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(proposal, given)

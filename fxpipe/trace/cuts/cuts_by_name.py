@@ -10,6 +10,7 @@ from torch import nn
 
 from fxpipe.errors import PartitionError, TraceError, nearest, noted
 from fxpipe.graph.boundary import Gather, checked_gather
+from fxpipe.graph.with_loss import plain_model
 from fxpipe.trace.opaque.regions import WHOLE, Region
 from fxpipe.trace.request import Cut, GatheredCut, Side
 from fxpipe.validation import is_whole, shown
@@ -59,7 +60,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
     >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}}).cuts
     {'2': 'before', '4': 'before'}
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(plain_model(model).named_modules(remove_duplicate=False))
     rules = list(_rules(modules, boundaries))
     finds_cuts = (ALL, AUTO) in rules
     found: dict[str, dict[Side, Gather | None]] = {}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -129,11 +132,13 @@ class _Passed:
 
     def _pair(self, given: Any, behind: Any) -> None:
         self._callers[id(behind)] = given
-        if given is behind or _is_leaf(given):
+        if given is behind or (_is_leaf(given) and not fields_of(given)):
             return
-        if isinstance(given, (list, dict)):
+        if isinstance(given, (list, dict)) or fields_of(given):
             self._containers.append((given, behind, _entries(behind)))
-        whose, theirs = (part.values() if isinstance(part, dict) else part for part in (given, behind))
+        whose, theirs = (
+            part.values() if isinstance(part, dict) else fields_of(part).values() or part for part in (given, behind)
+        )
         for one, other in zip(whose, theirs, strict=True):
             self._pair(one, other)
 
@@ -147,12 +152,16 @@ class _Passed:
             now = _entries(behind)
             if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
                 continue
-            if given_as[id(given)] > 1 or type(given) not in _PLAIN:
+            if given_as[id(given)] > 1 or (type(given) not in _PLAIN and not fields_of(given)):
                 raise refuse(
                     f"{self._path} changes a {type(given).__name__} that it is given, which would be lost behind a "
                     "boundary",
                     "return what is new, or put stage_boundary on the tensors where forward makes them",
                 )
+            if fields := fields_of(behind):
+                for name, part in fields.items():
+                    object.__setattr__(given, name, self._callers.get(id(part), part))
+                continue
             given.clear()
             if isinstance(given, dict):
                 given.update({key: self._callers.get(id(part), part) for key, part in behind.items()})
@@ -164,7 +173,9 @@ _PLAIN = (list, dict, OrderedDict, defaultdict)
 
 
 def _entries(container: Any) -> list[Any]:
-    """What a list or dict holds; of a dict the keys, too."""
+    """What a list, a dict or a dataclass holds; of a dict the keys, too."""
+    if fields := fields_of(container):
+        return list(fields.values())
     return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
@@ -182,14 +193,51 @@ def crossing(
 
     ``refusal``: the fact and the remedy where it holds none.
     """
-    leaves, spec = pytree.tree_flatten(value, is_leaf)
+    leaves, made = _flat(value, is_leaf, is_traced)
     places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
     if not places:
         fact = f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor"
         raise refuse(*(refusal or (fact, "give it the tensors that cross the cut")))
     for place, behind in zip(places, carry([leaves[place] for place in places]), strict=True):
         leaves[place] = behind
-    return pytree.tree_unflatten(leaves, spec)
+    return made(iter(leaves))
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, or of a namespace; nothing for another value, and for what is a container as well."""
+    if isinstance(value, (type, tuple, list, dict)):
+        return {}
+    if type(value) is SimpleNamespace:
+        return dict(vars(value))
+    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _flat(
+    value: Any, is_leaf: Callable[[Any], bool] | None, is_traced: Callable[[Any], bool], around: tuple[int, ...] = ()
+) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    """The leaves of a value, and what makes it of others: those of a dataclass are its fields', and it is a copy then,
+    where any of them is traced. ``around``: the dataclasses that it is in, by identity."""
+    found, spec = pytree.tree_flatten(value, is_leaf)
+    leaves: list[Any] = []
+    makers: list[Callable[[Iterator[Any]], Any]] = []
+    for leaf in found:
+        fields = {} if is_traced(leaf) or id(leaf) in around else fields_of(leaf)
+        inner, made = _flat([*fields.values()], is_leaf, is_traced, (*around, id(leaf))) if fields else ([], next)
+        if any(map(is_traced, inner)):
+            leaves += inner
+            makers.append(partial(_with_fields, leaf, list(fields), made))
+        else:
+            leaves.append(leaf)
+            makers.append(next)
+    return leaves, lambda others: pytree.tree_unflatten([make(others) for make in makers], spec)
+
+
+def _with_fields(value: Any, names: Sequence[str], made: Callable[[Iterator[Any]], Any], others: Iterator[Any]) -> Any:
+    again = copy.copy(value)
+    for name, part in zip(names, made(others), strict=True):
+        object.__setattr__(again, name, part)
+    return again
 
 
 def check_boundaries(graph: fx.Graph, executed: int) -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo, is_constant
-from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, backward_hooks, refuse, refusing
+from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, UNREGISTERED, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import MISSING, AssignedBuffers, CaptureGuard, put
 from fxpipe.trace.state.snapshot import storage_of
@@ -117,11 +117,7 @@ class TracingGuard(CaptureGuard):
 
         def create_arg(tracer: Any, value: Any) -> Any:
             if isinstance(value, nn.Parameter) and value.requires_grad and storage_of(value) not in self._owned:
-                raise refuse(
-                    "forward, or loss_fn, uses a parameter that is not the model's, and it would not be trained",
-                    "make it, or the module that holds it, a submodule of the model, so that it has an owner and is "
-                    "saved",
-                )
+                raise refuse(*UNREGISTERED)
             return original(tracer, value)
 
         return create_arg

@@ -148,6 +148,21 @@ def walk(value: Any) -> Iterator[Inner]:
         level = below
 
 
+def described_values(name: str, value: Any, deep: int = DEEP) -> Iterator[tuple[str, str]]:
+    """The name of each value in a value, and what it is: its ``repr``, or its class where that may be long."""
+    reading = reading_of(type(value))
+    items = [] if reading.items is None else reading.items(value)
+    keys: Any = range(len(items))
+    if isinstance(value, dict):
+        keys, items = items[: len(items) // 2], items[len(items) // 2 :]
+    inner = {f"{name}.{attribute}": part for attribute, part in reading.attributes(value).items()}
+    inner |= {f"{name}[{key!r:.80}]": part for key, part in zip(keys, items, strict=True)}
+    if not inner or not deep:
+        yield name, f"{value!r:.80}" if isinstance(value, _PLAIN) else type(value).__name__
+    for path, part in inner.items() if deep else ():
+        yield from described_values(path, part, deep - 1)
+
+
 def alike(one: Any, other: Any) -> bool:
     """Whether two ``contents`` are the same."""
     if one is other:

@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
+from fxpipe.graph.with_loss import plain_model
 from fxpipe.torch_compat import version_of
 from fxpipe.trace.patching import ASIDE, patched
-from fxpipe.trace.state.contents import alike, contents
+from fxpipe.trace.state.contents import alike, contents, described_values
 
 MOST = 16
 """States that a model may be in: what changes with every step would be captured with every step."""
@@ -69,8 +70,9 @@ class Reads:
         ``sets``: what forward sets before it reads it; ``computed_with``: as in Program. TraceError for what is set in
         some captures and read in others.
         """
-        for root in roots:
-            for path, module in root.named_modules():
+        # a model with its loss function has the table of the model itself, which is the one to look into
+        for part in (part for root in roots for part in (plain_model(root), root)):
+            for path, module in part.named_modules():
                 self._modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         # A stage calls these submodules for real: they read their attributes anew in every step.
         follows = {id(vars(part)) for module in live for part in module.modules()}
@@ -155,6 +157,12 @@ class Reads:
             return None
         key = self._changed(self._states[self._now])
         return None if key is None else self._name(key)
+
+    def described(self) -> dict[str, str]:
+        """What captures have read, as it is now: the name of each value → the value."""
+        return dict(
+            part for key in self._states[self._now] for part in described_values(self._name(key), self._held(key))
+        )
 
     def _changed(self, state: dict[Key, Any]) -> Key | None:
         for key, value in state.items():

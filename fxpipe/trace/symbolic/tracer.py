@@ -36,12 +36,11 @@ from fxpipe.trace.patching import (
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import current_line, definition, line_of
+from fxpipe.trace.user_line import current_line, line_of
 
 
 def symbolic(request: Request) -> Program:
     """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
-    _refuse_parameters_of_loss(request)
     tracer = _Tracer(request)
     try:
         with (
@@ -67,19 +66,6 @@ def symbolic(request: Request) -> Program:
         computed_with=tracer.guard.computed_with(),
         effects=tracer.effects,
     )
-
-
-def _refuse_parameters_of_loss(request: Request) -> None:
-    """Buffers that a loss only reads, such as class weights, are constants of the program."""
-    if request.loss_module is None:
-        return
-    owned = set(request.module.parameters())
-    for name, parameter in request.loss_module.named_parameters():
-        if parameter.requires_grad and parameter not in owned:
-            raise TraceError(
-                f"loss_fn holds the parameter {name}; make it a submodule of the model, so that it has an owner and is "
-                f"saved\n{definition(type(request.loss_module).forward)}"
-            )
 
 
 def _explain(error: Exception) -> str:

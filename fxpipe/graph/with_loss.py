@@ -1,0 +1,72 @@
+"""With loss: a model and the parameters of its loss function, which are trained as the model's, as one module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fxpipe.errors import RunError
+
+LOSS_FN = "loss_fn"
+"""What the loss function is called among the model's submodules."""
+
+
+def loss_module(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
+    """The module that a loss function is, or is a method of."""
+    function: Any = loss_fn
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+class WithLoss(nn.Module):
+    """Stands for a model, and is called as it is; ``loss_fn`` is one submodule more.
+
+    It shares the model's table of attributes, so that what is set, read or replaced here or there is one and the same.
+    The model itself knows nothing of the loss function: its forward may loop over its submodules.
+    """
+
+    __slots__ = (LOSS_FN, "model")
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        object.__setattr__(self, "__dict__", vars(model))
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, LOSS_FN, loss)
+
+    @property
+    def _modules(self) -> dict[str, nn.Module | None]:  # type: ignore[override]
+        return {**vars(self.model)["_modules"], LOSS_FN: self.loss_fn}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def with_loss(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module:
+    """The model, with its loss function where that is a module with trainable parameters that the model has not.
+
+    RunError where the model has something else of that name.
+    """
+    loss, owned = loss_module(loss_fn), set(model.parameters())
+    if loss is None or not any(p.requires_grad and p not in owned for p in loss.parameters()):
+        return model
+    if hasattr(model, LOSS_FN):
+        raise RunError(
+            f"loss_fn= is a module with parameters, which would be called {LOSS_FN}, and {type(model).__name__} has a "
+            f"{LOSS_FN} of its own; make the module that holds them a submodule of the model, under another name"
+        )
+
+    @functools.wraps(type(model).forward)
+    def forward(self: WithLoss, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+    named = {"__slots__": (), "__module__": type(model).__module__, "forward": forward}
+    return type(type(model).__name__, (WithLoss,), named)(model, loss)  # type: ignore[no-any-return]
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The model without its loss function's parameters."""
+    return model.model if isinstance(model, WithLoss) else model
