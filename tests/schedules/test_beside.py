@@ -7,11 +7,12 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fxpipe import ScheduleError, compare
-from fxpipe.schedules import Costs, build
+from fxpipe.schedules import SCHEDULES, Costs, Problem, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.families.limits import ScheduleName
 from fxpipe.schedules.schedule import Schedule
@@ -83,6 +84,18 @@ def test_micro_batch_i_is_on_the_i_mod_r_th_rank() -> None:
     heads = [line.split()[:4] for line in str(schedule).splitlines()[2:5]]
     assert [head[0] for head in heads] == ["0", "1", "2"]
     assert [re.findall(r"\d", " ".join(head[1:]))[:2] for head in heads] == [["0", "1"], ["2", "2"], ["0", "2"]]
+
+
+def test_a_family_of_ones_own_is_refused_there() -> None:
+    """It would be asked another problem, and its rows changed."""
+
+    def mine(problem: Problem) -> Sequence[Sequence[Action]]:
+        return SCHEDULES["1f1b"](problem)
+
+    options: Any = {"edges": [(0, 1)], "microbatches": 4}
+    assert build(mine, **options).rows == build("1f1b", **options).rows
+    with pytest.raises(ScheduleError, match=r"mine is a family of your own, .* give a Schedule"):
+        build(mine, **options, placement=[(0, 1), (1, 0)])
 
 
 def on_several(graph: Bare, draw: random.Random) -> list[int | tuple[int, ...]]:

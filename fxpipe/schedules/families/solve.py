@@ -107,6 +107,11 @@ def placed_beside(family: Family, problem: Problem) -> Sequence[Sequence[Action]
     """The family's rows, for problems with stages on several ranks, too."""
     if not replicated(problem.placement):
         return family(problem)
+    if not getattr(family, "__module__", "").startswith(__package__):
+        raise ScheduleError(
+            f"{getattr(family, '__name__', 'it')} is a family of your own, and stages are on several ranks: it would "
+            "be asked another problem, and its rows changed; give a Schedule, with the rows that shall run"
+        )
     alone, real = _alone(problem)
     found = family(alone)
     best = _Floating(problem, alone, real, tuple(map(tuple, found))).best()
