@@ -143,6 +143,19 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def block_mask_rows(value: object) -> int | None:
+    """How many rows a ``BlockMask`` of flex_attention has; None for anything else."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # nobody has one who has not imported it
+    return int(value.kv_num_blocks.shape[0]) if flex is not None and isinstance(value, flex.BlockMask) else None
+
+
+def block_mask_part(mask: Any, start: int, size: int) -> Any:
+    """These rows of a ``BlockMask``, whose own slices leave its ``mask_mod`` out."""
+    part, mask_mod = mask[start : start + size], mask.mask_mod
+    part.mask_mod = lambda b, h, q, kv: mask_mod(b + start, h, q, kv)
+    return part
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Hooks that are given its gradient, not those behind its ``.grad``."""
     return bool(tensor._backward_hooks)

@@ -11,6 +11,11 @@ FIRST = """
 
 # Why what does not run.
 NOT_ON_GPUS = {
+    "what there is without an accelerator, or a number": """
+        test_device.py::test_ranks_have_the_same_settings_where_their_own_device_is_the_default
+        test_device.py::test_without_an_accelerator_every_device_keeps_its_name
+        test_doctor.py::test_a_part_that_fails_on_a_rank_names_itself_and_stops_no_other[nodes
+        """,
     "needs no device": """
         formats/
         schedules/

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxpipe.graph.loss import MicrobatchLoss
-from fxpipe.packed import BatchDim, Rule, counted, rule_at
-from fxpipe.torch_compat import pytree
+from fxpipe.packed import BatchDim, counted
+from fxpipe.plan.inputs.cuts import joined
 from fxpipe.trace.state.replay import Batch, is_close, unit
 
 
@@ -38,7 +36,7 @@ def rows_interact(
     one, other = batches
     pairs = (one, other), (other, one), (one, one), (other, other)
     try:
-        parts = [loss(_joined(pair, batch_dim)) for pair in pairs]
+        parts = [loss(joined(pair, batch_dim)) for pair in pairs]
         given = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in batches]
     except Exception:  # inputs that cannot be joined, or a model for so many rows alone
         return ""
@@ -54,17 +52,3 @@ def rows_interact(
         'fxpipe.stage_boundary(..., gather="batch"). Where it is divided by a count of its own (labels that are not '
         "ignored), return fxpipe.Sum(total, count), or give loss_weight="
     )
-
-
-def _joined(batches: Sequence[Batch], batch_dim: BatchDim) -> Batch:
-    """One batch of the rows of several."""
-
-    def joined(rule: Rule, *leaves: Any) -> Any:
-        if isinstance(leaves[0], Tensor) and leaves[0].dim() and isinstance(rule, int):
-            return torch.cat(leaves, dim=rule)
-        return leaves[0]
-
-    return {
-        name: pytree.tree_map(partial(joined, rule_at(batch_dim, name)), *(batch[name] for batch in batches))
-        for name in batches[0]
-    }

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
 from fxpipe.plan.inputs.batch import PLAIN
-from fxpipe.torch_compat import pytree
-from fxpipe.trace.state.contents import walk
+from fxpipe.torch_compat import block_mask_rows, pytree
 from fxpipe.validation import is_mapping, shown
 
 Numbers = tuple[int, ...]
@@ -48,17 +50,48 @@ def _check_cut(name: str, value: Any, rule: Rule) -> None:
             raise RunError(
                 f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass tensors, "
                 "as torch.as_tensor or dict() makes them, in a dict or a tuple, or a dataclass registered by "
-                f"torch.export.register_dataclass; or write {written(name, 'None')} where each micro-batch takes all "
-                f"of it, or {written(name, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
+                f"torch.export.register_dataclass; or make it for each micro-batch, and call step_microbatches; or "
+                f"write {written(name, 'None')} where each micro-batch takes all of it, or "
+                f"{written(name, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
             )
 
 
 def _has_numbers(leaf: Any) -> bool:
-    """Whether it is an array, as NumPy's and pandas' are, or an object that holds tensors with dimensions."""
+    """Whether it is an array, as NumPy's and pandas' are, or holds tensors, as an object or a function does; of a
+    ``BlockMask``, which is cut into its rows, whether it has one row and its ``mask_mod`` does."""
+    if (block_rows := block_mask_rows(leaf)) is not None:
+        return block_rows == 1 and _has_numbers(leaf.mask_mod)
     if hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
         return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
-    inside = walk(list(leaf.values()) if is_mapping(leaf) else leaf)
-    return any(isinstance(part.value, Tensor) and part.value.dim() > 0 for part in inside)
+    return any(isinstance(part, Tensor) for part in _held(leaf, set()))
+
+
+def _held(value: Any, seen: set[int]) -> Iterator[Any]:
+    """What it is made of: the items, attributes, arguments and closures of it, of all classes but modules."""
+    if id(value) in seen or len(seen) > _MOST:
+        return
+    seen.add(id(value))
+    yield value
+    if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
+        return
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
+    parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
+    if is_mapping(value):
+        parts += value.values()
+    elif isinstance(value, (list, tuple, set)):
+        parts += value
+    elif isinstance(value, FunctionType):
+        parts += [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
+    elif isinstance(value, MethodType):
+        parts += [value.__self__, value.__func__]
+    elif isinstance(value, partial):
+        parts += [value.func, *value.args, *value.keywords.values()]
+    for part in parts:
+        yield from _held(part, seen)
+
+
+_MOST = 1_000
+"""So many parts of an object are looked at."""
 
 
 def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> Numbers | None:

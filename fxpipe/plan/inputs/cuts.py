@@ -18,7 +18,7 @@ from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
 from fxpipe.plan.inputs.batch import Description, described, example_of
 from fxpipe.plan.inputs.counts import Counts
 from fxpipe.plan.inputs.rows import is_entries, pieces_of
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import block_mask_part, block_mask_rows, pytree
 
 Pieces = Mapping[str, tuple[int, ...]]
 
@@ -79,6 +79,10 @@ def _parts(path: str, value: Any, rule: Rule, sizes: Sequence[int], pieces: Piec
 def _cut_leaf(path: str, leaf: Any, along: int, sizes: Sequence[int]) -> list[Any]:
     if isinstance(leaf, TensorLike) and leaf.shape:
         return [_of_size(leaf, along, size) for size in sizes]
+    if (block_rows := block_mask_rows(leaf) or 1) > 1:
+        if block_rows != sum(sizes):
+            raise RunError(f"input {path!r} is a BlockMask of {block_rows} rows, and the batch has {sum(sizes)}")
+        return [block_mask_part(leaf, end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
     if not isinstance(leaf, Tensor) or not leaf.dim():
         return [leaf] * len(sizes)
     if leaf.is_nested:
