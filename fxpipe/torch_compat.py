@@ -156,6 +156,18 @@ def block_mask_part(mask: Any, start: int, size: int) -> Any:
     return part
 
 
+def compiled_parts(model: nn.Module) -> list[str]:
+    """The submodules, and functions that modules hold, that the user has compiled by ``torch.compile``."""
+    found: list[str] = []
+    for path, part in model.named_modules():
+        if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+            found.append(path)
+        else:
+            held = (name for name, value in vars(part).items() if hasattr(value, "_torchdynamo_orig_callable"))
+            found += [f"{path}.{name}".strip(".") for name in held]
+    return found
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Hooks that are given its gradient, not those behind its ``.grad``."""
     return bool(tensor._backward_hooks)

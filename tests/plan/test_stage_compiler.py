@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -77,6 +78,32 @@ def test_compiled_stages_compute_what_the_model_does() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     with torch.no_grad():
         torch.testing.assert_close(run_stages(graph, {"x": x}), model(x), rtol=0, atol=0)
+
+
+class Blocks(nn.Module):
+    """``how``: what the user has compiled of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.loss = nn.Linear(4, 4), nn.Linear(4, 4), F.mse_loss
+        if how == "method":
+            self.a.compile(backend="aot_eager")
+        if how == "wrapped":
+            self.a = torch.compile(self.a, backend="aot_eager")  # type: ignore[assignment]
+        if how == "loss":
+            self.loss = torch.compile(F.mse_loss, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.b(fxpipe.stage_boundary(self.a(x))), x)
+
+
+@pytest.mark.parametrize(("how", "name"), [("method", "a"), ("wrapped", "a"), ("loss", "loss"), ("", "")])
+def test_what_the_user_has_compiled_is_said_to_run_as_plain_code(how: str, name: str) -> None:
+    options: Any = {"topo": fxpipe.Topology([("pipe", 2)]), "microbatches": 2, "example_args": (torch.ones(2, 4),)}
+    told = f"{name} run as plain code, though compiled; stage_compiler=torch.compile compiles what a stage runs"
+    assert (told in str(fxpipe.compile(Blocks(how), **options).stages)) == bool(how)
+    compiled = fxpipe.compile(Blocks(how), **options, stage_compiler=lambda stage: stage)
+    assert "plain code" not in str(compiled.stages)
 
 
 def test_a_callable_of_the_users_is_compiled_as_the_function_of_its_stage() -> None:

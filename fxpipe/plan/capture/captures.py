@@ -25,6 +25,7 @@ from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.notebook import listed
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
@@ -46,6 +47,7 @@ from fxpipe.plan.inputs.batch import Description, example_of, known_by_type
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.torch_compat import compiled_parts
 from fxpipe.trace import NEED_SHAPES, Cut, Request
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
@@ -303,6 +305,11 @@ class Captures:
         beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
         self.beside |= dict.fromkeys(beside)
         # 3. What .stages says of it.
+        kept = tuple(f"{region.name}." for region in self.whole)  # which runs as the user has it
+        compiled = [name for name in compiled_parts(program.module) if not f"{name}.".startswith(kept)]
+        if compiled and self.options.stage_compiler is None:
+            plain = f"{listed(compiled)} run as plain code, though compiled"
+            beside.append(f"{plain}; stage_compiler=torch.compile compiles what a stage runs")
         head, *rest = made.graph.origin.splitlines()
         origin = "\n".join([f"{head}, {checked}", *rest, *beside])
         made = replace(made, graph=replace(made.graph, origin=origin))
