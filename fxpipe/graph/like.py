@@ -43,6 +43,10 @@ class TensorLike:
         return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
 
 
+WORD = TensorLike((), torch.bool, (), "cpu", False)
+"""Stands for a string of the inputs in a program for any strings: code that looks at one finds none."""
+
+
 def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, unchanged."""
 

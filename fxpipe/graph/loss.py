@@ -73,7 +73,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
         loss, count = loss
         _check_count(count)
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()):
-        found = f"{type(loss).__name__} {loss!r:.80}"
+        found = f"{type(loss).__name__} {shown(loss):.80}"
         if isinstance(loss, Tensor):
             found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
         raise RunError(

@@ -29,7 +29,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import BatchDim, read_for, written
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, MOST
-from fxpipe.plan.inputs.batch import Description, bind, check_calls, describe, merge
+from fxpipe.plan.inputs.batch import Description, bind, check_calls, describe, for_any_words, merge
 from fxpipe.plan.inputs.counts import Counts, check_cut, counts_of, merge_counts
 from fxpipe.plan.inputs.cuts import split, split_description
 from fxpipe.plan.inputs.label_count import with_number
@@ -190,6 +190,8 @@ class Agreement:
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
             # Python's numbers are compared only where a capture holds for these alone: else each makes a new kind.
             described = tuple(describe(values, planner.needs_shapes) for values in given)
+            if planner.captures is not None and planner.captures.any_words:
+                described = tuple(map(for_any_words, described))
             if training:
                 _check_no_gradients(described)
             if split_evenly and planner.microbatches > 1:

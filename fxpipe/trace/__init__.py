@@ -30,7 +30,7 @@ def auto(request: Request) -> Program:
     """What the first tracer makes, in the order of ``TRACERS``, that can; ``Uncaptured`` with the reasons of all."""
     refusals: list[Refusal] = []
     for name, tracer in TRACERS.items():
-        if tracer is auto or (request.any_words and name in NEED_SHAPES):
+        if tracer is auto:
             continue
         if name in NEED_SHAPES and request.example is None:
             break

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fxpipe.graph.like import ITEMS, TensorLike
+from fxpipe.graph.like import ITEMS, WORD, TensorLike
 from fxpipe.torch_compat import (
     CAPTURE_LOGS,
     DataDependentOutputException,
@@ -48,8 +48,10 @@ class FakeModel:
     """The type of floating-point parameters and inputs; None: as they are."""
     names: dict[int, str] = field(default_factory=dict)
 
-    def inputs(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """The example's inputs, with a fake tensor for each ``TensorLike``."""
+    def inputs(self, example: Mapping[str, Any], any_words: bool = False) -> dict[str, Any]:
+        """The example's inputs, with a fake tensor for each ``TensorLike``; ``any_words``: and for each string."""
+        if any_words:
+            example = pytree.tree_map_only(str, lambda _: WORD, dict(example))
         return {
             name: pytree.tree_map_only(TensorLike, self.leaf if name == ITEMS else self._input, value)
             for name, value in example.items()

@@ -101,7 +101,7 @@ class Request:
     asks_numbers: bool = False
     """Whether forward may ask for numbers, of which each takes a capture, and not for truth values alone."""
     any_words: bool = False
-    """Whether the program is to hold for any strings in the inputs: no tracer that needs shapes is asked for one."""
+    """Whether the program is to hold for any strings in containers among the inputs."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
     accept: Callable[[Any, Request], None] = lambda *_: None

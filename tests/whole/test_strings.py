@@ -48,10 +48,18 @@ class InDict(Captioned):
         return (self.above(self.below(texts["x"]) + self.words(texts["captions"])) - x).square().mean()
 
 
+class Branching(Captioned):
+    """Its forward looks at a size, which symbolic cannot follow, and passes strings on one by one."""
+
+    def forward(self, x: Tensor, texts: Any) -> Tensor:
+        words = self.words([*texts]) if x.shape[0] == len(texts) else x
+        return (self.above(self.below(x) + words) - x).square().mean()
+
+
 def batch(kind: type[Captioned], step: int) -> Batch:
     x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
     captions = [f"row {row} of step {step} {'x' * (row + step)}" for row in range(ROWS)]
-    return x, captions if kind is Captioned else {"x": x, "captions": captions}
+    return x, {"x": x, "captions": captions} if kind is InDict else captions
 
 
 def part(texts: Any, rows: slice) -> Any:
@@ -72,7 +80,7 @@ def plain(kind: type[Captioned]) -> list[Tensor]:
 
 
 def trained(kind: type[Captioned], boundaries: Any, steps: int = STEPS, **options: Any) -> list[Tensor]:
-    rule: Any = fxpipe.Packed(1) if kind is Captioned else {"captions": fxpipe.Packed(1)}
+    rule: Any = {"captions": fxpipe.Packed(1)} if kind is InDict else fxpipe.Packed(1)
     given = {"microbatches": 2, "batch_dim": {"texts": rule}, "example_args": batch(kind, 0), **options}
     run = fxpipe.compile(kind(), TWO, boundaries=boundaries, **given)
     optimizer, losses = run.optimizer(torch.optim.SGD, lr=0.1), []
@@ -98,7 +106,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("whole", [{}, {"words": "whole"}], ids=["by itself", "named"])
-@pytest.mark.parametrize("kind", [Captioned, InDict])
+@pytest.mark.parametrize("kind", [Captioned, InDict, Branching])
 def test_other_strings_take_no_capture(kind: Any, whole: Any, ranks: int, made: list[object]) -> None:
     boundaries, counts = {"above": "before", **whole}, []
     for steps in (1, STEPS):
@@ -108,6 +116,76 @@ def test_other_strings_take_no_capture(kind: Any, whole: Any, ranks: int, made: 
             torch.testing.assert_close(losses, plain(kind)[:steps])
         counts.append(len(made))
     assert counts[0] == counts[1] > 0
+
+
+def sized(step: int, rows: int) -> Batch:
+    x, texts = batch(Captioned, step)
+    return torch.cat([x, x])[:rows], [*texts, *texts][:rows]
+
+
+class Asking(Branching):
+    """Its own forward looks at a string, so that no program holds for all."""
+
+    def forward(self, x: Tensor, texts: Any) -> Tensor:
+        h = self.below(x) + (self.words([*texts]) if isinstance(texts[0], str) else 0)
+        return (self.above(h) - x).square().mean()
+
+
+class Tokens(Words):
+    """A vector for each letter: how many there are, strings decide."""
+
+    @torch.no_grad()
+    def forward(self, captions: list[str]) -> Tensor:
+        ids = [torch.tensor([ord(letter) % 64 for letter in caption]) for caption in captions]
+        return self.linear(self.embed(nn.utils.rnn.pad_sequence(ids, batch_first=True)))
+
+
+class Attending(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Tokens()
+
+    def forward(self, x: Tensor, texts: Any) -> Tensor:
+        words = self.words([*texts]) if x.shape[0] == len(texts) else x[:, None]
+        h = nn.functional.scaled_dot_product_attention(self.below(x)[:, None], words, words)[:, 0]
+        return (self.above(h) - x).square().mean()
+
+
+NAMED = {"above": "before", "words": "whole"}
+SIZES = [8, 12, 12, 8]
+WAYS: list[tuple[type[Captioned], dict[str, Any]]] = [
+    (Branching, {}),
+    (Attending, {}),
+    (Attending, {"boundaries": NAMED, "tracer": "export"}),
+    (Branching, {"boundaries": NAMED, "tracer": "record"}),
+    (Captioned, {"boundaries": NAMED, "tracer": "record"}),
+    (Asking, {}),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("kind", "options"), WAYS)
+def test_batches_of_other_sizes_hold_for_any_strings_too(
+    kind: Any, options: dict[str, Any], ranks: int, made: list[object]
+) -> None:
+    def losses(batches: list[Batch]) -> list[Tensor]:
+        given: dict[str, Any] = {"boundaries": {"above": "before"}, "microbatches": 2, "example_args": sized(0, 8)}
+        run = fxpipe.compile(kind(), TWO, batch_dim={"texts": fxpipe.Packed(1)}, **{**given, **options})
+        found = [loss for one in batches for loss in (run(*one), run.evaluate(*one, outputs="all"))]
+        counts.append(len(made))
+        return found
+
+    model, counts = kind(), list[int]()
+    batches = [sized(step + 1, rows) for step, rows in enumerate(SIZES)]
+    halves = [[(x[:half], t[:half]), (x[half:], t[half:])] for x, t in batches for half in [len(x) // 2]]
+    wanted = [torch.stack([model(*one).detach() / 2 for one in parts]).sum() for parts in halves]
+    for more in [[]] if kind is Asking else [[], [sized(9, 12)]]:
+        made.clear()
+        runs = run_strict(lambda rank: losses([*batches, *more]), 2) if ranks == 2 else []  # noqa: B023
+        for got in runs or [losses([*batches, *more])]:
+            torch.testing.assert_close(got[: 2 * len(wanted)], [loss for loss in wanted for _ in range(2)])
+    if kind is not Asking:
+        assert counts[0] == counts[-1] > 0, "of a size that was met before, with other strings"
 
 
 def test_the_tenth_capture_names_the_input_whose_strings_change(capsys: pytest.CaptureFixture[str]) -> None:

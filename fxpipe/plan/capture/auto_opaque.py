@@ -28,17 +28,19 @@ def capture_in_part(
     options: Options,
     observe: Callable[[Request], Request] | None,
     shares: Callable[[], Mapping[str, float]],
+    tries_any_words: bool = False,
 ) -> tuple[Program, Request, dict[str, str]]:
     """The program, the request with all that is opaque in it, and those regions that were added, with words for each.
 
     ``observe``: gives a request what calls of its regions do; None where the model cannot run on a batch to show it.
-    ``shares``: the part of a step's FLOPs that each region has in the program accepted last. TraceError as the first
-    attempt raised it, with what was tried since.
+    ``shares``: the part of a step's FLOPs that each region has in the program accepted last. ``tries_any_words``: first
+    for a program that holds for any strings in the inputs. TraceError as the first attempt raised it, with what was
+    tried since.
     """
     tracer = options.tracer if options.parallelize is None else "record"  # which leaves modules whole
     # Strings that change with every batch, such as captions, would each take a capture, unless opaque code reads them.
-    if tracer == "auto" and options.auto_opaque and observe and not request.any_words and _words_in(request):
-        with contextlib.suppress(TraceError):
+    if tries_any_words and _words_in(request):
+        with contextlib.suppress(TraceError, PartitionError):
             return capture_in_part(replace(request, any_words=True), options, observe, shares)
     given, failure, parts, added = request, "", 0, dict[str, str]()
     while True:

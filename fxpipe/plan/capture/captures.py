@@ -43,7 +43,7 @@ from fxpipe.plan.capture.sizes import (
     sizes_between,
     unlike,
 )
-from fxpipe.plan.inputs.batch import Description, example_of, known_by_type
+from fxpipe.plan.inputs.batch import Description, example_of, for_any_words, known_by_type
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules.schedule import Schedule
@@ -74,6 +74,8 @@ class Captured:
     """What forward asked about the inputs, and the answers for which it holds."""
     places: Places = field(default_factory=dict)
     """Where what the stages gather has its rows, if they hold for one shape."""
+    any_words: bool = False
+    """Whether they hold for any strings in the inputs, which opaque regions alone read."""
 
     @property
     def of_one_shape(self) -> bool:
@@ -132,6 +134,8 @@ class Captures:
     """What forward has asked about its inputs so far."""
     asks_numbers: bool = False
     """Whether it asks for numbers, too, since nothing else captures the model."""
+    any_words: bool = False
+    """Whether the first one holds for any strings: then descriptions have their types alone, and later ones are to."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Small buffers of integers and truth values as the first capture found them, which may decide sizes."""
     used: list[Pattern] = field(default_factory=list)
@@ -162,11 +166,12 @@ class Captures:
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         """
+        keys: list[Pattern] = []
         # Twice: a later micro-batch may be captured with symbolic sizes, which holds for the earlier ones, too.
-        each = pattern.each()
-        for one in each:
-            self._of_one(one, pattern, sample)
-        keys = [self._of_one(one, pattern, sample) for one in each]
+        for place in [*range(pattern.microbatches)] * 2:
+            pattern = pattern.for_any_words() if self.any_words else pattern
+            keys.append(self._of_one(pattern.each()[place], pattern, sample))
+        keys = keys[pattern.microbatches :]
         # A tracer may be found wrong by a later shape only: then all of the mode are captured again, by the next one.
         if any((key.training, self.kept[key].tracer) in self.wrong for key in keys):
             self.kept = {key: one for key, one in self.kept.items() if key.training != pattern.training}
@@ -190,7 +195,7 @@ class Captures:
     def rolled_back_on_error(self) -> Iterator[None]:
         """If the block fails, on this rank or another, what was captured in it is dropped."""
         # Collections that are changed in place are copied; what else is here is assigned anew.
-        fields = ("kept", "families", "first", "wrong", "whole", "by_itself")
+        fields = ("kept", "families", "first", "wrong", "whole", "by_itself", "any_words")
         before = {name: dict(v) if isinstance(v := getattr(self, name), dict) else v for name in fields}
         try:
             with self.reads.rolled_back_on_error():
@@ -214,6 +219,11 @@ class Captures:
                 return key
         # 2. A new one. What it asked of the inputs is a part of the key that it is kept under.
         made = self._captured(this, pattern, sample, frozenset() if shape is None else family.free(shape))
+        self.any_words |= made.any_words
+        if shape is not None and made.of_one_shape and made.any_words:
+            this, shape = this.for_any_words(), for_any_words(shape)
+            place = replace(this, shapes=(), answers=()), outline(shape)
+            family = self.families.get(place, Family())
         key = this.for_answers(made.answers) if made.of_one_shape else this.for_any_shape()
         if shape is not None and made.of_one_shape:
             for name, leaf in known_by_type(shape):
@@ -274,13 +284,14 @@ class Captures:
         # 1. The capture. What it reads of Python's state is noted, since a change of that makes another capture.
         request = observe(request) if self.whole else request
         observes = observe if self._can_run(sample, shape) else None
+        tries = self.any_words or self.first is None
         with (
             progress(f"capturing {type(self.model).__name__}"),
             ignored(self.balancing.finds_cuts),
             self.reads.noting() as noted,
         ):
             try:
-                program, request, by_itself = capture_in_part(request, self.options, observes, shares)
+                program, request, by_itself = capture_in_part(request, self.options, observes, shares, tries)
             except Unanswered as error:
                 self.asks_numbers = error.numbers
                 raise
@@ -312,7 +323,7 @@ class Captures:
             beside.append(f"{plain}; stage_compiler=torch.compile compiles what a stage runs")
         head, *rest = made.graph.origin.splitlines()
         origin = "\n".join([f"{head}, {checked}", *rest, *beside])
-        made = replace(made, graph=replace(made.graph, origin=origin))
+        made = replace(made, graph=replace(made.graph, origin=origin), any_words=request.any_words)
         calls = (call for part in cut.opaque.values() for call in opaque_calls(part))
         self.unpacked |= {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
         watch(cut, self.reads.changed)
@@ -428,7 +439,7 @@ class Captures:
             with progress("checking the stages against the model"):
                 return check(made.graph, request, sample, places, holds, self.options.loss_weight)
         except TraceError as error:
-            if not sample.later:  # else other captures by this tracer are in use
+            if not sample.later and not request.any_words:  # else other captures by this tracer are in use
                 self.wrong[request.training, made.tracer] = str(error)
             raise
 

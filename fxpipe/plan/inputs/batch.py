@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxpipe.device import shared_name
 from fxpipe.errors import RunError
-from fxpipe.graph.like import TensorLike
+from fxpipe.graph.like import WORD, TensorLike
 from fxpipe.graph.plain_data import admitted, encode
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
@@ -152,6 +152,21 @@ def _named(leaf: Any, exact: bool) -> Any:
 def example_of(description: Description) -> dict[str, Any]:
     """The inputs that are neither None nor fixed, each with a ``TensorLike`` for each tensor."""
     return {name: given.like for name, given in description if given.kind == "input"}
+
+
+def for_any_words(description: Description) -> Description:
+    """The description with a ``WORD`` in place of each string in a container: what a capture has for it."""
+
+    def without(given: InputDescription) -> InputDescription:
+        if given.kind != "input":
+            return given
+        container, leaves = given.detail
+        words = [leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") for leaf in leaves]
+        return replace(
+            given, detail=(container, tuple(WORD if w else leaf for w, leaf in zip(words, leaves, strict=True)))
+        )
+
+    return tuple((name, without(given)) for name, given in description)
 
 
 def known_by_type(description: Description) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
-from fxpipe.plan.inputs.batch import Description
+from fxpipe.plan.inputs.batch import Description, for_any_words
 from fxpipe.trace.request import target_of
 
 
@@ -123,6 +123,10 @@ class Pattern:
     def shape(self) -> Description | None:
         """That of the first micro-batch, where one has been seen."""
         return self.shapes[0] if self.shapes else None
+
+    def for_any_words(self) -> Pattern:
+        """The pattern without the strings in containers."""
+        return replace(self, shapes=tuple(map(for_any_words, self.shapes)))
 
     def for_any_shape(self) -> Pattern:
         """The pattern without what only tracers that need shapes depend on."""

@@ -90,7 +90,7 @@ def _export(request: Request) -> Program:
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
-            call = ExportedCall(request, guard, fake.inputs(request.example), stand_ins)
+            call = ExportedCall(request, guard, fake.inputs(request.example, request.any_words), stand_ins)
             with fixing_lines() as lines:  # none, where nothing is symbolic
                 exported = _exported(call)
         program = call.program(exported).replace(sets=guard.own.taken, fixed_sizes=call.fixed_sizes(exported, lines))

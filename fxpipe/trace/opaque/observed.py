@@ -153,7 +153,9 @@ class _Observer:
         sets = frozenset(self._sets(region, before, tensors))
         _check_sets(region, sets, (region.path, *parts))
         asks = frozenset((self._paths.get(owner, ""), name) for owner, name in noted)
-        given = frozenset(size for leaf in pytree.tree_leaves((args, kwargs)) for size in getattr(leaf, "shape", ()))
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=_are_words)
+        given = frozenset(size for leaf in leaves for size in getattr(leaf, "shape", ()))
+        given |= {len(leaf) for leaf in leaves if _are_words(leaf)}
         returned = _described(region, result, torch.is_grad_enabled())
         self._seen[region.name, number] = SeenCall(returned, parts, tuple(reads), tuple(writes), sets, asks, given)
         return result
@@ -176,6 +178,11 @@ class _Observer:
                         "persistent=False"
                     )
                 yield path, name
+
+
+def _are_words(value: Any) -> bool:
+    """Whether it is a list of strings, which has as many as a batch has rows, say."""
+    return isinstance(value, (list, tuple)) and any(isinstance(one, str) for one in value)
 
 
 def _check_sets(region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ class SeenCall:
     ``returned``: what it returned, with a ``TensorLike`` for each tensor. ``parts``: the submodules that it has called;
     ``reads``: the parameters and buffers that it may use, ``writes``: those that it has written, by name; ``sets``: the
     attributes that it has changed, (the path of their module, their name); ``asks``: those that it or another region
-    has changed and that it has read. ``given``: sizes of the tensors that it was given.
+    has changed and that it has read. ``given``: sizes of the tensors that it was given, and of lists of strings.
     """
 
     returned: Any

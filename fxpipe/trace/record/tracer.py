@@ -106,7 +106,7 @@ class _RecordedRun:
         """Runs the model, and its loss function."""
         request, recorder, calls = self._request, self.recorder, self._calls
         assert request.example is not None
-        values = recorder.fake.inputs(request.example)
+        values = recorder.fake.inputs(request.example, request.any_words)
         self._sources = [NamedSource("placeholder", name, value) for name, value in values.items()]
         for source in self._sources:
             for path, leaf in paths(source.result):
