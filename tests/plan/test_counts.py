@@ -126,7 +126,7 @@ def test_tensors_in_objects_and_arrays_are_not_given_whole_to_each(value: Any, w
 
 
 def test_a_block_mask_is_cut_into_its_rows() -> None:
-    """As one that is made for each micro-batch; one for all rows is given whole."""
+    """As one that is made for each micro-batch; one for all rows is not split."""
     documents = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]])
 
     def of(rows: Tensor) -> BlockMask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,3 +107,35 @@ def test_batch_statistics_are_a_line_of_the_stages() -> None:
     told, stages = warned(Classes(norm=True), X, Y)
     assert told == []
     assert "batch statistics are those of a micro-batch" in stages
+
+
+# --- a model that cannot run, as it is on the meta device: shapes tell ---
+
+
+def filled(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_rows_against_rows_on_the_meta_device_are_warned_of_by_their_line(tracer: str) -> None:
+    def told(make: Callable[[], nn.Module], *batch: Tensor) -> list[str]:
+        with torch.device("meta"):
+            model = make()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fxpipe.compile(
+                model,
+                fxpipe.Topology([("pipe", 2)]),
+                microbatches=4,
+                example_args=batch,
+                tracer=tracer,
+                init_fn=filled,
+            )
+        return [str(one.message) for one in caught if "in two dimensions" in str(one.message)]
+
+    (text,) = told(Towers, X, T)
+    assert "a value of shape [4, 4] has rows of the micro-batch in two dimensions" in text
+    assert "5 * image @ text.T" in text
+    assert told(lambda: Towers(gather="batch"), X, T) == []
+    assert told(Classes, X, Y) == []

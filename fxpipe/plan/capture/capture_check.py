@@ -48,6 +48,9 @@ MOST_WORK, MOST_ON_ACCELERATOR = 1e10, 1e12
 operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
 
 
+NOT_CHECKED = "not checked"
+
+
 @dataclass(frozen=True)
 class Sample:
     """Micro-batches with their numbers: of the example, or of a batch that came ``later``."""
@@ -128,7 +131,7 @@ def check(
     """
     reason = _unfit(request, sample.batches[places[0]])
     if reason:
-        return f"not checked: {reason}"
+        return f"{NOT_CHECKED}: {reason}"
     why = "the example has one row, or rows that are all equal, or other values that forward asks for"
     for batches in (pair for pair in sample.pairs(places) if all(map(holds, pair))):
         trial = _Trial(graph, request, batches)
@@ -140,11 +143,11 @@ def check(
         except Exception as error:
             why = f"the model fails on a micro-batch of the example: {_in_a_line(error)}"
     else:
-        return f"not checked: {why}"
+        return f"{NOT_CHECKED}: {why}"
     try:
         got = trial.run(trial.stages)
     except torch.OutOfMemoryError as error:
-        return f"not checked: {_in_a_line(error)}"
+        return f"{NOT_CHECKED}: {_in_a_line(error)}"
     except Exception as error:
         raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
     if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps what its capture has made

@@ -27,13 +27,16 @@ from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import listed
 from fxpipe.options import Options
+from fxpipe.packed import counted
 from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance.choose import Balanced, Balancing
 from fxpipe.plan.balance.node_costs import CostUnknown
 from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
-from fxpipe.plan.capture.capture_check import Sample, check
+from fxpipe.plan.capture.capture_check import NOT_CHECKED, Sample, check
+from fxpipe.plan.capture.on_fakes import shapes_of
 from fxpipe.plan.capture.questions import Questions
+from fxpipe.plan.capture.row_check import rows_meet
 from fxpipe.plan.capture.sizes import (
     FAMILIES,
     Family,
@@ -44,8 +47,9 @@ from fxpipe.plan.capture.sizes import (
     unlike,
 )
 from fxpipe.plan.inputs.batch import Description, example_of, for_any_words, known_by_type
+from fxpipe.plan.inputs.cuts import joined_description
 from fxpipe.plan.inputs.pattern import Pattern
-from fxpipe.progress import log, progress
+from fxpipe.progress import is_teller, log, progress, warn
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.torch_compat import compiled_parts
 from fxpipe.trace import NEED_SHAPES, Cut, Request
@@ -269,7 +273,10 @@ class Captures:
             each = [one if made.of_one_shape else one.for_any_shape() for one in pattern.each()]
             places = [place for place, one in enumerate(each) if one in (this, this.for_any_shape())]
             with aside():
-                accepted.append((cut, made, self._checked(made, request, sample, places)))
+                checked = self._checked(made, request, sample, places)
+                if checked.startswith(NOT_CHECKED):
+                    self._look_for_rows(cut, pattern, shape)
+                accepted.append((cut, made, checked))
 
         request = self._request(this, pattern, free, accept)
         seen_before = len(self.observed)
@@ -434,7 +441,7 @@ class Captures:
             return set(made.answers) <= set(self.questions.answers(batch) if made.answers else ())
 
         if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
-            return f"not checked: {sample if isinstance(sample, str) else 'check_capture=False'}"
+            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'check_capture=False'}"
         try:
             with progress("checking the stages against the model"):
                 return check(made.graph, request, sample, places, holds, self.options.loss_weight)
@@ -442,6 +449,17 @@ class Captures:
             if not sample.later and not request.any_words:  # else other captures by this tracer are in use
                 self.wrong[request.training, made.tracer] = str(error)
             raise
+
+    def _look_for_rows(self, program: Program, pattern: Pattern, shape: Description | None) -> None:
+        """Warns where shapes alone show that rows of a micro-batch meet, of the first capture in training."""
+        is_first = self.first is None and pattern.training and pattern.microbatches > 1
+        if shape is None or not is_first or not self.options.check_capture or counted(self.options.batch_dim):
+            return
+        examples = [shape, joined_description([shape, shape], self.options.batch_dim)]
+        how = self.device, pattern.ambient.autocast, self.balancing.compute
+        told = rows_meet(program, *(shapes_of(program, example_of(one), *how) for one in examples))
+        if told and is_teller():
+            warn(told, UserWarning)
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""

@@ -4,19 +4,22 @@ With f(X, Y) the loss of a batch whose first rows are X and last rows are Y, at 
 
     f(A, B) + f(B, A) = 2 (w_A f(A, A) + w_B f(B, B)) / (w_A + w_B),
 
-noise included, which goes by the place of a row. w: the weights that a step gives the micro-batches A and B.
+noise included, which goes by the place of a row. w: the weights that a step gives the micro-batches A and B. Where the
+model cannot run, shapes tell: in a matrix of rows against rows two dimensions double with the rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fxpipe.graph.loss import MicrobatchLoss
+from fxpipe.graph.program import Program, where
 from fxpipe.packed import BatchDim, counted
+from fxpipe.plan.capture.on_fakes import Shapes
 from fxpipe.plan.inputs.cuts import joined
 from fxpipe.trace.state.replay import Batch, is_close, unit
 
@@ -48,7 +51,25 @@ def rows_interact(
         return ""
     return (
         f"two micro-batches of the example have the loss {together.item():.4g} together and {apart.item():.4g} apart, "
-        "as a step has it. Where a loss compares rows, as a contrastive one, they are gathered: "
-        'fxpipe.stage_boundary(..., gather="batch"). Where it is divided by a count of its own (labels that are not '
-        "ignored), return fxpipe.Sum(total, count), or give loss_weight="
+        f"as a step has it. Where a loss compares rows, as a contrastive one, {_GATHER}. Where it is divided by a "
+        "count of its own (labels that are not ignored), return fxpipe.Sum(total, count), or give loss_weight="
     )
+
+
+_GATHER = 'they are gathered: fxpipe.stage_boundary(..., gather="batch")'
+
+
+def rows_meet(program: Program, shapes: Mapping[str, Shapes], doubled: Mapping[str, Shapes]) -> str:
+    """Where a value outside of gathered stages has rows in two dimensions, in words; empty where none has.
+
+    ``shapes``: of what each node makes for a micro-batch; ``doubled``: for one of twice as many rows.
+    """
+    for node in program.nodes:
+        is_gathered = program.stage_of.get(node.name) in program.gathered
+        for one, two in zip(shapes.get(node.name, ()), doubled.get(node.name, ()), strict=False):
+            if not is_gathered and one and two and sum(b == 2 * a for a, b in zip(one, two, strict=True)) > 1:
+                return (
+                    f"a value of shape {list(one)} has rows of the micro-batch in two dimensions{where(node)}, and no "
+                    f"others' rows. Where a loss compares rows, as a contrastive one, {_GATHER}"
+                )
+    return ""
