@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -328,11 +328,15 @@ class Steps:
         self.transport.all_reduce("data", items)
         return 1 / torch.where(items == 0, 1.0, items) if plan.counts else None
 
+    @cached_property
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """This rank's, by name: from step to step the same."""
+        return list(self.state.module.named_parameters())
+
     def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
         """This rank's parameters that have hooks of the user's, and how often they have been written. RunError where
         hooks would be given gradients that are divided later."""
-        held = self.state.module.named_parameters()
-        found = [(name, one, version_of(one)) for name, one in held if has_hooks(one)]
+        found = [(name, one, version_of(one)) for name, one in self._parameters if has_hooks(one)]
         if found and scales and (self._is_sum or plan.graph.counting is not None):
             raise RunError(
                 f"parameter {found[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
