@@ -160,11 +160,12 @@ def compiled_parts(model: nn.Module) -> list[str]:
     """The submodules, and functions that modules hold, that the user has compiled by ``torch.compile``."""
     found: list[str] = []
     for path, part in model.named_modules():
-        if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
             found.append(path)
         else:
-            held = (name for name, value in vars(part).items() if hasattr(value, "_torchdynamo_orig_callable"))
-            found += [f"{path}.{name}".strip(".") for name in held]
+            functions = {name: one for name, one in vars(part).items() if isinstance(one, types.FunctionType)}
+            compiled = [name for name, one in functions.items() if "_torchdynamo_orig_callable" in vars(one)]
+            found += [f"{path}.{name}".strip(".") for name in compiled]
     return found
 
 
