@@ -17,6 +17,7 @@ from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
+from fxpipe.parameters.checkpoint.plain import pairs
 from fxpipe.parameters.dtensors import check_fits, is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
@@ -334,7 +335,7 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
-    held, whole = module.state_dict(), tensors_of(model)
+    held, whole = module.state_dict(keep_vars=True), tensors_of(model)
     unknown = [name for name in state if name not in whole]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
@@ -351,4 +352,5 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     # Nothing is written until all of it fits.
     with torch.no_grad():
         for name, tensor in held.items():
-            overwrite(local(tensor), part_of(tensor, state[name]))
+            for into, given in pairs(local(tensor), part_of(tensor, state[name])):
+                overwrite(into, given)

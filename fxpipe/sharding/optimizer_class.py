@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, RunError, nearest
+from fxpipe.parameters.checkpoint.plain import in_parts
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_number, shown
 
@@ -161,8 +162,8 @@ def states_of(make: OptimizerMaker) -> float:
 
 def is_initial(entry: Entry, initial: Entry) -> bool:
     """Whether a state is that of a parameter that was never stepped."""
-    values, form = pytree.tree_flatten(entry)
-    starts, wanted = pytree.tree_flatten(initial)
+    values, form = pytree.tree_flatten(in_parts(entry, ""))
+    starts, wanted = pytree.tree_flatten(in_parts(initial, ""))
     return form == wanted and all(map(_equal, values, starts))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, RunError, nearest
+from fxpipe.parameters.checkpoint.plain import in_parts, is_parts, out_of_parts
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.precision import Precision, merged
 from fxpipe.sharding.gradients import Piece
@@ -58,6 +59,11 @@ class Target:
     def whole(self) -> bool:
         """Whether all of the parameter is stepped here, in its own shape."""
         return self.tensor.shape == self.piece.parameter.shape
+
+    def in_parts(self, value: Any, what: str) -> Any:
+        """Its state as a checkpoint has it."""
+        begin = self.piece.start
+        return in_parts(value, what, "" if self.whole else f" {begin}:{begin + self.tensor.numel()}")
 
     def fetch(self) -> Tensor | None:
         """Starts copies of the parameter and of its gradient, which it returns, to where the copy is stepped. On the
@@ -121,13 +127,12 @@ MASTER = "master"
 
 
 def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
-    """A target's entry in a state dict, made of the entry that the optimizer keeps. Parts become ``Slice``s."""
+    """A target's entry in a state dict, made of the entry that the optimizer keeps. Parts become ``Slice``s, and tensor
+    subclasses what a checkpoint has of them."""
     if target.saves_master:
         entry = {**entry, MASTER: target.tensor if target.is_copy else target.tensor.detach().clone()}
-    return {
-        key: pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), value)
-        for key, value in entry.items()
-    }
+    shown = pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), dict(entry))
+    return dict(target.in_parts(shown, name))
 
 
 def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: Entry, target: Target) -> Entry:
@@ -148,7 +153,7 @@ def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: En
 
 
 def _shown(name: str, value: Tensor, target: Target) -> Tensor:
-    if target.whole or not value.ndim:
+    if target.whole or not value.ndim or hasattr(value, "__tensor_flatten__"):
         return value
     if value.shape != target.tensor.shape:
         raise CheckpointError(
@@ -166,12 +171,19 @@ def _listed(entry: Mapping[str, Any]) -> str:
 
 def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
     """The same for the value under one key of an entry, which may be a list or dict of tensors."""
-    if pytree.tree_structure(value) != pytree.tree_structure(mine):
-        mine = pytree.tree_map(lambda _: None, value)
-    return pytree.tree_map(lambda one, place: _one_taken(what, one, place, target), value, mine)
+    value = target.in_parts(value, what)
+    if pytree.tree_structure(value, is_parts) != pytree.tree_structure(mine):
+        mine = pytree.tree_map(lambda _: None, value, is_leaf=is_parts)
+    return pytree.tree_map(lambda one, place: _one_taken(what, one, place, target), value, mine, is_leaf=is_parts)
 
 
 def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
+    parts = target.in_parts(mine, what)
+    if is_parts(value) or is_parts(parts):
+        if pytree.tree_structure(value) != pytree.tree_structure(parts):
+            kinds = [list(each) if is_parts(each) else "a plain one" for each in (parts, value)]
+            raise CheckpointError(f"{what} is {kinds[0]}, the state dict has {kinds[1]}; load it as it was saved")
+        return out_of_parts(mine, value, what)
     # A list that grows with the steps has no tensor here yet to say the shape.
     if isinstance(value, Slice) and not isinstance(mine, Tensor):
         mine = torch.empty_like(target.tensor, dtype=value.dtype)

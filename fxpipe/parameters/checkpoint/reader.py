@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, natural, pieces_of
+from fxpipe.parameters.checkpoint.plain import in_parts
 from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
 from fxpipe.small_file import read_small
@@ -66,7 +67,8 @@ class FolderReader:
         """
         # All is checked here, and filled later: a checkpoint that does not fit has changed nothing.
         planner = _DataOnlyPlanner()
-        planner.set_up_planner(state, self.metadata)
+        planner.set_up_planner(in_parts(state, ""), self.metadata)
+        planner.original_state_dict = state  # values that are no tensors are put there
         for name, value in planner.state_dict.items():
             self._check(name, value)
         self.asked |= planner.state_dict.keys()
@@ -92,7 +94,8 @@ class FolderReader:
         entry = self.metadata.state_dict_metadata.get(name)
         if entry is None:
             beside = [other for other in self.names if other.partition(".")[0] == name.partition(".")[0]]
-            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, beside)}")
+            alike = "; a tensor subclass is read as it was saved, on the same pieces" if ".<" in name else ""
+            raise CheckpointError(f"{self.folder} has no {name!r}{alike}{nearest(name, beside)}")
         is_tensor = isinstance(value, Tensor)
         if is_tensor == isinstance(entry, BytesStorageMetadata):
             kinds = ("a tensor", "none") if is_tensor else ("no tensor", "one")
@@ -151,7 +154,7 @@ class ModelValues:
     def plan(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
         """Checks that tensors can be filled, by the model's names; returns what fills them."""
         # Where there is a master, both it and the rounded value are read, and merged: two tensors for one.
-        plain: dict[str, Tensor] = {MODEL + name: tensor.detach() for name, tensor in into.items()}
+        plain: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in into.items()}
         finer: list[tuple[Tensor, Tensor, Tensor]] = []
         for name, tensor in into.items():
             master = self.masters.get(name)

@@ -159,7 +159,7 @@ class _Loading:
     def prepare(self, optimizer: Any, takers: Mapping[str, Any]) -> None:
         """Checks that everything fits."""
         steps, reader = self._steps, FolderReader(self._path)
-        names = {name.removeprefix(MODEL) for name in reader.names if name.startswith(MODEL)}
+        names = {name.removeprefix(MODEL).partition(".<")[0] for name in reader.names if name.startswith(MODEL)}
         if more := sorted(names - tensors_of(steps.module).keys()):  # which would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
