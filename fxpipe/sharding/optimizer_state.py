@@ -144,12 +144,14 @@ def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: En
     # A parameter that was frozen when it was saved has no state, and begins anew.
     like = {**initial, MASTER: target.tensor} if target.saves_master else initial
     keys = saved.keys() - {MASTER}
-    if (keys or asked.keys()) != initial.keys() or MASTER in saved.keys() - like.keys():
+    # There may be more than a first step makes of zeros.
+    fits = keys >= initial.keys() > set() if keys else asked.keys() == initial.keys()
+    if not fits or MASTER in saved.keys() - like.keys():
         raise CheckpointError(
             f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
             f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
         )
-    return {key: _taken(f"{key} of {name}", value, like[key], target) for key, value in saved.items()}
+    return {key: _taken(f"{key} of {name}", value, like.get(key), target) for key, value in saved.items()}
 
 
 def _shown(name: str, value: Tensor, target: Target) -> Tensor:
@@ -185,7 +187,8 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
             raise CheckpointError(f"{what} is {kinds[0]}, the state dict has {kinds[1]}; load it as it was saved")
         return out_of_parts(mine, value, what)
     # A list that grows with the steps has no tensor here yet to say the shape.
-    if isinstance(value, Slice) and not isinstance(mine, Tensor):
+    is_part = not target.whole and isinstance(value, Tensor) and value.ndim
+    if is_part and not (isinstance(mine, Tensor) and mine.ndim):
         mine = torch.empty_like(target.tensor, dtype=value.dtype)
     if not (isinstance(value, Tensor) and isinstance(mine, Tensor)):
         return copy.deepcopy(value)
@@ -194,6 +197,8 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
         whole = list(target.piece.parameter.shape if mine.ndim else mine.shape)
         found = value if isinstance(value, Slice) else list(value.shape)
         raise CheckpointError(f"{what} has shape {whole}, the state dict has {found}")
+    if part.shape != mine.shape:
+        mine = torch.empty(part.shape, dtype=mine.dtype, device=target.tensor.device if part.ndim else mine.device)
     return torch.empty_like(mine).copy_(part)
 
 
@@ -202,9 +207,11 @@ def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
     if isinstance(value, Slice):
         fits = (value.start, value.local.shape) == (target.piece.start, mine.shape)
         return value.local if fits and value.shape == target.piece.parameter.shape else None
-    if target.whole or not mine.ndim or is_dtensor(mine):
-        return value if value.shape == mine.shape else None
-    return target.piece.part_of(value) if value.shape == target.piece.parameter.shape else None
+    if not target.whole and value.ndim and not is_dtensor(mine):
+        return target.piece.part_of(value) if value.shape == target.piece.parameter.shape else None
+    # What has not its parameter's shape may have one that depends on values: that which was saved.
+    free = not value.ndim or (target.whole and mine.shape != target.tensor.shape)
+    return value if value.shape == mine.shape or (free and not is_dtensor(target.tensor)) else None
 
 
 def check_saves_all(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of what some optimizers keep: tensor subclasses."""
+"""Checkpoints of what some optimizers keep: tensor subclasses, numbers of groups, state whose form values decide."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class Base(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     change = self.change(group, self.state[parameter], parameter)
@@ -86,6 +87,28 @@ class Momentum8(Base):
         mean = state["mean"][0].floats().lerp(parameter.grad, 0.1)
         state["mean"][0].copy_(mean)
         return mean
+
+
+class Corrected(Base):
+    """As apex's FusedAdam: what it corrects by is counted in the group, from its first step on."""
+
+    def change(self, group: Any, state: Any, parameter: Tensor) -> Tensor:
+        mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+        return mean / (1 - 0.9 ** group["step"])
+
+
+class Anchored(Base):
+    """As Prodigy: keeps a parameter's first value, or a single 0. And what only some have, a list, a table."""
+
+    def change(self, group: Any, state: Any, parameter: Tensor) -> Tensor:
+        if not state:
+            state["first"], state["sums"], state["seen"] = parameter.sum(), [], {0: 0}
+            if parameter.any():
+                state["first"], state["scale"] = parameter.flatten().clone(), parameter.abs().mean()
+        state["sums"].append(parameter.grad.sum())
+        state["seen"][0] += 1
+        first = state["first"].view_as(parameter) if state["first"].ndim else state["first"]
+        return 0.1 * (parameter - first) + sum(state["sums"]) * state.get("scale", 1) / state["seen"][0]
 
 
 class OfLabels(Base):
@@ -183,6 +206,22 @@ def test_state_of_a_tensor_subclass_is_saved_by_its_parts(pool: Pool, tmp_path: 
 
 def test_a_weight_of_a_tensor_subclass_keeps_its_bits(pool: Pool, tmp_path: Path) -> None:
     goes_on(pool, tmp_path, "fxpipe", 2, Momentum8, True, PIPE)
+
+
+@pytest.mark.parametrize("layout", [PIPE, PIECES])
+@pytest.mark.parametrize("steps", [2, 0])
+@pytest.mark.parametrize("by", BOTH)
+def test_numbers_that_the_first_step_puts_into_groups_are_loaded(
+    pool: Pool, tmp_path: Path, by: str, steps: int, layout: Any
+) -> None:
+    """A resumed run counted its steps from 1 on."""
+    goes_on(pool, tmp_path, by, steps, Corrected, False, layout)
+
+
+@pytest.mark.parametrize("steps", [2, 0])
+def test_what_was_saved_says_the_form_of_state_that_depends_on_values(pool: Pool, tmp_path: Path, steps: int) -> None:
+    """A run that was saved could not be resumed."""
+    goes_on(pool, tmp_path, "fxpipe", steps, Anchored, False, PIPE)
 
 
 def test_pieces_of_a_tensor_subclass_load_where_they_were(pool: Pool, tmp_path: Path) -> None:

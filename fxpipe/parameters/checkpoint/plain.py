@@ -148,7 +148,7 @@ def in_parts(value: Any, what: str, piece: str = "") -> Any:
 
 def is_parts(value: Any) -> bool:
     """Whether a value is what ``in_parts`` makes of a tensor subclass."""
-    return isinstance(value, dict) and any(str(key)[:1] == "<" for key in value)
+    return isinstance(value, dict) and any(str(key)[:1] == "<" and " " in str(key) for key in value)
 
 
 def out_of_parts(like: Any, parts: Any, what: str) -> Any:
