@@ -18,6 +18,7 @@ from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.graph.with_loss import plain_model
+from fxpipe.parameters.checkpoint.plain import pairs
 from fxpipe.parameters.dtensors import check_fits, is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
@@ -338,7 +339,7 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
-    held, whole = module.state_dict(), tensors_of(model)
+    held, whole = module.state_dict(keep_vars=True), tensors_of(model)
     unknown = [name for name in state if name not in whole]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
@@ -357,4 +358,5 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     # Nothing is written until all of it fits.
     with torch.no_grad():
         for name, tensor in held.items():
-            overwrite(local(tensor), part_of(tensor, state[name]))
+            for into, given in pairs(local(tensor), part_of(tensor, state[name])):
+                overwrite(into, given)

@@ -32,6 +32,7 @@ from fxpipe.sharding.optimizer_class import (
     OptimizerMaker,
     check_class,
     check_numbers,
+    first_options,
     initial_state,
     is_elementwise,
     is_initial,
@@ -420,10 +421,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {
             "state": {name: entry for name, entry in entries.items() if entry},
             "param_groups": [
-                {"params": list(names), **options_of(group)}
+                {"params": list(names), **self._options(group, names)}
                 for names, group in zip(self._group_names, self.param_groups, strict=True)
             ],
         }
+
+    def _options(self, group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """A group's, with None for what its first step will put there: a ``dcp.load`` reads what it finds here."""
+        if not names or self.steps > self.skipped_steps:
+            return options_of(group)
+        device = next((target.tensor.device for target in self._flat), None)
+        one = torch.zeros((1,) * self._all[names[0]].ndim, device=device)
+        return first_options(self._make, options_of(group), one)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
@@ -443,7 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group, new, targets in zip(self.param_groups, found, self._targets, strict=True):
             own = options_of(group)
             check_numbers(CheckpointError, new, own)
-            options.append({**own, **new})
+            options.append({**own, **{key: value for key, value in new.items() if value is not None or key in own}})
             for target in targets:
                 name = self._canonical[target.piece.name]
                 there = saved.get(name, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, RunError, nearest
+from fxpipe.parameters.checkpoint.plain import in_parts
+from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_number, shown
 
@@ -85,14 +89,7 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
     if not (like.is_floating_point() or like.is_complex()):
         return {}
     scratch = torch.zeros_like(like)
-    optimizer = make([{**options, "params": [scratch]}])
-    # Adagrad and its like have a state from the start; the others make it in a step, here one by a gradient of 0.
-    if not optimizer.state:
-        zeros = torch.zeros_like(scratch)
-        scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
-        device = like.device
-        with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
-            optimizer.step()
+    optimizer = _begun(make, options, scratch)
     state: Entry = dict(optimizer.state[scratch])
     # That step has counted itself, multiplied NAdam's product of momenta, and set ASGD's rate.
     starts = {"step": 0, "mu_product": 1, "eta": options.get("lr", optimizer.defaults.get("lr"))}
@@ -102,6 +99,25 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
         elif key in state:
             state[key] = value
     return state
+
+
+def _begun(make: OptimizerMaker, options: Mapping[str, Any], scratch: Tensor) -> torch.optim.Optimizer:
+    optimizer = make([{**copy.deepcopy(dict(options)), "params": [scratch]}])  # a step may write into what they hold
+    # Adagrad and its like have a state from the start; the others make it in a step, here one by a gradient of 0.
+    if not optimizer.state:
+        zeros = torch.zeros_like(scratch)
+        scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+        device = scratch.device
+        with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
+            optimizer.step()
+    return optimizer
+
+
+def first_options(make: OptimizerMaker, options: Mapping[str, Any], scratch: Tensor) -> dict[str, Any]:
+    """The options, and None for those that a first step puts beside them, found by stepping ``scratch``."""
+    with contextlib.suppress(Exception):
+        return {**dict.fromkeys(options_of(_begun(make, options, scratch).param_groups[0])), **options}
+    return dict(options)
 
 
 def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool | None:
@@ -116,7 +132,7 @@ def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool | Non
     # Two tensors are stepped, with other gradients of the second: does the first one come out otherwise?
     def stepped(other: float) -> Tensor:
         tensors = torch.ones(2, 2, 2).unbind()
-        optimizer = make([{**options, "params": list(tensors)}])
+        optimizer = make([{**copy.deepcopy(dict(options)), "params": list(tensors)}])
         torch.manual_seed(0)
         rising = torch.arange(1.0, 5.0)
         for step in range(12):
@@ -164,8 +180,8 @@ def states_of(make: OptimizerMaker) -> float:
 
 def is_initial(entry: Entry, initial: Entry) -> bool:
     """Whether a state is that of a parameter that was never stepped."""
-    values, form = pytree.tree_flatten(entry)
-    starts, wanted = pytree.tree_flatten(initial)
+    values, form = pytree.tree_flatten(in_parts(entry, ""))
+    starts, wanted = pytree.tree_flatten(in_parts(initial, ""))
     return form == wanted and all(map(_equal, values, starts))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError, RunError, nearest
+from fxpipe.parameters.checkpoint.plain import in_parts, is_parts, out_of_parts
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.precision import Precision, merged
 from fxpipe.sharding.gradients import Piece
@@ -58,6 +59,11 @@ class Target:
     def whole(self) -> bool:
         """Whether all of the parameter is stepped here, in its own shape."""
         return self.tensor.shape == self.piece.parameter.shape
+
+    def in_parts(self, value: Any, what: str) -> Any:
+        """Its state as a checkpoint has it."""
+        begin = self.piece.start
+        return in_parts(value, what, "" if self.whole else f" {begin}:{begin + self.tensor.numel()}")
 
     def fetch(self) -> Tensor | None:
         """Starts copies of the parameter and of its gradient, which it returns, to where the copy is stepped. On the
@@ -121,13 +127,12 @@ MASTER = "master"
 
 
 def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
-    """A target's entry in a state dict, made of the entry that the optimizer keeps. Parts become ``Slice``s."""
+    """A target's entry in a state dict, made of the entry that the optimizer keeps. Parts become ``Slice``s, and tensor
+    subclasses what a checkpoint has of them."""
     if target.saves_master:
         entry = {**entry, MASTER: target.tensor if target.is_copy else target.tensor.detach().clone()}
-    return {
-        key: pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), value)
-        for key, value in entry.items()
-    }
+    shown = pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), dict(entry))
+    return dict(target.in_parts(shown, name))
 
 
 def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: Entry, target: Target) -> Entry:
@@ -139,16 +144,18 @@ def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: En
     # A parameter that was frozen when it was saved has no state, and begins anew.
     like = {**initial, MASTER: target.tensor} if target.saves_master else initial
     keys = saved.keys() - {MASTER}
-    if (keys or asked.keys()) != initial.keys() or MASTER in saved.keys() - like.keys():
+    # There may be more than a first step makes of zeros.
+    fits = keys >= initial.keys() > set() if keys else asked.keys() == initial.keys()
+    if not fits or MASTER in saved.keys() - like.keys():
         raise CheckpointError(
             f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
             f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
         )
-    return {key: _taken(f"{key} of {name}", value, like[key], target) for key, value in saved.items()}
+    return {key: _taken(f"{key} of {name}", value, like.get(key), target) for key, value in saved.items()}
 
 
 def _shown(name: str, value: Tensor, target: Target) -> Tensor:
-    if target.whole or not value.ndim:
+    if target.whole or not value.ndim or hasattr(value, "__tensor_flatten__"):
         return value
     if value.shape != target.tensor.shape:
         raise CheckpointError(
@@ -166,14 +173,22 @@ def _listed(entry: Mapping[str, Any]) -> str:
 
 def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
     """The same for the value under one key of an entry, which may be a list or dict of tensors."""
-    if pytree.tree_structure(value) != pytree.tree_structure(mine):
-        mine = pytree.tree_map(lambda _: None, value)
-    return pytree.tree_map(lambda one, place: _one_taken(what, one, place, target), value, mine)
+    value = target.in_parts(value, what)
+    if pytree.tree_structure(value, is_parts) != pytree.tree_structure(mine):
+        mine = pytree.tree_map(lambda _: None, value, is_leaf=is_parts)
+    return pytree.tree_map(lambda one, place: _one_taken(what, one, place, target), value, mine, is_leaf=is_parts)
 
 
 def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
+    parts = target.in_parts(mine, what)
+    if is_parts(value) or is_parts(parts):
+        if pytree.tree_structure(value) != pytree.tree_structure(parts):
+            kinds = [list(each) if is_parts(each) else "a plain one" for each in (parts, value)]
+            raise CheckpointError(f"{what} is {kinds[0]}, the state dict has {kinds[1]}; load it as it was saved")
+        return out_of_parts(mine, value, what)
     # A list that grows with the steps has no tensor here yet to say the shape.
-    if isinstance(value, Slice) and not isinstance(mine, Tensor):
+    is_part = not target.whole and isinstance(value, Tensor) and value.ndim
+    if is_part and not (isinstance(mine, Tensor) and mine.ndim):
         mine = torch.empty_like(target.tensor, dtype=value.dtype)
     if not (isinstance(value, Tensor) and isinstance(mine, Tensor)):
         return copy.deepcopy(value)
@@ -182,6 +197,8 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
         whole = list(target.piece.parameter.shape if mine.ndim else mine.shape)
         found = value if isinstance(value, Slice) else list(value.shape)
         raise CheckpointError(f"{what} has shape {whole}, the state dict has {found}")
+    if part.shape != mine.shape:
+        mine = torch.empty(part.shape, dtype=mine.dtype, device=target.tensor.device if part.ndim else mine.device)
     return torch.empty_like(mine).copy_(part)
 
 
@@ -190,9 +207,11 @@ def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
     if isinstance(value, Slice):
         fits = (value.start, value.local.shape) == (target.piece.start, mine.shape)
         return value.local if fits and value.shape == target.piece.parameter.shape else None
-    if target.whole or not mine.ndim or is_dtensor(mine):
-        return value if value.shape == mine.shape else None
-    return target.piece.part_of(value) if value.shape == target.piece.parameter.shape else None
+    if not target.whole and value.ndim and not is_dtensor(mine):
+        return target.piece.part_of(value) if value.shape == target.piece.parameter.shape else None
+    # What has not its parameter's shape may have one that depends on values: that which was saved.
+    free = not value.ndim or (target.whole and mine.shape != target.tensor.shape)
+    return value if value.shape == mine.shape or (free and not is_dtensor(target.tensor)) else None
 
 
 def check_saves_all(optimizer: torch.optim.Optimizer) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, natural, pieces_of
+from fxpipe.parameters.checkpoint.plain import in_parts
 from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
 from fxpipe.small_file import read_small
@@ -38,9 +39,10 @@ from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, storage_in
 
 
 class FolderReader:
-    """A folder that is read from. ``names``: of tensors and plain values in it. ``tensors``: shape and type of each
-    tensor, by name. ``asked``: the names that its plans fill. ``manifest``: the crc32 of each piece that is read is
-    compared with it; None where that has been done."""
+    """A folder that is read from. ``names``: of tensors and plain values in it. ``tree``: these, nested as the values
+    were, by their places where these were lists. ``tensors``: shape and type of each tensor, by name. ``asked``: the
+    names that its plans fill. ``manifest``: the crc32 of each piece that is read is compared with it; None where that
+    has been done."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder, self._manifest = folder, manifest
@@ -52,6 +54,7 @@ class FolderReader:
         self.asked: set[str] = set()
         entries = self.metadata.state_dict_metadata
         self.names = list(entries)
+        self.tree: dict[Any, Any] = self.metadata.planner_data
         self.tensors = {
             name: (entry.size, entry.properties.dtype)
             for name, entry in entries.items()
@@ -66,7 +69,8 @@ class FolderReader:
         """
         # All is checked here, and filled later: a checkpoint that does not fit has changed nothing.
         planner = _DataOnlyPlanner()
-        planner.set_up_planner(state, self.metadata)
+        planner.set_up_planner(in_parts(state, ""), self.metadata)
+        planner.original_state_dict = state  # values that are no tensors are put there
         for name, value in planner.state_dict.items():
             self._check(name, value)
         self.asked |= planner.state_dict.keys()
@@ -92,7 +96,8 @@ class FolderReader:
         entry = self.metadata.state_dict_metadata.get(name)
         if entry is None:
             beside = [other for other in self.names if other.partition(".")[0] == name.partition(".")[0]]
-            raise CheckpointError(f"{self.folder} has no {name!r}{nearest(name, beside)}")
+            alike = "; a tensor subclass is read as it was saved, on the same pieces" if ".<" in name else ""
+            raise CheckpointError(f"{self.folder} has no {name!r}{alike}{nearest(name, beside)}")
         is_tensor = isinstance(value, Tensor)
         if is_tensor == isinstance(entry, BytesStorageMetadata):
             kinds = ("a tensor", "none") if is_tensor else ("no tensor", "one")
@@ -108,8 +113,13 @@ class _DataOnlyPlanner(DefaultLoadPlanner):
         *outer, last = self.mappings[read_item.dest_index.fqn]
         place: Any = self.original_state_dict
         for key in outer:
-            place = place[key]
-        place[last] = torch.load(value, weights_only=True)
+            place = place[own_key(place, key)]
+        place[own_key(place, last)] = torch.load(value, weights_only=True)
+
+
+def own_key(place: Any, key: Any) -> Any:
+    """The key of a dict that torch has written as text."""
+    return {str(one): one for one in place}.get(key, key) if isinstance(place, Mapping) else key
 
 
 MODEL = "model."
@@ -151,7 +161,7 @@ class ModelValues:
     def plan(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
         """Checks that tensors can be filled, by the model's names; returns what fills them."""
         # Where there is a master, both it and the rounded value are read, and merged: two tensors for one.
-        plain: dict[str, Tensor] = {MODEL + name: tensor.detach() for name, tensor in into.items()}
+        plain: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in into.items()}
         finer: list[tuple[Tensor, Tensor, Tensor]] = []
         for name, tensor in into.items():
             master = self.masters.get(name)
@@ -177,6 +187,7 @@ class ModelValues:
 
 METADATA = ".metadata"
 _MOST = 2**30  # bytes of what is read
+_DEPTH = 100  # of containers in each other
 
 _OPCODES = frozenset(
     """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE STACK_GLOBAL
@@ -253,7 +264,15 @@ def _metadata(read: Any, folder: Path) -> Metadata:
     entries = {_the(str, name): _entry(entry) for name, entry in _the(dict, top["state_dict_metadata"]).items()}
     for name, entry in entries.items():
         _check_stored(name, entry, stored)
-    return Metadata(entries, storage_data=stored)
+    tree: dict[Any, Any] = {}
+    for name, (*outer, last) in _the(dict, top.get("planner_data") or {}).items():
+        within = tree
+        for key in outer[:_DEPTH]:
+            if isinstance(within.get(key), str):  # another rank has a value where this one has several
+                del within[key]
+            within = within.setdefault(key, {})
+        within.setdefault(last, _the(str, name))
+    return Metadata(entries, tree, stored)
 
 
 def _the(kind: type, value: Any) -> Any:

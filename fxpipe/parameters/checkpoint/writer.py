@@ -25,7 +25,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from fxpipe.device import to_host
 from fxpipe.parameters.checkpoint.manifest import PIECE, Written
-from fxpipe.parameters.checkpoint.plain import to_plain
+from fxpipe.parameters.checkpoint.plain import from_plain, in_parts, to_plain
 from fxpipe.torch_compat import storage_info
 
 Message = list[Any]
@@ -36,17 +36,17 @@ class RankPlan:
     """What a rank has of a state dict, and, once it is settled, what of it this rank writes.
 
     Raises:
-        CheckpointError: a value that is no tensor is not plain data.
+        CheckpointError: a value is no plain data, or a tensor that could not be read again.
     """
 
     def __init__(self, state: dict[str, Any], rank: int) -> None:
         self._rank = rank
         self._copies: Callable[[], dict[MetadataIndex, Any]] | None = None
         self._planner = _WritePlanner()
-        self._planner.set_up_planner(state, is_coordinator=rank == 0)
+        self._planner.set_up_planner(in_parts(state, ""), is_coordinator=rank == 0)
         for name, value in self._planner.state_dict.items():
-            if not isinstance(value, Tensor):
-                to_plain(value, name)
+            if not isinstance(value, Tensor):  # what a subclass of dict adds is not read again
+                self._planner.state_dict[name] = from_plain(*to_plain(value, name))
         self._plan = self._planner.create_local_plan()
 
     def message(self) -> Message:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from fxpipe.distributed.gathering import TransportGathering, agreed
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint import run_folder
 from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues
+from fxpipe.parameters.checkpoint.plain import is_parts
+from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues, own_key
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import own_buffers, tensors_of
 from fxpipe.precision import converts
@@ -159,14 +160,16 @@ class _Loading:
     def prepare(self, optimizer: Any, takers: Mapping[str, Any]) -> None:
         """Checks that everything fits."""
         steps, reader = self._steps, FolderReader(self._path)
-        names = {name.removeprefix(MODEL) for name in reader.names if name.startswith(MODEL)}
+        names = {name.removeprefix(MODEL).partition(".<")[0] for name in reader.names if name.startswith(MODEL)}
         if more := sorted(names - tensors_of(steps.module).keys()):  # which would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"
             )
         self._optimizers = savable(optimizer, self._module)
-        self._states: dict[str, Any] = {name: fitted(name, one, reader) for name, one in self._optimizers.items()}
+        self._states: dict[str, Any] = {
+            name: fitted(name, one, reader, steps.state.device) for name, one in self._optimizers.items()
+        }
         plain = PlainParts.read(self._path / STATE)
         saved = Layout(self._manifest.axes, len(plain.of_rank))
         now = Layout(steps.topology.axes, len(steps.transport.ranks("all")))
@@ -264,7 +267,7 @@ def _next_step(run: Any) -> Any:
 _NEW = "initial_lr"  # what a scheduler that was not saved has put into the groups
 
 
-def fitted(name: str, optimizer: Savable, reader: FolderReader) -> dict[str, Any]:
+def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.device) -> dict[str, Any]:
     """The optimizer's state dict, with what the checkpoint has under ``name`` to be read into it.
 
     Options come as they were saved, a number where there is a tensor now and a tensor where there is a number. What was
@@ -274,41 +277,53 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader) -> dict[str, Any
     Raises:
         CheckpointError: it was saved without this optimizer, or with one of another kind.
     """
-    known = set(reader.names)  # and what they are in
-    # DCP flattens a state dict: only leaves have names, and containers are asked for, too.
-    known |= {part for saved in reader.names if saved.startswith(f"{name}.") for part in _parents(saved)}
-    state = optimizer.state_to_fill({saved.removeprefix(f"{name}.state.") for saved in known})
-    if f"{name}.param_groups" not in known:
+    saved = reader.tree.get(name, {})
+    if "param_groups" not in saved:
         raise CheckpointError(f"{reader.folder} has no state of optimizer= ({name}): it was saved without it")
+    known = saved.get("state", {})
+    state = optimizer.state_to_fill(known)
     groups = state["param_groups"]
     for key, group in groups.items() if isinstance(groups, Mapping) else enumerate(groups):
-        _fit_options(f"{name}.param_groups.{key}", group, reader, known)
-    entries: dict[str, dict[str, Any]] = state["state"]
-    for parameter in [one for one in entries if f"{name}.state.{one}" not in known]:
-        del entries[parameter]
-    if isinstance(optimizer, DistributedOptimizer):
-        for parameter, entry in entries.items():
-            if f"{name}.state.{parameter}.{MASTER}" not in known:
-                entry.pop(MASTER, None)
-    return state
+        there = saved["param_groups"].get(key, {})
+        if _NEW not in there:
+            group.pop(_NEW, None)
+        for option in [option for option in group if option not in there]:
+            if group[option] is not None:
+                raise CheckpointError(
+                    f"{reader.folder} has no '{name}.param_groups.{key}.{option}': the optimizer that was saved is of "
+                    "another class, has other groups, or one is torch's own and the other of "
+                    "forward_backward.optimizer(...); make it as it was"
+                )
+            del group[option]  # what a first step puts there, and none had
+        # What was saved has also what its first steps have put there.
+        options = {option: where for option, where in there.items() if option in group or option != _NEW}
+        group.update(_places(group, options, reader, device))
+    entries = {parameter: entry for parameter, entry in state["state"].items() if parameter in known}
+    for parameter, entry in entries.items():
+        if isinstance(optimizer, DistributedOptimizer) and MASTER not in known[parameter]:
+            entry.pop(MASTER, None)
+        there = {key: where for key, where in known[parameter].items() if key in entry or key != MASTER}
+        entries[parameter] = _places(entry, there, reader, device)
+    return {**state, "state": entries}
 
 
-def _parents(name: str) -> Iterator[str]:
-    """ "a.b.c" → "a.b", "a"."""
-    while name := name.rpartition(".")[0]:
-        yield name
-
-
-def _fit_options(name: str, group: dict[str, Any], reader: FolderReader, known: set[str]) -> None:
-    if f"{name}.{_NEW}" not in known:
-        group.pop(_NEW, None)
-    for option, value in group.items():
-        there = f"{name}.{option}"
-        if there not in known:
-            raise CheckpointError(
-                f"{reader.folder} has no {there!r}: the optimizer that was saved is of another class, has other "
-                "groups, or one is torch's own and the other of forward_backward.optimizer(...); make it as it was"
-            )
-        is_tensor = there in reader.tensors
-        if is_tensor != isinstance(value, Tensor):
-            group[option] = torch.empty(reader.tensors[there][0], dtype=reader.tensors[there][1]) if is_tensor else 0.0
+def _places(own: Any, there: Any, reader: FolderReader, device: torch.device) -> Any:
+    """A place for each value that the checkpoint has ``there``, an optimizer's own where it fits: how many values there
+    are, of which kind and shape, may depend on values."""
+    if isinstance(there, str) and there in reader.tensors:
+        shape, dtype = reader.tensors[there]
+        if isinstance(own, Tensor):
+            if own.shape == shape and 0 not in own.stride():
+                return own
+            dtype = own.dtype
+        return torch.empty(shape, dtype=dtype, device=device if shape else "cpu")
+    if isinstance(there, str):
+        return None
+    if isinstance(own, Tensor) or is_parts(own):
+        return own  # a tensor subclass has the form and the pieces that it has
+    if is_parts(there):
+        raise CheckpointError(f"{reader.folder} has {', '.join(there)} where the optimizer has no tensor to be filled")
+    held = own if isinstance(own, Mapping) else dict(enumerate(own if isinstance(own, list) else ()))
+    keys = {own_key(held, key): where for key, where in there.items()}
+    places = {key: _places(held.get(key), where, reader, device) for key, where in keys.items()}
+    return {**own, **places} if isinstance(own, Mapping) else list(places.values()) if 0 in places else places
