@@ -274,10 +274,11 @@ class ForwardBackward:
             which = f" of optimizer {number}" if number else ""
             facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
             facts[f"the class of optimizer {number}"] = optimizer.made
-        compared = [sorted(one.given.union(_SCHEDULED)) for one in own]
-        pairs = [(names, group) for one, names in zip(own, compared, strict=True) for group in one.param_groups]
-        for place, (names, group) in enumerate(pairs):
-            for key in names:
+        groups = [(one, number, group) for one in own for number, group in enumerate(one.param_groups)]
+        for place, (one, number, group) in enumerate(groups):
+            # An optimizer that looks across parameters finds other numbers on other ranks.
+            found = [key for key, v in group.items() if isinstance(v, float)] if one.everywhere >> number & 1 else []
+            for key in sorted(one.given.union(_SCHEDULED, found)):
                 value = group.get(key)
                 # a device would be waited for a tensor's
                 is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)

@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import math
+import operator
 import types
 import warnings
 from collections import defaultdict
@@ -52,6 +53,9 @@ from fxpipe.sharding.optimizer_state import (
 )
 from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_groups, whole_groups
 from fxpipe.validation import shown
+
+_COMPARED = 62
+"""So many groups."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -112,6 +116,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
         self.given = {key for key, value in kw.items() if value is not None}
         """The options that the user chose: ranks compare them. Others may be numbers that the optimizer finds."""
+        self.everywhere = 0
+        """The groups of which every rank steps some, as bits: numbers that it finds for them must be the same, too."""
         self.steps = self.skipped_steps = 0
         self.stepping = False
         self._steppers = steppers
@@ -225,6 +231,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name in names:
             self._originals.pop(name, None)
         self._targets += made
+        if not self._elementwise:
+            mine = sum(1 << place for place, targets in enumerate(self._targets[:_COMPARED]) if targets)
+            self.everywhere = functools.reduce(operator.and_, self._transport.gather_int("all", mine))
         pairs = zip(groups, made, strict=True)
         return [{**options_of(group), "params": [target.tensor for target in targets]} for group, targets in pairs]
 
