@@ -17,9 +17,10 @@ from fxpipe.passes.effects import SIZE, is_random, written
 from fxpipe.torch_compat import pytree
 
 
-def counting(program: Program, given: Collection[str]) -> Counting | None:
+def counting(program: Program, given: Collection[str] | None) -> Counting | None:
     """How the items are counted by inputs that are ``given``; None where the loss is no ``Sum``. A ``Counting`` without
-    a function where that takes more: what a stage makes, a tensor of the model, random numbers, the user's Python."""
+    a function where that takes more: what a stage makes, a tensor of the model, random numbers, the user's Python; or
+    where ``given`` is None, as a loss of several micro-batches has items of its own."""
     result = program.graph.output_node().args[0]
     if program.result is not None:
         result = pytree.tree_unflatten(list(result), program.result)  # type: ignore[arg-type]
@@ -28,6 +29,8 @@ def counting(program: Program, given: Collection[str]) -> Counting | None:
         loss = Sum(*loss.args, **loss.kwargs)  # type: ignore[arg-type]
     if not isinstance(loss, Sum):
         return None
+    if given is None:
+        return Counting((), None)
     graph, built, names = fx.Graph(), dict[Node, Node](), list[str]()
     shared = frozenset[str]().union(*program.written)
     waiting = [loss.count] if isinstance(loss.count, Node) else []
@@ -43,7 +46,9 @@ def counting(program: Program, given: Collection[str]) -> Counting | None:
             names.append(str(name))
             built[node] = graph.placeholder(node.name)
             continue
+        modes = node.meta.get("modes")  # of forward's own, as autocast, in which a count may be another number
         computes = node.op in ("call_function", "call_method") and not is_random(program, node)
+        computes = computes and not (modes is not None and modes.autocast)
         constant = node.op == "get_attr" and node.target in program.constants
         if node.name in shared or not (constant or (computes and not written(program, node))):
             return Counting((), None)

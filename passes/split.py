@@ -68,7 +68,8 @@ def split(program: Program) -> StageGraph:
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     written = names_of_written(program)
     last = stages[whole.output_stage]
-    counts = counting(program, [name for name in last.inputs if isinstance(name, str)] if not last.gathered else ())
+    given = None if last.gathered else [name for name in last.inputs if isinstance(name, str)]
+    counts = counting(program, given)
     graph = StageGraph(tuple(stages), program.inputs, program.module, origin=origin, written=written, counting=counts)
     return graph.with_backward()
 

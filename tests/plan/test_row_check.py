@@ -47,6 +47,9 @@ class Classes(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         logits = self.down(fxpipe.stage_boundary(self.drop(self.norm(self.up(x)).relu()), name="down"))
+        if self.form == "drawn":
+            kept = (torch.rand(y.shape, device=y.device) < 0.5) & (y != -100)
+            return fxpipe.Sum((F.cross_entropy(logits, y, reduction="none") * kept).sum(), kept.sum())
         if self.form == "sum":
             return fxpipe.Sum(F.cross_entropy(logits, y, reduction="sum"), (y != -100).sum())
         return F.cross_entropy(logits, y)
@@ -88,6 +91,7 @@ def test_with_gather_nothing_is_said(microbatches: int) -> None:
     [
         (Classes(), Y, {}),
         (Classes("sum"), PADDED, {}),
+        (Classes("drawn"), PADDED, {"tracer": "record"}),
         (Classes(), PADDED, {"loss_weight": lambda x, y: (y != -100).sum()}),
         (Classes(), Y, {"microbatches": 1}),
         (Towers(), T, {"microbatches": 1}),

@@ -173,6 +173,32 @@ def test_a_count_of_what_stages_make_divides_behind_the_backward() -> None:
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
+class OfAll(nn.Module):
+    """A contrastive loss over the gathered batch, a Sum of one item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> fxpipe.Sum:
+        h, x = fxpipe.stage_boundary((self.a(x), x), name="loss", gather="batch")
+        return fxpipe.Sum(F.cross_entropy(self.b(h) @ x.T, torch.arange(x.shape[0], device=x.device)), 1)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+def test_the_items_of_a_loss_of_all_micro_batches_are_counted_once(tracer: str) -> None:
+    model, (x, _) = OfAll(), batch()
+    plain = copy.deepcopy(model)
+    forward_backward = fxpipe.compile(
+        model, fxpipe.Topology([("pipe", 2)]), microbatches=MICROBATCHES, example_args=(x,), tracer=tracer
+    )
+    forward_backward(x)
+    plain(x).total.backward()
+    for name, parameter in forward_backward.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
 def test_a_hook_that_would_be_given_the_gradient_of_the_sum_is_refused() -> None:
     forward_backward = compiled(Net("logits"), 1, 2)
     clamped(forward_backward.named_parameters())

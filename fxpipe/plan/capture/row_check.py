@@ -43,10 +43,13 @@ def rows_interact(
         given = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in batches]
     except Exception:  # inputs that cannot be joined, or a model for so many rows alone
         return ""
-    mixed, swapped, *alone = (part.value if part.count is None else part.value / part.count for part in parts)
-    weights = given if parts[0].count is None else [part.count for part in parts[2:]]
-    together = (mixed + swapped) / 2
-    apart = torch.stack([weight * value for weight, value in zip(weights, alone, strict=True)]).sum() / sum(weights)
+    # of a Sum the totals and the counts, each of which adds up
+    weights = [1.0, 1.0, *given] if parts[0].count is None else [1.0] * 4
+    totals = torch.stack([weight * part.value for weight, part in zip(weights, parts, strict=True)])
+    counts: list[Any] = [
+        weight if part.count is None else part.count for weight, part in zip(weights, parts, strict=True)
+    ]
+    together, apart = totals[:2].sum() / sum(counts[:2]), totals[2:].sum() / sum(counts[2:])
     if not torch.isfinite(together) or is_close(apart.to(together.dtype), together, math.sqrt(unit(together))):
         return ""
     return (
