@@ -37,7 +37,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
         may = {stage for stage in may if stage >= behind} or may
         allowed[unit] = allowed[unit] & may or {max(min(allowed[unit]), min(may))}
         if node in counterpart:
-            known[unit] = max(counterpart[node], known.get(unit, 0))
+            known[unit] = counterpart[node]
     # 2. No later than what uses it, no earlier than what it uses.
     last: dict[Node, int] = {}
     for unit, users in reversed(after.items()):

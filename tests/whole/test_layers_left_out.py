@@ -79,6 +79,21 @@ def test_a_first_batch_without_them_by_the_default_tracer() -> None:
     assert_trains(Deep, [vectors(0), *LEFT_OUT[1:]], ["layers.3"], 2)
 
 
+class Borrowed(Deep):
+    """Uses the first layer's weight at the end, too, where a batch says so."""
+
+    def forward(self, x: Tensor, y: Tensor, keep: tuple[bool, ...] = (True,)) -> Tensor:
+        h = self.first(x)
+        for layer in self.layers:
+            h = layer(h)
+        return F.mse_loss(self.head(h if keep[0] else h @ self.first.weight.tanh()), y)
+
+
+def test_a_parameter_that_a_later_batch_uses_in_another_stage_is_sent_there() -> None:
+    batches = [vectors(0), vectors(1) | {"keep": (False,)}, vectors(2)]
+    assert_trains(Borrowed, batches, ["layers.3"], 2, 1e-6)
+
+
 def test_what_the_first_batch_leaves_out_is_refused_with_what_to_give() -> None:
     forward_backward = compiled(Deep(), keeping(0, 3), ["layers.2"], tracer="export")
     with pytest.raises(PartitionError, match=r"uses layers\.3.* example_args= of the kind that uses most"):
