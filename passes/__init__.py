@@ -12,7 +12,6 @@ from fxpipe.passes.alias_groups import alias_groups
 from fxpipe.passes.blocks import blocks
 from fxpipe.passes.chain import Pass
 from fxpipe.passes.drop_unused import drop_unused, erase_boundaries
-from fxpipe.passes.follow import as_before, follow, read_where_held
 from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies
 from fxpipe.passes.name_stages import name_stages
@@ -33,18 +32,15 @@ def before_balance() -> tuple[Pass, ...]:
 
 __all__ = [
     "alias_groups",
-    "as_before",
     "before_balance",
     "blocks",
     "default",
     "drop_unused",
     "erase_boundaries",
-    "follow",
     "gather",
     "mark_copies",
     "name_stages",
     "order_writes",
     "partition",
-    "read_where_held",
     "split",
 ]

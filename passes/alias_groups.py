@@ -60,7 +60,7 @@ def nodes_of_written(program: Program) -> frozenset[str]:
 def _changed(program: Program) -> set[int]:
     """The parameters and buffers that forward writes, by identity."""
     in_groups = frozenset().union(*program.written)
-    found = {id(program.attribute(name)) for name in program.written_before}
+    found = set[int]() if program.first is None else _changed(program.first)
     for node in program.nodes:
         if node.op == "call_module":
             known = program.effects.get(node.name, Effects())

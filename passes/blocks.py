@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from fxpipe.errors import PartitionError
-from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, is_boundary, made_by
-from fxpipe.passes.partition import _Flow, components, reads_before_writes, reads_of_written_inputs
+from fxpipe.passes.partition import _Flow
 
 
 @dataclass(frozen=True)
@@ -39,23 +38,11 @@ def blocks(program: Program) -> Blocks:
     flow = _Flow(program)
     units = flow.units
     made = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]
-    # a value leaves its stage as it is at the end, and an input comes as the batch has it: who reads one as it was
-    # before a write, or by another name than was written, stays with the write
-    for edge, _ in reads_before_writes(program, flow.edges):
-        units.join(edge.source, edge.target)
-    for _, write, reader in reads_of_written_inputs(program):
-        if reader in units and write in units:
-            units.join(write, reader)
-    # an attribute of Python's that a region changes is one rank's own
-    users: dict[tuple[str, str], Node] = {}
-    for node in flow.nodes:
-        for call in opaque_calls(program.opaque.get(str(node.target))):
-            for attribute in call.attributes:
-                units.join(users.setdefault(attribute, node), node)
+    flow.join_readers_of_written(program)
     # Joining may close a circle, so circles are joined before and after.
-    _join_cycles(flow)
+    flow.join_cycles()
     _join_unused(flow, {units.find(node) for node in made})
-    _join_cycles(flow)
+    flow.join_cycles()
     members: dict[Node, list[str]] = {}
     for node in flow.nodes:
         members.setdefault(units.find(node), []).append(node.name)
@@ -70,12 +57,6 @@ def blocks(program: Program) -> Blocks:
         tuple(sorted({number[units.find(node)] for node in made})),
         frozenset(node.name for node in made),
     )
-
-
-def _join_cycles(flow: _Flow) -> None:
-    """Units that wait for each other become one."""
-    for component in components(flow.after(flow.units)):
-        flow.units.join(*component)
 
 
 def _join_unused(flow: _Flow, result: set[Node]) -> None:

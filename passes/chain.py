@@ -48,6 +48,7 @@ def check(program: Program, after: str) -> None:
     except Exception as error:
         raise PartitionError(f"pass {after} left a graph that is not well formed: {error}") from error
     copied, stage_of = program.copied, program.stage_of
+    last = max(stage_of.values(), default=0)
     facts = {*copied, *stage_of, *(name for group in program.written for name in group)}
     gone = facts - {node.name for node in program.nodes}
     if gone:
@@ -56,12 +57,14 @@ def check(program: Program, after: str) -> None:
         for source in map(made_by, node.all_input_nodes):
             if node.name in copied and is_compute(source) and source.name not in copied:
                 raise PartitionError(f"pass {after} copies {node.name}, but not {source.name}, which it depends on")
-            if stage_of.get(source.name, -1) > stage_of.get(node.name, len(stage_of)):
+            if stage_of.get(source.name, -1) > stage_of.get(node.name, last):
                 raise PartitionError(f"pass {after} put {source.name} behind {node.name}, which uses it")
         places = (node.name in stage_of) + (node.name in copied)
         if stage_of and is_compute(node) and places != 1:
             raise PartitionError(f"pass {after} put {node.name} into {places} places; it must be in exactly one")
     stages, names = sorted(set(stage_of.values())), program.stage_names
+    if program.first is not None:  # of whose stages some may be idle
+        stages = list(range(max(len(program.first.stage_names), last + 1)))
     if stages != list(range(len(stages))):
         raise PartitionError(f"pass {after} numbered the stages {stages}; they must be 0, 1, 2, … without gaps")
     if stages and names and len(set(names)) != len(stages):

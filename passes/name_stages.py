@@ -12,6 +12,8 @@ from fxpipe.graph.program import Program, before_boundary, called_in, is_boundar
 
 def name_stages(program: Program) -> Program:
     """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
+    if program.first is not None:
+        return program.replace(stage_names=program.first.stage_names)
     members: dict[int, list[Node]] = {}
     stages_in: dict[str, set[int]] = {}
     for node in program.nodes:

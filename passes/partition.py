@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 from fxpipe.errors import PartitionError, TraceError
+from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import (
     Program,
     before_boundary,
@@ -38,6 +39,7 @@ from fxpipe.graph.program import (
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.alias_groups import held, holders_of_written
 from fxpipe.passes.effects import is_number, named_arguments, nodes_in, writes_apart, written
+from fxpipe.passes.follow import follow
 from fxpipe.passes.union import Union
 
 T = TypeVar("T", bound=Hashable)
@@ -53,8 +55,17 @@ class _FlowEdge:
 
 
 def partition(program: Program) -> Program:
-    """Fills ``Program.stage_of`` by the rule above; PartitionError where no such cut keeps the program's meaning."""
+    """Fills ``Program.stage_of`` by the rule above, or as in ``Program.first``; PartitionError where no such cut keeps
+    the program's meaning."""
     flow = _Flow(program)
+    if program.first is not None:
+        flow.join_readers_of_written(program)
+        flow.join_cycles()
+        after = flow.after(flow.units)
+        order = topological_order({unit: place for place, unit in enumerate(after)}, after)
+        return follow(
+            program, program.first, flow.units, {unit: after[unit] for unit in sorted(after, key=order.__getitem__)}
+        )
     # 1: only edges between the nodes to place count; _Flow leaves inputs, parameters, boundaries and copies out
     find, upstream = flow.units.find, flow.upstream()
     downstream = flow.downstream()
@@ -108,6 +119,7 @@ class _Flow:
         self._arrows: list[tuple[Node, Node]] = []  # who is before whom, boundaries included
         self._behind: dict[Node, frozenset[Node]] = {}  # the boundaries that a copied node or a number is behind
         self._markers = [node for node in program.nodes if is_boundary(node)]
+        self._is_first = program.first is None  # capture: later ones are not cut at their boundaries
         # Units first: the arrows below go from unit to unit, and the checks look at what is joined already.
         self._join_written(program)
         for path in inner_gradients(program):
@@ -132,6 +144,28 @@ class _Flow:
             named = [node for node in holders if node.op == "get_attr"]
             self._join([*holders, *(reader for node in named for reader in readers(node))])
 
+    def join_readers_of_written(self, program: Program) -> None:
+        """Joins what could not run in another stage than a write.
+
+        A value leaves its stage as it is at the end, and an input comes as the batch has it: who reads one as it was
+        before a write, or by another name than was written, stays with the write.
+        """
+        for edge, _ in reads_before_writes(program, self.edges):
+            self.units.join(edge.source, edge.target)
+        for _, write, reader in reads_of_written_inputs(program):
+            self._join([write, reader])
+        # an attribute of Python's that a region changes is one rank's own
+        users: dict[tuple[str, str], Node] = {}
+        for node in self.nodes:
+            for call in opaque_calls(program.opaque.get(str(node.target))):
+                for attribute in call.attributes:
+                    self.units.join(users.setdefault(attribute, node), node)
+
+    def join_cycles(self) -> None:
+        """Units that wait for each other become one."""
+        for component in components(self.after(self.units)):
+            self.units.join(*component)
+
     def _join(self, nodes: list[Node]) -> None:
         placed = [node for node in nodes if node in self.units]
         if placed:
@@ -148,7 +182,8 @@ class _Flow:
 
     def _add_boundary(self, marker: Node) -> None:
         marked = [self._resolve(operand) for operand in marker.all_input_nodes]
-        if gather_of(marker) is None and not any(source in self.units for source, _ in marked):
+        is_first = self._is_first and gather_of(marker) is None
+        if is_first and not any(source in self.units for source, _ in marked):
             raise PartitionError(
                 f"{marker.name}{where(marker)} marks only values that depend on inputs alone, or on parameters "
                 "alone; each stage computes those for itself, so there is nothing to cut. Mark what is computed "
@@ -224,8 +259,7 @@ def _check_writes(program: Program, edges: list[_FlowEdge]) -> None:
     """PartitionError where another stage wants a value, or an input, as a write leaves it nowhere: a value leaves its
     stage as it is at the end, and an input comes as the batch has it."""
     for edge, write in reads_before_writes(program, edges):
-        elsewhere = program.stage_of[edge.source.name] != program.stage_of[edge.target.name]
-        if elsewhere and not writes_apart(program, edge.source):
+        if program.stage_of[edge.source.name] != program.stage_of[edge.target.name]:
             raise PartitionError(
                 f"{edge.target.name}{where(edge.target)} runs in another stage and reads "
                 f"{edge.source.name}{where(edge.source)} as it was before {write.name}{where(write)} writes it; "
@@ -245,7 +279,7 @@ def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tu
     writes = _writes(program)
     for edge in edges:
         own = writes.get(edge.source.name)
-        if own and edge.target < own[-1]:
+        if own and edge.target < own[-1] and not writes_apart(program, edge.source):
             yield edge, own[-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -115,7 +116,7 @@ class _WholeProgram:
         self.may_write = frozenset().union({node.name for node in holders}, *program.written)
         self.kept = self._sharing([node for node in holders if node.op == "get_attr"])
         # Program order throughout: it is the order in which autograd adds up the gradients of a value.
-        self.readers = readers_of(program)
+        self.readers = defaultdict(list, readers_of(program))
         self.uses: dict[Node, list[tuple[int, int]]] = {}
         """Value of a stage → its uses, in program order: the place of the node that uses it, its stage."""
         for place, node in enumerate(self.nodes):

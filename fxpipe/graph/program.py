@@ -73,8 +73,9 @@ class Program:
     """Nodes that every stage needing them computes for itself."""
     written: tuple[frozenset[str], ...] = ()
     """Groups of nodes that share storage which some node writes."""
-    written_before: frozenset[str] = frozenset()
-    """Parameters and buffers that the first capture writes, as in training alone: what uses them stays where it is."""
+    first: Program | None = None
+    """The first capture of the model, if this is a later one: it has the first's stages, and what that writes is
+    written."""
     stage_of: Mapping[str, int] = field(default_factory=dict)
     """Node name → stage, in topological order of the stages; copied nodes have none."""
     stage_names: tuple[str, ...] = ()

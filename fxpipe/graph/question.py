@@ -67,8 +67,9 @@ def _as_tuples(value: Any) -> Any:
 
 
 class Unanswered(FxpipeError):
-    """A capture needs the answer to a question that has not been asked before."""
+    """A capture needs to know of the inputs what has not been asked before: ``key`` says what, the same on all ranks;
+    ``numbers``: whether it may ask for numbers."""
 
-    def __init__(self, question: Question, numbers: bool) -> None:
-        super().__init__(f"what is captured depends on the inputs' values ({question.key})\n{question.line}")
-        self.question, self.numbers = question, numbers
+    def __init__(self, key: str, line: str, numbers: bool) -> None:
+        super().__init__(f"what is captured depends on the inputs' values ({key})\n{line}")
+        self.key, self.numbers = key, numbers

@@ -303,7 +303,8 @@ class Agreement:
                 try:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
                 except Unanswered:
-                    proposal = self._answered(proposal, given)
+                    described = tuple(describe(values, self._planner.needs_shapes) for values in given)
+                    proposal = self._answered(replace(proposal, given=described), given)
                     continue
                 # a plan for any shapes is kept under the pattern without them
                 rows = everyone if agreed.pattern in self._planner.plans else None

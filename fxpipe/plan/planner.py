@@ -128,7 +128,8 @@ class Planner:
     @property
     def needs_shapes(self) -> bool:
         """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
-        return any(pattern.shapes for pattern in self.plans)
+        by_value = self.captures is not None and self.captures.by_value
+        return by_value or any(pattern.shapes for pattern in self.plans)
 
     def plan(self, pattern: Pattern, sample: Sample | str = LATER, at_compile: bool = False) -> Plan:
         """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none.

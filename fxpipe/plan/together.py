@@ -33,7 +33,7 @@ def first_plan_together(transport: Transport, planner: Planner, options: Options
             plan_first(example, answers, keeps_part)
         except Exception as error:  # which is raised on all ranks
             failure = error
-        asked = [failure.question.key if isinstance(failure, Unanswered) else ""]  # what is not answered yet
+        asked = [failure.key if isinstance(failure, Unanswered) else ""]  # what is not answered yet
         answers = example.answers
         for scope in _EVERYONE if planner.captures is not None else ():
             everyone = transport.gather(scope, (asked, answers))

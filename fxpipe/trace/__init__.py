@@ -204,19 +204,21 @@ def _entering(module: nn.Module) -> Iterator[set[int]]:
 
 
 def _uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Uncaptured:
-    """The error of several refusals, a line or two each; of those that got equally far, the last that was tried comes
+    """The error of several refusals, a line or two each; of those that are as helpful, the last that was tried comes
     first. What could be opaque is the first's, or else what another has met; the rule for it stands below that one."""
-    # one that ran further into forward says more about the model
-    first, *others = every = sorted(refusals, key=lambda refusal: refusal.entered)[::-1]
+    # one that says what to write, and then one that ran further into forward, which says more about the model
+    first, *others = every = sorted(refusals, key=lambda one: (bool(one.inside or _in_words(one)[1]), one.entered))[
+        ::-1
+    ]
     named = next((refusal for refusal in every if refusal.inside), first)
-    lines = [f"{first.tracer}: {first.reason}", *map(_in_a_line, others)]
+    lines = [f"{first.tracer}: {first.reason}", *("".join(_in_words(refusal)) for refusal in others)]
     lines[every.index(named)] += _keep_whole(named.inside, request)
-    return Uncaptured("\n".join(lines) + hint, named.inside, _in_a_line(first))
+    return Uncaptured("\n".join(lines) + hint, named.inside, _in_words(first)[0])
 
 
-def _in_a_line(refusal: Refusal) -> str:
-    """What the tracer met, and where; not what to write instead, since another one got further."""
+def _in_words(refusal: Refusal) -> tuple[str, str]:
+    """What the tracer met, and where; and what to write instead, behind a semicolon."""
     text, *rest = refusal.reason.splitlines()
-    fact, _, _ = text.partition("; ")
+    fact, semicolon, advice = text.partition("; ")
     at = place_in("\n".join(rest))
-    return f"{refusal.tracer}: {fact}" + (f" ({at})" if at else "")
+    return f"{refusal.tracer}: {fact}" + (f" ({at})" if at else ""), semicolon + advice

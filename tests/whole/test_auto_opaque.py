@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
@@ -15,7 +16,7 @@ from fxpipe.graph.opaque_call import opaque_calls
 from tests import models
 from tests.harness import Engines, Run, Steps, assert_run, assert_steps, reference, stepped, steps_of
 from tests.layered import WIDTH, Layer, Layers, assert_trains, compiled, vectors
-from tests.models import Case, linear
+from tests.models import Case, Inputs, linear
 from tests.pool import Pool
 
 CUTS = ["layers.1", "layers.3"]
@@ -226,3 +227,34 @@ def test_wrong_mixes_with_auto_are_refused(boundaries: Any, told: str) -> None:
 def test_auto_beside_a_region_needs_a_batch() -> None:
     with pytest.raises(FxpipeError, match="example_args="):
         fxpipe.preview(around().model(), Topology([("pipe", 2)]), boundaries=RULES)
+
+
+class Crop(nn.Module):
+    """Gives an opaque layer as many rows as the batch says, and asks behind it how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer()
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        rows = torch.cat([x[: count // 2] for count in counts])
+        rows = rows + self.inner(rows)
+        return rows.mean() if rows.shape[0] > 1 else rows.sum()
+
+
+class Cropped(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.crop = Crop()
+
+    def forward(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+        return F.mse_loss(self.run(x * self.crop(x, counts)), y)
+
+
+def cropped(number: int) -> Inputs:
+    return vectors(number) | {"counts": torch.randint(4, 9, (8,), generator=torch.Generator().manual_seed(number))}
+
+
+def test_a_number_of_rows_in_front_of_an_opaque_part_that_is_compared_behind_it() -> None:
+    cuts: Any = {"crop.inner": "whole", "layers.1": "before"}
+    assert_trains(Cropped, [cropped(0), cropped(1)], cuts, tracer="auto")

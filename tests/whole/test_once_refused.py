@@ -129,6 +129,22 @@ def test_the_error_leads_with_the_tracer_that_got_furthest() -> None:
     assert "x.sum().item()" in code
     assert [line.partition(":")[0] for line in others] == ["export", "symbolic"]
     assert all("activation checkpointing" in line and "test_once_refused.py:" in line for line in others)
+    assert all(line.endswith("; tracer='record' keeps it") for line in others)
+
+
+class Taken(Layers):
+    """torch.export, which gets furthest, has no word on what to write instead."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.layers(x) * (2.0 if x.detach().numpy().sum() > 0 else 1.0)  # type: ignore[no-any-return]
+
+
+def test_a_tracer_that_does_not_say_what_to_write_comes_last() -> None:
+    with pytest.raises(TraceError) as caught:
+        compiled(Taken(), vectors(0), ["layers.1"])
+    lines = [line for line in str(caught.value).splitlines() if not line.startswith("  ")]
+    assert [line.partition(":")[0] for line in lines] == ["record", "symbolic", "export"]
+    assert ["; " in line for line in lines] == [True, True, False]
 
 
 def hugging_face() -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ def capture_in_part(
                 parts += 1
                 continue
             if added:
-                failure = f"{failure}\nwith {', '.join(added)} kept opaque by itself: {why or error}"
+                failure = f"{failure}\nwith {', '.join(added)} kept opaque by itself: {error}"
             failure = failure or str(error)
             # 2. Without any of that, forward may ask for numbers, each of which takes a capture of its own.
             if request.asks_numbers or request.any_words or not options.auto_opaque:

@@ -28,7 +28,6 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import listed
 from fxpipe.options import Options
 from fxpipe.packed import counted
-from fxpipe.passes.alias_groups import names_of_written
 from fxpipe.passes.chain import chain
 from fxpipe.plan.balance.choose import Balanced, Balancing
 from fxpipe.plan.balance.node_costs import CostUnknown
@@ -140,6 +139,8 @@ class Captures:
     """Whether it asks for numbers, too, since nothing else captures the model."""
     any_words: bool = False
     """Whether the first one holds for any strings: then descriptions have their types alone, and later ones are to."""
+    by_value: bool = False
+    """Whether a capture holds for some of Python's numbers alone, so that batches are described with these."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Small buffers of integers and truth values as the first capture found them, which may decide sizes."""
     used: list[Pattern] = field(default_factory=list)
@@ -231,10 +232,12 @@ class Captures:
         key = this.for_answers(made.answers) if made.of_one_shape else this.for_any_shape()
         if shape is not None and made.of_one_shape:
             for name, leaf in known_by_type(shape):
+                if not self.by_value:
+                    self.by_value = True
+                    raise Unanswered(name, "", self.asks_numbers)
                 raise TraceError(
-                    f"input {name!r} holds {leaf!r:.200}, which is no tensor, and what {made.tracer} captures would "
-                    'hold for this one alone; pass a tensor, or, for a plain value, compile with tracer="export" or '
-                    '"record"'
+                    f"input {name!r} holds {leaf!r:.200}, which is neither a tensor nor a plain value, and what "
+                    f"{made.tracer} captures would hold for this one alone; pass its tensors"
                 )
             self.families[place] = family.noting(shape, key, made.holds_for)
             self._report(made, pattern.training)
@@ -482,8 +485,7 @@ class Captures:
         if whole:
             self.unused = unused(program) if first is None else self.unused
             program = with_unused(program, self.unused)
-        if first is not None:
-            program = program.replace(written_before=names_of_written(first))
+        program = program.replace(first=first)
         # Cuts are searched for, or marked. Later captures are cut where the first one was.
         if self.balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
@@ -491,16 +493,14 @@ class Captures:
                 self.found = self.balancing.searched(program, pattern, shape)
                 program = self.found.program
             else:
-                program = default_passes.follow(program, first)
+                program = default_passes.partition(program)
             program = chain((default_passes.name_stages,), program)
         else:
             passes = self.options.passes
             program = chain(default_passes.default() if passes is None else passes, program)
-            program = program if first is None else default_passes.as_before(program, first)
             if first is None and shape is not None and self.balancing.finds_placement_of(len(program.stage_names)):
                 self.found = self.balancing.placed(program, pattern, shape)
-        held = program if first is None else default_passes.read_where_held(program, first, pattern.training)
-        graph = default_passes.split(held)
+        graph = default_passes.split(program)
         constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
         return program, Captured(
             graph,

@@ -57,7 +57,7 @@ class Questions:
                 f"was given them, or they cannot be computed: pass them on one rank at least\n{question.line}"
             )
         self.asked[before, question.key] = question
-        raise Unanswered(question, request.asks_numbers)
+        raise Unanswered(question.key, question.line, request.asks_numbers)
 
     def keep(self, used: Collection[Answers]) -> None:
         """Forgets what no capture with one of these answers has asked."""

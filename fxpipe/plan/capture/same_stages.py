@@ -29,30 +29,15 @@ from fxpipe.plan.inputs.rows import row_count
 
 
 def like(graph: StageGraph, first: StageGraph) -> StageGraph:
-    """``graph`` with the numbers and names that its stages have in ``first``; stages that it lacks do nothing in it.
-
-    An input that is absent, such as an image of a batch of text, leaves out the stages that work on it. PartitionError
-    where a stage is not one of the first graph's.
-    """
-    if graph.names == first.names:
-        return graph
-    # Numbers must rise along every edge in both graphs, or the first one's table would run a stage before its input.
-    found = {stage.index: _counterpart(stage, first) for stage in graph}
-    number = {index: place for index, place in found.items() if place is not None}
-    present = {place: graph[index] for index, place in number.items()}
-    if len(present) < len(graph) or any(number[e.source] >= number[e.target] for e in graph.edges):
+    """A later graph with the stages of ``first``, of which those that it runs nothing of keep their backward: its place
+    in the row is where other replicas sum their gradients. PartitionError where its stages are others."""
+    if graph.names != first.names:
         raise PartitionError(
-            f"this kind of batch gives the stages {list(graph.names)}, the first kind gave {list(first.names)}; a "
-            "model must keep its stages. Use example_args= of the kind that uses most of it"
+            f"this kind of batch gives the stages {list(graph.names)}, the first kind gave {list(first.names)}; a pass "
+            "of passes= must keep Program.first's stages"
         )
-    called = {edge: Edge(number[edge.source], number[edge.target], edge.value) for edge in graph.edges}
-    stages = [
-        _relabelled(present[s.index], called, index=s.index, name=s.name) if s.index in present else _idle(s)
-        for s in first
-    ]
-    graph = replace(graph, stages=tuple(stages)).with_backward()
-    # A stage that does nothing keeps its backward: its place in the row is where other replicas sum its gradients.
-    return _with_backward(graph, [(s if s.index in present else first[s.index]).has_backward for s in graph])
+    idle = [not (stage.inputs or stage.outputs or stage.tensors or stage.returns_result) for stage in graph]
+    return _with_backward(graph, [(first if is_idle else graph)[i].has_backward for i, is_idle in enumerate(idle)])
 
 
 def each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> tuple[StageGraph, ...]:
@@ -151,34 +136,6 @@ def _relabelled(stage: Stage, called: Mapping[Edge, Edge], **changes: Any) -> St
         outputs=tuple(called[edge] for edge in stage.outputs),
         **changes,
     )
-
-
-def _counterpart(stage: Stage, first: StageGraph) -> int | None:
-    """The stage of ``first`` with this name, or else the one that holds its tensors; None where there is none."""
-    mine = stage.held & first.held  # what is new, the planner judges
-    holding = [other for other in first if mine <= other.held]
-    named = [other.index for other in holding if other.name == stage.name]
-    others = [other.index for other in holding if mine]
-    return named[0] if named else others[0] if len(others) == 1 else None
-
-
-def _idle(stage: Stage) -> Stage:
-    """The stage without its work."""
-    return replace(
-        stage,
-        module=_nothing,
-        function=_nothing,
-        inputs=(),
-        ways=(),
-        outputs=(),
-        returns_result=False,
-        tensors={},
-        draws_random=False,
-    )
-
-
-def _nothing() -> tuple[()]:
-    return ()
 
 
 # --- stages that run for several micro-batches at once ---

@@ -170,8 +170,9 @@ class Conversion:
             placeholder = self._graph.placeholder(name)
             placeholder.meta["val"] = value
             self._parts[(pytree.MappingKey(name),)] = placeholder
+        checks = self._checks()
         for node in self.exported.graph.nodes:
-            known = node.op != "call_function" or node.target in ASSERTIONS or self._modes.follow(node)
+            known = node.op != "call_function" or node in checks or self._modes.follow(node)
             if not known and not self._is_late(node):
                 try:
                     self._convert(node)
@@ -190,6 +191,15 @@ class Conversion:
             opaque={call.target: call.kept for call in self.calls},
             effects=self._effects,
         )
+
+    def _checks(self) -> set[Node]:
+        """The assertions, and the numbers for them alone: those may be about what is returned by a later region."""
+        found: set[Node] = set()
+        for node in reversed(self.exported.graph.nodes):
+            is_number = node.users and not tensors_in(node.meta.get("val"))
+            if node.target in ASSERTIONS or (is_number and found.issuperset(node.users)):
+                found.add(node)
+        return found
 
     def _in_its_part(self, node: Node, error: TraceError) -> _Unconverted:
         """An error about a node, with the submodule in which it runs."""
