@@ -40,6 +40,8 @@ from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.state.replay import checkpoints_that_keep
 
+FINER = 0.4
+"""The part of the usual effort with which cuts inside of modules are looked for, where others were found."""
 BETWEEN = ", between modules"
 
 
@@ -109,7 +111,8 @@ def balance(
         merged = work.merged(piece_of)
         again = Rerun.of(recompute, program.stage_names if given else [""] * len(merged))
         try:
-            one = search(merged, ranks, microbatches, family, memory_per_rank, again, several)
+            effort = FINER if found is not None else 1.0
+            one = search(merged, ranks, microbatches, family, memory_per_rank, again, several, effort)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
