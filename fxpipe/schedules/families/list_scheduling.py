@@ -80,9 +80,14 @@ def list_schedule(
     micro-batches, or groups, which have run by then.
     """
     run = partial(_listed, problem, costs, caps, priority(problem), held, room)
-    turns = [1] * len(problem.placement)
-    makespan = lambda held: max(run(held)[1])  # noqa: E731
-    return run(held_back(problem.dependencies, problem.backward, problem.microbatches, makespan, turns))[0]
+    turns, tried = [1] * len(problem.placement), {}
+
+    def makespan(dependencies: Dependencies) -> float:
+        tried[id(dependencies)] = run(dependencies)
+        return max(tried[id(dependencies)][1])
+
+    best = held_back(problem.dependencies, problem.backward, problem.microbatches, makespan, turns)
+    return (tried.get(id(best)) or run(best))[0]
 
 
 Ranked = tuple[tuple[int, ...], int, tuple[int, ...]]
