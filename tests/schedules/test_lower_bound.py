@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +18,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.limits import round_trip_caps
 from fxpipe.schedules.families.one_f_one_b import in_laps
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.simulate import least_makespan
 from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, random_bare
 from tests.thinned import ALL, in_turn, seeds
 
@@ -53,6 +56,34 @@ def test_no_schedule_of_a_random_graph_is_below_the_lower_bound(name: str) -> No
         timeline = build_with(name, graph, draw.choice([1, 2, 3, 5, 9]), costs).simulate(costs)
         assert timeline.makespan >= max(timeline.busy)
         assert timeline.makespan >= timeline.lower_bound - 1e-9, (graph, costs)
+
+
+@every_schedule
+def test_no_table_takes_less_than_it_would_where_links_carry_all_at_once(name: str) -> None:
+    for seed in seeds(40):
+        draw = random.Random(seed)
+        graph = random_bare(seed, frozen=seed % 4 == 0, one_each=seed % 5 == 0)
+        costs = random_costs(graph.stages, draw)
+        table = build_with(name, graph, draw.choice([1, 2, 3, 5, 9]), costs)
+        free = replace(costs, comm=0.0)
+        assert least_makespan(table, costs) <= table.simulate(costs).makespan
+        if all(graph.backward):
+            assert least_makespan(table, free) == table.simulate(free).makespan
+
+
+@pytest.mark.parametrize("name", ["store_all", "group_interleaved", "cached"])
+@pytest.mark.parametrize("group", [2, None])
+def test_the_same_of_groups(name: str, group: int | None) -> None:
+    costs = Costs.of(4, forward=[1, 2, 1, 3])
+    table = build(name, [(0, 2), (1, 2), (2, 3)], 8, [0, 1, 1, 2], gather={2: group}, costs=costs)
+    assert least_makespan(table, costs) == table.simulate(costs).makespan
+
+
+def test_a_table_that_deadlocks_takes_for_ever() -> None:
+    rows = [tuple(Action(stage, op, 0) for op in (Op.F, Op.B)) for stage in range(2)]
+    for first, makespan in ((rows[0], 6), (rows[0][::-1], math.inf)):
+        table = Schedule((first, rows[1]), ((0, 1),), (0, 1), (True, True), 1)
+        assert least_makespan(table, Costs.of(2)) == makespan
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (5, 5)])

@@ -6,9 +6,9 @@ A block is the smallest piece that may be placed: a few nodes of a program, or a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.passes.alias_groups import nodes_of_written
@@ -86,10 +86,15 @@ class BlockGraph:
         count = Counter(key for block in self.blocks for key in self.stage([block]).parameters)
         return frozenset(key for key, users in count.items() if users > 1)
 
-    def stage(self, blocks: Iterable[Block]) -> NodeCost:
+    def stage(self, blocks: Sequence[Block]) -> NodeCost:
         """What a stage of these blocks takes, with its own copies of copied nodes."""
         copies = frozenset[str]().union(*(block.copies for block in blocks))
         return total([*(block.cost for block in blocks), *(self.costs[name] for name in sorted(copies))])
+
+    @cached_property
+    def stage_of(self) -> Callable[[tuple[int, ...]], NodeCost]:
+        """The same by their numbers, computed once."""
+        return cache(lambda numbers: self.stage([self.blocks[number] for number in numbers]))
 
     def after(self, group_of: Sequence[int]) -> dict[int, set[int]]:
         """Group → the other groups that use its values. ``group_of``: block → its group."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from tabulate import tabulate
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError
 from fxpipe.graph.program import Program, called_in
-from fxpipe.graph.ranks import Placement
+from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
@@ -40,6 +40,8 @@ from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.state.replay import checkpoints_that_keep
 
+FINER = 0.4
+"""The part of the usual effort with which cuts inside of modules are looked for, where others were found."""
 BETWEEN = ", between modules"
 
 
@@ -55,30 +57,60 @@ class Balanced:
     """The best layouts that were found in other ways, the best first."""
     what: str
     """In words: where the costs come from, and how many bytes a parameter counts."""
+    blocks: tuple[tuple[str, ...], ...]
+    """The nodes of each block that layouts speak of."""
 
     @staticmethod
-    def of(program: Program, found: Found, costs: NodeCosts) -> Balanced:
+    def of(program: Program, found: Found, work: BlockGraph) -> Balanced:
+        costs = work.costs
         best, what = found.best, f"costs from shapes; {costs.account}"
         if BETWEEN in best.layout.origin and any(other.seconds < best.seconds for other in found.others):
             what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
         notes = "\n".join(filter(None, [what, costs.guesses]))
-        return Balanced(program, best.layout.rank_of, best, found.others, notes)
+        return Balanced(
+            program, best.layout.rank_of, best, found.others, notes, tuple(one.nodes for one in work.blocks)
+        )
 
     def __str__(self) -> str:
         rows = [
             (
                 f"runner-up {place}" if place else "chosen",
-                outcome.layout.origin,
                 outcome.layout.stages,
                 f"{outcome.seconds * 1e3:.3f}",
                 f"{outcome.bubble:.1%}",
                 f"{outcome.most_bytes / 2**20:,.1f}",
+                self._modules(outcome.layout),
             )
             for place, outcome in enumerate([self.outcome, *self.others[:RUNNERS_UP]])
         ]
-        headers = ["", "cut", "stages", "makespan, ms", "bubble", "peak of a rank, MiB"]
-        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 4))
+        headers = ["", "stages", "makespan, ms", "bubble", "peak of a rank, MiB", "modules of each rank"]
+        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
         return f"{grid}\n{self.what}"
+
+    def _modules(self, layout: StageLayout) -> str:
+        """A line for each rank, or ranks, of a stage: the outermost modules that one stage runs whole, or parts."""
+        stage_of = {name: stage for names, stage in zip(self.blocks, layout.stage_of, strict=True) for name in names}
+        paths = {node.name: called_in(node) for node in self.program.nodes if node.name in stage_of}
+        users: dict[str, set[int]] = {}
+        for name, modules in paths.items():
+            for path in modules:
+                users.setdefault(path, set()).add(stage_of[name])
+        pieces: dict[tuple[tuple[int, ...], str], None] = {}
+        for name, modules in paths.items():
+            part = f"a part of {modules[-1]}" if modules else ""
+            whole = next((path for path in modules if len(users[path]) == 1), part)
+            pieces[ranks_of(layout.rank_of[stage_of[name]]), whole] = None
+        # Of modules side by side in the program the first and the last are named.
+        named: dict[tuple[int, ...], list[str]] = {}
+        for (ranks, _), run in groupby(pieces, key=lambda piece: (piece[0], piece[1].rpartition(".")[0])):
+            names = [whole for _, whole in run if whole]
+            some = [f"{names[0]} to {names[-1].rpartition('.')[2]}"] if len(names) > 1 else names
+            named.setdefault(ranks, []).extend(some)
+        lines = []
+        for ranks, names in sorted(named.items()):
+            few = names if len(names) <= 4 else [*names[:2], f"{len(names) - 3} more", names[-1]]
+            lines.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {', '.join(few) or 'no module'}")
+        return "\n".join(lines)
 
 
 @paused()
@@ -109,7 +141,8 @@ def balance(
         merged = work.merged(piece_of)
         again = Rerun.of(recompute, program.stage_names if given else [""] * len(merged))
         try:
-            one = search(merged, ranks, microbatches, family, memory_per_rank, again, several)
+            effort = FINER if found is not None else 1.0
+            one = search(merged, ranks, microbatches, family, memory_per_rank, again, several, effort)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
@@ -121,7 +154,7 @@ def balance(
         stage_of = found.best.layout.stage_of
         stages = {name: stage_of[number] for number, block in enumerate(work.blocks) for name in block.nodes}
         program = program.replace(stage_of=stages)
-    return Balanced.of(program, found, costs)
+    return Balanced.of(program, found, work)
 
 
 def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -169,16 +170,20 @@ def _cut(work: BlockGraph, part: frozenset[int], count: int) -> list[int]:
     return found
 
 
-ACTIONS = 150_000
+ACTIONS = 100_000
 """So many actions are simulated to choose among candidates."""
-MORE_ACTIONS = 250_000
+MORE_ACTIONS = 100_000
 """So many to improve the best of them."""
-IMPROVED = 3
+IMPROVED = 2
 """So many of those that came about in the same way are improved."""
 RUNNERS_UP = 3
 """So many layouts are shown beside the best one."""
 GAIN = 0.03
 """The part of a step that a cut inside of modules, or a stage on all ranks, must gain to be taken."""
+SHARE = 0.5
+"""The part of these that the best may take, and of what is left then the next one, and so on."""
+LITTLE = 0.01
+"""The part of a step that is not worth a simulation of a candidate."""
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 """By how many blocks a cut is moved."""
 
@@ -243,13 +248,17 @@ def search(
     else:
         raise _no_fit(judge)
     starts = _best_of_each_way(outcomes, IMPROVED)
-    better = []
+    better: list[LayoutOutcome] = []
+    last = judge.actions + effort * MORE_ACTIONS
     for start in starts:
+        # Cuts that are bound to be slow are not made fast by moving them a little.
+        if judge.lower_bound(start.layout) > min(outcome.seconds for outcome in [*outcomes, *better]):
+            continue
         # First cuts move, with which the order and the ranks stay; then stages move from rank to rank.
-        until = judge.actions + effort * MORE_ACTIONS / len(starts)
+        until = judge.actions + SHARE * (last - judge.actions)
         best = _climbed(judge, start, made[start.layout], partial(_neighbours, work), until)
         better.append(_climbed(judge, best, best.layout, _exchanges, until))
-    exact = Judge(work, family, microbatches, memory, judge.again)
+    exact = judge if few == microbatches else Judge(work, family, microbatches, memory, judge.again)
     ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
     kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
     if not kept:
@@ -280,7 +289,7 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
     """The outcomes of layouts that fit, the best first, until so many actions have been simulated.
 
     Of each way of finding a layout the one of the least lower bound is simulated, then all by their bounds until these
-    show that none is better.
+    show that none is better by ``LITTLE``. Of each way only the best ``IMPROVED`` must be known.
     """
     # The bound is cheap, a simulation is not. A way of finding layouts whose bounds are all high may still have the
     # best table, so each way gets one simulation.
@@ -290,9 +299,12 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
     for layout in dict.fromkeys([*sorted(firsts.values(), key=judge.lower_bound), *ranked]):
         if found and judge.actions >= most:
             break
-        if found and layout is not firsts[layout.origin] and judge.lower_bound(layout) >= found[0].seconds:
+        first = layout is firsts[layout.origin]
+        if found and not first and judge.lower_bound(layout) >= (1 - LITTLE) * found[0].seconds:
             break
-        if (outcome := judge.fitting(layout)) is not None:
+        alike = [other.seconds for other in found if other.layout.origin == layout.origin]
+        below = alike[IMPROVED - 1] if len(alike) >= IMPROVED else math.inf
+        if (outcome := judge.fitting(layout, below)) is not None:
             found = sorted([*found, outcome], key=_merit)
     return found
 
@@ -334,7 +346,7 @@ def _climbed(
     others = iter(neighbours(here))
     while judge.actions < until and (pair := next(others, None)) is not None:
         other, layout = pair
-        outcome = judge.fitting(layout) if judge.lower_bound(layout) < best.seconds else None
+        outcome = judge.fitting(layout, best.seconds) if judge.lower_bound(layout) < best.seconds else None
         if outcome is not None and _merit(outcome) < _merit(best):
             best, others = outcome, iter(neighbours(other))
     return best

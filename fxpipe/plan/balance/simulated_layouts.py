@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -9,12 +10,12 @@ from functools import cache, cached_property, partial
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.options import Recompute
-from fxpipe.plan.balance.block_graph import Block, BlockGraph
+from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.solve import solved, worthwhile
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.simulate import lower_bound, peak_bytes
+from fxpipe.schedules.simulate import least_makespan, lower_bound, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ class Staged:
         # A stage is recomputed whole or not at all.
         kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
         self._recomputed = tuple(stage not in kept for stage in range(layout.stages))
-        members: list[list[Block]] = [[] for _ in range(layout.stages)]
-        for block, stage in zip(work.blocks, layout.stage_of, strict=True):
+        members: list[list[int]] = [[] for _ in range(layout.stages)]
+        for block, stage in enumerate(layout.stage_of):
             members[stage].append(block)
-        self.stages = tuple(map(work.stage, members))
+        self.stages = tuple(work.stage_of(tuple(blocks)) for blocks in members)
         wanted = {layout.stage_of[block]: size or microbatches for block, size in work.gather.items()}
         self.groups = tuple(wanted.get(stage, 1) for stage in range(layout.stages))
         """For how many micro-batches each stage runs at once."""
@@ -248,27 +249,29 @@ class Judge:
         self.refused: ScheduleError | None = None
         """The last layout for which the family had no table."""
         self._outcomes: dict[StageLayout, LayoutOutcome | None] = {}
+        self._least: dict[StageLayout, float] = {}  # what the table of a layout cannot undercut
         self.staged = cache(partial(Staged, work, microbatches=microbatches, again=again))
 
     def lower_bound(self, layout: StageLayout) -> float:
         return self.staged(layout).lower_bound
 
-    def fitting(self, layout: StageLayout) -> LayoutOutcome | None:
-        """What a layout comes to; None where it does not fit the memory, or the family has no table for it."""
-        outcome = self.outcome(layout)
+    def fitting(self, layout: StageLayout, below: float = math.inf) -> LayoutOutcome | None:
+        """What a layout comes to; None where it does not fit the memory, the family has no table for it, or that is
+        seen to take longer than ``below``."""
+        outcome = self.outcome(layout, below)
         fits = outcome is not None and (self.memory is None or outcome.most_bytes <= self.memory)
         return outcome if fits else None
 
-    def outcome(self, layout: StageLayout) -> LayoutOutcome | None:
-        """What a layout comes to, whatever memory it takes; None where the family has no table for it."""
-        if layout not in self._outcomes:
+    def outcome(self, layout: StageLayout, below: float = math.inf) -> LayoutOutcome | None:
+        """The same, whatever memory it takes."""
+        if layout not in self._outcomes and self._least.get(layout, 0.0) <= below:
             try:
-                self._outcomes[layout] = self._simulated(layout)
+                self._simulate(layout, below)
             except ScheduleError as error:
                 self.refused, self._outcomes[layout] = error, None
-        return self._outcomes[layout]
+        return self._outcomes.get(layout)
 
-    def _simulated(self, layout: StageLayout) -> LayoutOutcome:
+    def _simulate(self, layout: StageLayout, below: float) -> None:
         staged = self.staged(layout)
         family = replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
@@ -277,12 +280,16 @@ class Judge:
             without = replace(problem, recompute=None)
             problem = replace(problem, recompute=worthwhile(self._table(family, without, staged)))
         schedule = self._table(family, problem, staged)
+        self._least[layout] = least_makespan(schedule, staged.costs) + staged.tied_seconds
+        if below < self._least[layout] < math.inf:
+            return
         if (excess := family.excess(schedule)) is not None:
             raise ScheduleError(f"{family.name} {excess}")
         peaks = staged.peaks(schedule, staged.costs)
         self.least_bytes = min(self.least_bytes, max(peaks))
         makespan = schedule.simulate(staged.costs).makespan
-        return LayoutOutcome(layout, makespan + staged.tied_seconds, makespan, schedule, staged.costs, peaks)
+        seconds = makespan + staged.tied_seconds
+        self._outcomes[layout] = LayoutOutcome(layout, seconds, makespan, schedule, staged.costs, peaks)
 
     def _table(self, family: Limited, problem: Problem, staged: Staged) -> Schedule:
         rows = tuple(map(tuple, solved(family.family, problem)))
