@@ -82,6 +82,7 @@ LONG = """
     run/test_saving.py::test_killed
     sharding/test_parallelize.py::test_an_unmodified_llama
     simulated_gpu/test_scripts.py::test_a_script_may_end
+    simulated_gpu/test_scripts.py::test_ranks_may_end
     trace/test_every_tracer.py::test_over_replicas
     trace/test_hidden_values.py::test_each_is
     trace/test_symbolic.py::test_torch_compile_works
@@ -114,6 +115,8 @@ LONG = """
     whole/test_resume.py
     whole/test_save_load.py::test_a_run_of_four
     whole/test_several_ranks.py::test_random
+    whole/test_strings.py::test_batches_of_other_sizes
+    whole/test_virtual_time.py::test_a_step_takes
     whole/test_virtual_time.py::test_each
     whole/test_without_numpy.py
 """
