@@ -29,6 +29,7 @@ SLOW = """
     formats/test_svg_picture.py::test_a_long_table
     parameters/test_materialise.py::test_compile_needs
     parameters/test_materialise.py::test_a_rank_needs
+    distributed/test_collective.py::test_what_fails_beside_a_gpu
     parameters/test_materialise_hf.py
     passes/test_partition_random.py
     plan/test_auto.py
@@ -98,6 +99,7 @@ LONG = """
     whole/test_killed_rank.py
     whole/test_lengths.py
     whole/test_loops.py
+    whole/test_on_gpus.py::test_a_model_trains_as_in_plain_pytorch[Llama by record
     whole/test_on_gpus.py::test_more
     whole/test_on_gpus.py::test_programs
     whole/test_once_refused.py::test_models_of_hugging_face
