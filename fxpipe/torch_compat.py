@@ -92,12 +92,17 @@ FOREACH_NORM: Any = torch._foreach_norm
 
 
 def given_to_total_norm(caller: types.FrameType | None) -> int:
-    """How many tensors ``torch.nn.utils.get_total_norm`` was given, where it is the caller; else 0."""
-    if caller is not None and caller.f_code.co_name == "<listcomp>":  # a frame of its own before Python 3.12
+    """How many tensors ``torch.nn.utils.get_total_norm`` was given, where it calls; else 0."""
+    code = inspect.unwrap(torch.nn.utils.get_total_norm).__code__
+    for _ in range(_BETWEEN):
+        if caller is None or caller.f_code is code:
+            break
         caller = caller.f_back
-    if caller is None or caller.f_code is not inspect.unwrap(torch.nn.utils.get_total_norm).__code__:
-        return 0
-    return len(caller.f_locals["tensors"])
+    return len(caller.f_locals["tensors"]) if caller is not None and caller.f_code is code else 0
+
+
+_BETWEEN = 8
+"""Frames that may stand between: that of a list before Python 3.12, and of modes, as a default device is one."""
 
 
 plain_results: Any = torch._C._disabled_torch_function_impl
