@@ -93,12 +93,14 @@ LONG = """
     whole/test_detector.py
     whole/test_fuzzed.py
     whole/test_gathered.py::test_open_clips
+    whole/test_gathered_options.py::test_evaluate_re
     whole/test_growth.py
     whole/test_hf.py
     whole/test_hf_batches.py
     whole/test_killed_rank.py
     whole/test_lengths.py
     whole/test_loops.py
+    whole/test_on_gpus.py::test_a_model_trains_as_in_plain_pytorch[GPT-2 by auto
     whole/test_on_gpus.py::test_a_model_trains_as_in_plain_pytorch[Llama by record
     whole/test_on_gpus.py::test_more
     whole/test_on_gpus.py::test_programs
@@ -108,11 +110,14 @@ LONG = """
     whole/test_optimizer_checkpoints.py
     whole/test_orderings.py
     whole/test_packed_inputs.py::test_random
+    whole/test_questions.py::test_each_number
     whole/test_questions.py::test_each_outcome
+    whole/test_questions.py::test_replicas_may
     whole/test_questions.py::test_what_is_asked_behind_an_opaque
     whole/test_random_models.py
     whole/test_random_tables.py
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
+    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
     whole/test_resume.py
     whole/test_save_load.py::test_a_run_of_four
