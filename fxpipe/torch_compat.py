@@ -93,15 +93,16 @@ FOREACH_NORM: Any = torch._foreach_norm
 
 def given_to_total_norm(caller: types.FrameType | None) -> int:
     """How many tensors ``torch.nn.utils.get_total_norm`` was given, where it calls; else 0."""
-    code = inspect.unwrap(torch.nn.utils.get_total_norm).__code__
     for _ in range(_BETWEEN):
-        if caller is None or caller.f_code is code:
-            break
+        if caller is None:
+            return 0
+        if caller.f_code is _TOTAL_NORM:
+            return len(caller.f_locals["tensors"])
         caller = caller.f_back
-    return len(caller.f_locals["tensors"]) if caller is not None and caller.f_code is code else 0
+    return 0
 
 
-_BETWEEN = 8
+_TOTAL_NORM, _BETWEEN = inspect.unwrap(torch.nn.utils.get_total_norm).__code__, 8
 """Frames that may stand between: that of a list before Python 3.12, and of modes, as a default device is one."""
 
 

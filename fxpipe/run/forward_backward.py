@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -170,7 +171,9 @@ class ForwardBackward:
         collective call of all ranks.
         """
         with self._collective("clip_grad_norm_"):
-            pieces = [piece for pieces in self._part(parameters, "parameters=").values() for piece in pieces]
+            pieces = self._reducer.pieces()
+            if parameters is not None:
+                pieces = list(itertools.chain(*self._part(parameters, "parameters=").values()))
             sharded = self._reducer.shards
             norm = clip_grad_norm_(pieces, self._transport, sharded, max_norm, norm_type, error_if_nonfinite)
             self._clipped = float(max_norm), float(norm_type)

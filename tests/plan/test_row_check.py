@@ -55,13 +55,17 @@ class Classes(nn.Module):
         return F.cross_entropy(logits, y)
 
 
+TOLD = "together", "in two dimensions"
+
+
 def warned(model: nn.Module, *batch: Tensor, microbatches: int = 4, **options: Any) -> tuple[list[str], str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forward_backward = fxpipe.compile(
             model, fxpipe.Topology([("pipe", 2)]), microbatches=microbatches, example_args=batch, **options
         )
-    return [str(one.message) for one in caught if "together" in str(one.message)], str(forward_backward.stages)
+    told = [str(one.message) for one in caught if any(words in str(one.message) for words in TOLD)]
+    return told, str(forward_backward.stages)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +130,7 @@ def test_rows_against_rows_on_the_meta_device_are_warned_of_by_their_line(tracer
     def told(make: Callable[[], nn.Module], *batch: Tensor) -> list[str]:
         with torch.device("meta"):
             model = make()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fxpipe.compile(
-                model,
-                fxpipe.Topology([("pipe", 2)]),
-                microbatches=4,
-                example_args=batch,
-                tracer=tracer,
-                init_fn=filled,
-            )
-        return [str(one.message) for one in caught if "in two dimensions" in str(one.message)]
+        return warned(model, *batch, tracer=tracer, init_fn=filled)[0]
 
     (text,) = told(Towers, X, T)
     assert "a value of shape [4, 4] has rows of the micro-batch in two dimensions" in text

@@ -19,8 +19,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
-from fxpipe.plan.capture.row_check import rows_interact
-from fxpipe.progress import is_teller, warn
+from fxpipe.plan.capture.row_check import rows_interact, warn_of_rows
 from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, pytree, tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.opaque.region_calls import watching
@@ -157,9 +156,7 @@ def check(
         trial.check_proportional(got)
     norms = any(isinstance(part, BATCH_STATISTICS) and part.training for part in request.module.modules())
     if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers or norms):
-        told = rows_interact(trial.loss, trial.batches, sample.batch_dim, loss_weight)
-        if told and is_teller():
-            warn(told, UserWarning)
+        warn_of_rows(rows_interact(trial.loss, trial.batches, sample.batch_dim, loss_weight))
     seen = "; batch statistics are those of a micro-batch" * norms
     return f"checked against the model on 2 micro-batches{seen}"
 

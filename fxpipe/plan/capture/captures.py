@@ -35,7 +35,7 @@ from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
 from fxpipe.plan.capture.capture_check import NOT_CHECKED, Sample, check
 from fxpipe.plan.capture.on_fakes import shapes_of
 from fxpipe.plan.capture.questions import Questions
-from fxpipe.plan.capture.row_check import rows_meet
+from fxpipe.plan.capture.row_check import rows_meet, warn_of_rows
 from fxpipe.plan.capture.sizes import (
     FAMILIES,
     Family,
@@ -48,7 +48,7 @@ from fxpipe.plan.capture.sizes import (
 from fxpipe.plan.inputs.batch import Description, example_of, for_any_words, known_by_type
 from fxpipe.plan.inputs.cuts import joined_description
 from fxpipe.plan.inputs.pattern import Pattern
-from fxpipe.progress import is_teller, log, progress, warn
+from fxpipe.progress import log, progress
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.torch_compat import compiled_parts
 from fxpipe.trace import NEED_SHAPES, Cut, Request
@@ -460,9 +460,7 @@ class Captures:
             return
         examples = [shape, joined_description([shape, shape], self.options.batch_dim)]
         how = self.device, pattern.ambient.autocast, self.balancing.compute
-        told = rows_meet(program, *(shapes_of(program, example_of(one), *how) for one in examples))
-        if told and is_teller():
-            warn(told, UserWarning)
+        warn_of_rows(rows_meet(program, *(shapes_of(program, example_of(one), *how) for one in examples)))
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""

@@ -21,7 +21,14 @@ from fxpipe.graph.program import Program, where
 from fxpipe.packed import BatchDim, counted
 from fxpipe.plan.capture.on_fakes import Shapes
 from fxpipe.plan.inputs.cuts import joined
+from fxpipe.progress import is_teller, warn
 from fxpipe.trace.state.replay import Batch, is_close, unit
+
+
+def warn_of_rows(told: str) -> None:
+    """Warns of what one of these has found, if anything; of several processes one does."""
+    if told and is_teller():
+        warn(told, UserWarning)
 
 
 def rows_interact(

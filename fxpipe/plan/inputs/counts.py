@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -63,17 +64,23 @@ def _has_numbers(leaf: Any) -> bool:
         return block_rows == 1 and _has_numbers(leaf.mask_mod)
     if hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
         return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
-    return any(isinstance(part, Tensor) for part in _held(leaf, set()))
+    return any(isinstance(part, Tensor) for part in _held(leaf))
 
 
-def _held(value: Any, seen: set[int]) -> Iterator[Any]:
-    """What it is made of: the items, attributes, arguments and closures of it, of all classes but modules."""
-    if id(value) in seen or len(seen) > _MOST:
-        return
-    seen.add(id(value))
-    yield value
+def _held(value: Any) -> Iterator[Any]:
+    """What it is made of, the nearest first: items, attributes, arguments and closures, of all classes but modules."""
+    waiting, seen = deque([value]), set[int]()
+    while waiting and len(seen) <= _MOST:
+        one = waiting.popleft()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting.extend(_parts(one))
+
+
+def _parts(value: Any) -> list[Any]:
     if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
-        return
+        return []
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
     parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
     if is_mapping(value):
@@ -86,8 +93,7 @@ def _held(value: Any, seen: set[int]) -> Iterator[Any]:
         parts += [value.__self__, value.__func__]
     elif isinstance(value, partial):
         parts += [value.func, *value.args, *value.keywords.values()]
-    for part in parts:
-        yield from _held(part, seen)
+    return parts
 
 
 _MOST = 1_000

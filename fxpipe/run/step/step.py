@@ -302,8 +302,9 @@ class Steps:
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
+        given = self._items.add(agreed.plan.graph, batches, shares)
         return StepInput(
-            given := self._items.add(agreed.plan.graph, batches, shares),
+            given,
             shares,
             GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
