@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
 from fxpipe.hardware import Hardware
-from fxpipe.notebook import listed
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.balance.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.capture.sizes import bytes_of_inputs
@@ -257,7 +256,6 @@ class _Forecast:
         return found
 
     def _what(self) -> str:
-        gathers = [stage.name for stage in self.graph if stage.gathered is not None]
         left = []
         if self.staged is None:
             left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
@@ -265,9 +263,6 @@ class _Forecast:
             left.append(self.staged.work.costs.guesses)
             if self.options.hardware is None:
                 left.append('seconds need hardware=, such as hardware="h100"')
-            if gathers:
-                rows = "computes between rows of several micro-batches counts as within each"
-                left.append(f"what {listed(gathers)} {rows}")
         if self.topology.size("tensor") > 1:
             left.append("what parallelize= spreads over the tensor axis counts whole")
         beside = () if self.planner.captures is None else self.planner.captures.beside

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import Hardware, Preview, RunError, Topology, stage_boundary
 from fxpipe.plan.balance.choose import Balanced
+from fxpipe.trace import NEED_SHAPES, TRACERS
 from tests.activations import counted as activations_counted
 from tests.pool import Pool
 from tests.thinned import every
@@ -298,7 +299,43 @@ def test_a_gathered_stage_takes_the_time_of_its_group_at_once() -> None:
     told = preview(model=Contrasted(), hardware=SIMPLE)
     assert told.timeline.costs.forward == pytest.approx((layer / MICROBATCHES, layer))
     assert told.seconds == pytest.approx(layer + 3 * layer + layer)
-    assert "what loss computes between rows of several micro-batches counts as within each" in str(told)
+
+
+class Similarities(Contrasted):
+    """A loss of the products of all rows with each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = stage_boundary(self.one(x), gather="batch", name="loss")
+        return (rows @ rows.T).square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_gathered_stage_computes_between_all_rows_of_its_group(tracer: str, microbatches: int) -> None:
+    told = preview(model=Similarities(), hardware=SIMPLE, tracer=tracer, microbatches=microbatches)
+    all_pairs = 2 * ROWS * ROWS * WIDTH / 1e9
+    # Another tracer's program is of a micro-batch's rows, and says nothing of pairs in two of them.
+    pairs = all_pairs / microbatches if tracer in NEED_SHAPES else all_pairs
+    assert told.timeline.costs.forward[1] == pytest.approx(pairs)
+    words = "what loss computes between rows of several micro-batches counts as within each"
+    assert (words in str(told)) == (tracer in NEED_SHAPES)
+
+
+class Launched(Contrasted):
+    """What its loss takes is the launch of its kernels, one of which makes what depends on no input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = stage_boundary(self.one(x), gather="batch", name="loss")
+        return (rows.mean() * torch.ones(1).square()).sum()
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_the_kernels_of_a_gathered_stage_are_launched_once_for_its_group(tracer: str, microbatches: int) -> None:
+    launches = Hardware(flops=1e30, bandwidth=1e30, launch=1e-3, link=1e30, latency=0.0)
+    told = preview(model=Launched(), hardware=launches, tracer=tracer, microbatches=microbatches)
+    few = preview(model=Launched(), hardware=launches, tracer=tracer, microbatches=1)
+    assert told.timeline.costs.forward[1] == pytest.approx(few.timeline.costs.forward[1])
 
 
 class ManyResults(Layers):

@@ -172,8 +172,12 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
         for name in (made_by(operand).name for operand in node.all_input_nodes):
             if place is not None and stage_of.get(name, place) != place:
                 uses.setdefault(name, {})[place] = None
+    own = {  # a gathered stage's copies run once for its group
+        stage: {name: costs[name].part(group.size) for name in program.copied.intersection(members[stage])}
+        for stage, group in costs.groups.items()
+    }
     return BlockGraph(
-        tuple(Block(tuple(some), costs.block(some)) for some in members),
+        tuple(Block(tuple(some), costs.block(some, own.get(stage, {}))) for stage, some in enumerate(members)),
         tuple(BlockValue(stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()),
         (last,),
         costs,

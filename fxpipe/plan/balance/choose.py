@@ -26,12 +26,13 @@ from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.plan.balance.memory import Account
-from fxpipe.plan.balance.node_costs import CostUnknown, NodeCosts, costs_from_shapes
+from fxpipe.plan.balance.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
 from fxpipe.plan.balance.search import GAIN, RUNNERS_UP, Found, connected, search
 from fxpipe.plan.balance.segments import Line, depth_first, entries, segments_of
 from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
 from fxpipe.plan.capture.sizes import bytes_of_inputs
 from fxpipe.plan.inputs.batch import Description, example_of
+from fxpipe.plan.inputs.cuts import joined_description
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Family, ScheduleName, with_costs
@@ -316,9 +317,20 @@ class Balancing:
                     bytes_of_inputs(pattern.shapes, self.options.precision),
                     # not where backwards run whole, nor where a compiler cuts them
                     halves=self.options.stage_compiler is None and self.options.parallelize is None,
+                    groups=self._groups(program, pattern.microbatches, shape),
                 )
             self.costed = known, found
         return self.costed[1]
+
+    def _groups(self, program: Program, microbatches: int, shape: Description) -> dict[int, Group]:
+        """What each gathered stage runs for at once: a group of the batch, or of the batches of all replicas."""
+        found = {}
+        for stage, gathered in program.gathered.items():
+            replicas = self.topology.size("data") if "global" in gathered.modes else 1
+            size = gathered.group or microbatches
+            times = size * replicas
+            found[stage] = Group(size, times, example_of(joined_description([shape] * times, self.options.batch_dim)))
+        return found
 
     def searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
         """The program with the best stages found, and the rank of each, which are logged."""

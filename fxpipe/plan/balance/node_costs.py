@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,7 @@ from fxpipe.plan.balance.memory import Account, Held, rows_of
 from fxpipe.plan.capture.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.torch_compat import TorchDispatchMode, packet_of, schema_of, tensors_in, without_onednn
+from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.replay import checkpoints_noted, checkpoints_that_keep
 
@@ -40,7 +41,9 @@ class CostUnknown(PartitionError, TraceError):
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What one node takes for one micro-batch. ``backward``: seconds, all of it; ``weight``: an action W's part of it.
+    """What one node takes for one micro-batch; in a gathered stage, a micro-batch's part of what it takes for a group.
+
+    ``backward``: seconds, all of it; ``weight``: an action W's part of it.
 
     ``saved``: the memory that autograd keeps for its backward, by keys of ``NodeCosts.memory``: nodes that keep the
     same tensor have the same key. ``parameters``: those, buffers and inputs that it uses, by keys of
@@ -66,6 +69,13 @@ class NodeCost:
     """What it keeps between I and W, by key: of ``saved`` what W needs, and the gradient of what it makes."""
     again: int = 0
     """The most bytes that one of its own checkpoints computes again in backward."""
+
+    def part(self, size: int) -> NodeCost:
+        """What falls to each of ``size`` micro-batches."""
+        seconds = {each: getattr(self, each) / size for each in ("forward", "backward", "weight", "ideal")}
+        flops = {each: getattr(self, each) / size for each in ("flops", "backward_flops")}
+        sizes = {each: getattr(self, each) // size for each in ("bytes_out", "gradient_bytes", "again")}
+        return replace(self, **seconds, **flops, **sizes)
 
 
 def total(costs: Iterable[NodeCost]) -> NodeCost:
@@ -116,6 +126,16 @@ class HeldParameter:
 
 
 @dataclass(frozen=True)
+class Group:
+    """What a gathered stage runs for at once: ``size`` micro-batches, of ``times`` the rows of one, such as ``example``
+    has; ``times`` is larger where the rows of all replicas are gathered."""
+
+    size: int
+    times: int
+    example: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class NodeCosts:
     """Node name → what it takes. ``costs["linear"].forward`` are seconds."""
 
@@ -129,8 +149,10 @@ class NodeCosts:
     """How parameters are counted."""
     halves: bool = True
     """Whether they say what W keeps; not where the backward of stages runs whole, or a compiler cuts it."""
+    groups: Mapping[int, Group] = field(default_factory=dict)
+    """Gathered stage → its group."""
     guesses: str = ""
-    """Opaque regions that cannot run without numbers and what they were taken for, in words."""
+    """What could not be run, and what it was taken for, in words."""
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
@@ -147,17 +169,18 @@ class NodeCosts:
     def _static(self) -> Mapping[int, float]:
         return {key: held.on(self.account).sum for key, held in self.parameters.items()}
 
-    def block(self, names: Sequence[str]) -> NodeCost:
+    def block(self, names: Sequence[str], copies: Mapping[str, NodeCost] = MappingProxyType({})) -> NodeCost:
         """What these nodes take, which run in this order. When a checkpoint of one computes again, what those behind it
-        have kept is let go of."""
+        have kept is let go of. ``copies``: those of them that the block runs itself, for a group at once."""
         # What a checkpoint computes again is held beside all that the nodes before it keep. Its own peak is what stands
         # above the total that stays kept.
         kept, most, seen = 0, 0, frozenset[int]()
-        for cost in map(self.__getitem__, names):
+        costs = [copies.get(name, self[name]) for name in names]
+        for cost in costs:
             kept += self.saved_bytes(cost.saved - seen)
             seen |= cost.saved
             most = max(most, kept + cost.again)
-        whole = total(map(self.__getitem__, names))
+        whole = total(costs)
         return replace(whole, again=max(most - kept, 0))
 
 
@@ -175,13 +198,14 @@ def costs_from_shapes(
     account: Account = Account(),  # noqa: B008  (so is this)
     batch: Mapping[str, int] = MappingProxyType({}),
     halves: bool = True,
+    groups: Mapping[int, Group] = MappingProxyType({}),
 ) -> NodeCosts:
     """The costs of each node for a micro-batch like ``example``: input → value, a ``TensorLike`` for each tensor in it.
 
     ``autocast``: what is on around the call. ``compute``: the type of floating-point parameters and inputs when it
     runs, where that is another. ``batch``: the bytes of its inputs, of all micro-batches. ``halves``: as ``NodeCosts``
-    has it. Boundaries cost nothing. A node that looks at numbers, which fake tensors have not, is taken for a product
-    of its parameters with each row of what it makes.
+    has it. ``groups``: gathered stage → its group. Boundaries cost nothing. A node that looks at numbers, which fake
+    tensors have not, is taken for a product of its parameters with each row of what it makes.
     """
     missing = [name for name in program.inputs if name not in example]
     if missing:
@@ -196,39 +220,60 @@ def costs_from_shapes(
         within(autocast),
         fake.mode,
     ):
-        run = _CostingRun(program, fake, example, hardware, batch)
+        costed = partial(_CostingRun.costed, program, fake, hardware=hardware, batch=batch)
+        run = costed(example)
+        # A program of fixed sizes cannot run a group's rows: its operators count as if they had so many more.
+        scaled = program.tracer in NEED_SHAPES or bool(run.guessed)
+        # All runs live until the costs are made, since memory is counted by ids of storages.
+        runs = {at: costed(example, g.times) if scaled else costed(g.example) for at, g in groups.items()}
+    for stage, group_run in runs.items():
+        size, names = groups[stage].size, [name for name, at in program.stage_of.items() if at == stage]
+        run.found |= {name: group_run.found[name].part(size) for name in names}
+        run.memory |= {key: group_run.memory[key] // size for name in names for key in group_run.found[name].saved}
+    run.defer(deferred_calls(program))
+    guesses = []
+    if run.guessed:
+        guesses.append(
+            f"{', '.join(run.guessed)}: opaque, and cannot run without numbers; reckoned as one product of the "
+            "parameters with each row of what is returned"
+        )
+    if groups and scaled:
+        names = [program.stage_names[stage] for stage in groups]
+        guesses.append(f"what {', '.join(names)} computes between rows of several micro-batches counts as within each")
+    return NodeCosts(run.found, run.memory, run.held, hardware, account, halves, groups, "\n".join(guesses))
+
+
+class _CostingRun:
+    """One run of a program on fake tensors, node by node. ``times``: as if the example had so many times its rows."""
+
+    @staticmethod
+    def costed(
+        program: Program, fake: FakeModel, example: Mapping[str, Any], times: int = 1, **kwargs: Any
+    ) -> _CostingRun:
+        """The run of all nodes, with what the model's own checkpoints compute again."""
+        run = _CostingRun(program, fake, example, times, **kwargs)
         # A checkpoint hides from autograd what its function does. Where the model has one, a second run in which
         # checkpoints keep everything shows what they compute again.
         checkpoints: list[None] = []
         with checkpoints_noted(lambda: checkpoints.append(None)):
             run.all_nodes()
         if checkpoints:
-            keeping = _CostingRun(program, fake, example, hardware, batch)
+            keeping = _CostingRun(program, fake, example, times, **kwargs)
             with checkpoints_that_keep(keeping.one_checkpoint):
                 keeping.all_nodes()
             run.computes_again(keeping)
-    run.defer(deferred_calls(program))
-    guesses = ""
-    if run.guessed:
-        guesses = (
-            f"{', '.join(run.guessed)}: opaque, and cannot run without numbers; reckoned as one product of the "
-            "parameters with each row of what is returned"
-        )
-    return NodeCosts(run.found, run.memory, run.held, hardware, account, halves, guesses)
-
-
-class _CostingRun:
-    """One run of a program on fake tensors, node by node."""
+        return run
 
     def __init__(
         self,
         program: Program,
         fake: FakeModel,
         example: Mapping[str, Any],
+        times: int,
         hardware: Hardware,
         batch: Mapping[str, int],
     ) -> None:
-        self.program, self.fake, self.hardware = program, fake, hardware
+        self.program, self.fake, self.times, self.hardware = program, fake, times, hardware
         self.values: dict[Node, Any] = {}
         self.inputs = fake.inputs(example)
         self.found: dict[str, NodeCost] = {}
@@ -298,14 +343,17 @@ class _CostingRun:
         storage = tensor.untyped_storage()
         if id(storage) not in self._own:
             if self._inside is not None:
-                self._inside[id(storage)] = storage.nbytes()
+                self._inside[id(storage)] = self.times * storage.nbytes()
             self._storages.append(storage)
-            self.memory[id(storage)] = storage.nbytes()
+            self.memory[id(storage)] = self.times * storage.nbytes()
             self._saved.add(id(storage))
         return tensor
 
     def _note(self, node: Node) -> None:
-        self.meter = meter = OperatorMeter(self.hardware, lambda tensor: id(tensor.untyped_storage()) in self._weights)
+        def is_weight(tensor: Tensor) -> bool:
+            return id(tensor.untyped_storage()) in self._weights
+
+        self.meter = meter = OperatorMeter(self.hardware, is_weight, self.times)
         self._saved = set()
         self._again, self._again_seconds = 0, 0.0
         try:
@@ -322,8 +370,8 @@ class _CostingRun:
         used, made = self._parameters(node), tensors_in(self.values[node])
         self.found[node.name] = replace(
             cost,
-            bytes_out=sum(tensor.nbytes for tensor in made),
-            gradient_bytes=sum(tensor.nbytes for tensor in made if tensor.requires_grad),
+            bytes_out=self.times * sum(tensor.nbytes for tensor in made),
+            gradient_bytes=self.times * sum(tensor.nbytes for tensor in made if tensor.requires_grad),
             saved=frozenset(self._saved),
             parameters=used,
             trains=any(self.held[key].trained for key in used),
@@ -343,9 +391,9 @@ class _CostingRun:
         self.values[node] = faked(node.meta["val"], self.fake)
         # As a linear layer of all its parameters: 2 operations for each weight and row, twice as many in backward.
         made = tensors_in(self.values[node])
-        rows = max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
+        rows = self.times * max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
         count = sum(self.held[key].count for key in self._parameters(node))
-        flops, moved = 2.0 * rows * count, 4.0 * count + sum(tensor.nbytes for tensor in made)
+        flops, moved = 2.0 * rows * count, 4.0 * count + self.times * sum(tensor.nbytes for tensor in made)
         seconds = self.hardware.seconds(flops, moved, 4)
         for tensor in made:
             self._pack(tensor)
@@ -380,12 +428,12 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what the operators take that run while it is open.
 
     ``is_weight``: whether a tensor is, or shares the memory of, a parameter. The gradients of those are what an action
-    W computes; all others are I's.
+    W computes; all others are I's. ``times``: as if they had so many times the rows.
     """
 
-    def __init__(self, hardware: Hardware, is_weight: Callable[[Tensor], bool]) -> None:
+    def __init__(self, hardware: Hardware, is_weight: Callable[[Tensor], bool], times: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._hardware, self._is_weight = hardware, is_weight
+        self._hardware, self._is_weight, self._times = hardware, is_weight, times
         self.forward = self.input = self.weight = self.without_gradient = 0.0
         self.flops = self.backward_flops = 0.0
         self.ideal = 0.0
@@ -405,9 +453,9 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_view or not made:
             return
         name = packet_of(func).__name__
-        flops = _flops(func, name, args, kwargs, result)
+        flops = self._times * _flops(func, name, args, kwargs, result)
         read = made if name in _GATHERS else given
-        moved = sum(tensor.nbytes for tensor in [*read, *made])
+        moved = self._times * sum(tensor.nbytes for tensor in [*read, *made])
         seconds = self._hardware.seconds(flops, moved, made[0].element_size())
         self.forward += seconds
         self.flops += flops
@@ -437,7 +485,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.backward_flops += flops * len(needing)
         elif name in _GATHERS:
             needing = needing[:1]
-            table = needing[0].nbytes + sum(tensor.nbytes for tensor in made)
+            table = needing[0].nbytes + self._times * sum(tensor.nbytes for tensor in made)
             seconds = self._hardware.seconds(0, table, needing[0].element_size())
         else:
             needing = sorted(needing, key=self._is_weight)[:1]  # an activation, if there is one
