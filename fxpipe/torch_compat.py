@@ -162,11 +162,24 @@ def block_mask_part(mask: Any, start: int, size: int) -> Any:
     return part
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has made or changed it."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def uncompiled() -> contextlib.AbstractContextManager[object]:
+    """While it is open, what ``torch.compile`` has compiled runs its Python."""
+    if "torch._dynamo" not in sys.modules:  # whose import takes a second: nothing is compiled
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def compiled_parts(model: nn.Module) -> list[str]:
     """The submodules, and functions that modules hold, that the user has compiled by ``torch.compile``."""
     found: list[str] = []
     for path, part in model.named_modules():
-        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+        if is_compiled(part):
             found.append(path)
         else:
             functions = {name: one for name, one in vars(part).items() if isinstance(one, types.FunctionType)}

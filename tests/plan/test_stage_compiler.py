@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fxpipe
 from fxpipe import StageGraph, passes, stage_boundary
 from fxpipe.plan.stage_compiler import StageCompiler, compiled_lazily
+from fxpipe.trace import TRACERS
 from tests.capturing import partitioned, run_stages
 
 
@@ -80,29 +81,90 @@ def test_compiled_stages_compute_what_the_model_does() -> None:
         torch.testing.assert_close(run_stages(graph, {"x": x}), model(x), rtol=0, atol=0)
 
 
-class Blocks(nn.Module):
-    """``how``: what the user has compiled of it."""
+class Block(nn.Module):
+    """A layer with noise. ``is_cut``: with a boundary inside."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, is_cut: bool = False) -> None:
         super().__init__()
-        self.a, self.b, self.loss = nn.Linear(4, 4), nn.Linear(4, 4), F.mse_loss
-        if how == "method":
-            self.a.compile(backend="aot_eager")
-        if how == "wrapped":
-            self.a = torch.compile(self.a, backend="aot_eager")  # type: ignore[assignment]
-        if how == "loss":
-            self.loss = torch.compile(F.mse_loss, backend="aot_eager")
+        self.linear, self.is_cut = nn.Linear(4, 4), is_cut
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.b(fxpipe.stage_boundary(self.a(x))), x)
+        y = F.dropout(self.linear(x), 0.5)
+        return x + torch.tanh(stage_boundary(y) if self.is_cut else y)
 
 
-@pytest.mark.parametrize(("how", "name"), [("method", "a"), ("wrapped", "a"), ("loss", "loss"), ("", "")])
-def test_what_the_user_has_compiled_is_said_to_run_as_plain_code(how: str, name: str) -> None:
-    options: Any = {"topo": fxpipe.Topology([("pipe", 2)]), "microbatches": 2, "example_args": (torch.ones(2, 4),)}
+class Blocks(nn.Module):
+    """``compiler``: what compiles its blocks; ``how``: in which way."""
+
+    def __init__(self, compiler: Any = None, how: str = "method", is_cut: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.loss = nn.ModuleList([Block(is_cut), Block()]), F.mse_loss
+        if how == "loss":
+            self.loss = torch.compile(F.mse_loss, backend="eager")
+        for number, block in enumerate(self.layers if compiler else ()):
+            if how == "method":
+                block.compile(backend=compiler)
+            elif how == "wrapped":
+                self.layers[number] = torch.compile(block, backend=compiler)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.layers:
+            y = block(y)
+        return self.loss(y, x)
+
+
+class CountedCalls:
+    """A compiler that counts the calls of what it has compiled."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, compiled: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            return compiled.forward(*args)
+
+        return call
+
+
+TWO: dict[str, Any] = {"topo": fxpipe.Topology([("pipe", 2)]), "microbatches": 2, "example_args": (batch(4),)}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("how", ["method", "wrapped"])
+@pytest.mark.parametrize("cuts", ["before", "auto"])
+def test_blocks_that_the_user_has_compiled_run_compiled(cuts: str, how: str, tracer: str) -> None:
+    counted = CountedCalls()
+    # "auto" cuts a plain block inside, and noise is a stage's own: so blocks that are one call are compared.
+    boundaries = {"*": "auto"} if cuts == "auto" else {"layers.1": "before"}
+    opaque = {"layers.*": "whole"} if cuts == "auto" else {}
+
+    def trained(model: Blocks, boundaries: dict[str, str], **options: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        forward_backward = fxpipe.compile(model, **TWO, boundaries=boundaries, tracer=tracer, **options)
+        counted.calls = 0
+        loss = forward_backward(batch(4))
+        return [loss, *(parameter.grad for parameter in model.parameters())]
+
+    for recompute, calls in [(False, 4), (True, 8)]:  # of two blocks, by two micro-batches; again in recomputation
+        plain = trained(Blocks(), boundaries | opaque, recompute=recompute)
+        found = trained(Blocks(counted, how), boundaries, recompute=recompute)
+        assert all(map(torch.equal, found, plain))
+        assert 4 <= counted.calls <= calls
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize(("how", "name"), [("method", "layers.0, layers.1"), ("loss", "loss")])
+def test_what_the_user_has_compiled_and_is_cut_is_said_to_run_as_plain_code(how: str, name: str) -> None:
     told = f"{name} run as plain code, though compiled; stage_compiler=torch.compile compiles what a stage runs"
-    assert (told in str(fxpipe.compile(Blocks(how), **options).stages)) == bool(how)
-    compiled = fxpipe.compile(Blocks(how), **options, stage_compiler=lambda stage: stage)
+    cut = Blocks("eager", how, is_cut=True)
+    assert told in str(fxpipe.compile(cut, **TWO).stages)
+    compiled = fxpipe.compile(cut, **TWO, stage_compiler=lambda stage: stage)
     assert "plain code" not in str(compiled.stages)
 
 

@@ -27,6 +27,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
 from fxpipe.torch_compat import known_truth
 from fxpipe.trace import Request, capture
+from fxpipe.trace.export.operators import guards_of
 from fxpipe.trace.state.snapshot import Snapshot
 from tests.capturing import run_stages
 from tests.device import DEVICE
@@ -640,3 +641,10 @@ def test_what_ranges_decide_of_a_size_that_values_decide_is_known() -> None:
 
     torch.export.export(Counts(), (torch.ones(4),), strict=False)
     assert found[:3] == [False, True, None]
+
+
+def test_how_a_tensor_lies_in_memory_is_no_clause_of_what_a_region_returns() -> None:
+    """torch asks for strides to choose a kernel: those of the inputs beside the sizes of what a region returns, too."""
+    sizes, strides = "L['t1'].size()[0] == L['t0'].size()[0]", "L['t1'].size()[0] <= L['t0'].stride()[0]"
+    (guard,) = guards_of([sizes, strides], [("region", range(1, 2))])
+    assert guard.clauses == (sizes,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.opaque_call import opaque_calls
@@ -12,7 +13,7 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import held
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import is_compiled, pytree
 from fxpipe.trace import Request, Uncaptured, capture
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.regions import WHOLE
@@ -42,6 +43,10 @@ def capture_in_part(
     if tries_any_words and _words_in(request):
         with contextlib.suppress(TraceError, PartitionError):
             return capture_in_part(replace(request, any_words=True), options, observe, shares)
+    # A submodule that the user has compiled runs as it is compiled: one call, unless a cut is inside of it.
+    if observe is not None and (compiled := _with_compiled(request, options)) != request:
+        with contextlib.suppress(TraceError, PartitionError):
+            return capture_in_part(observe(compiled), options, observe, shares)
     given, failure, parts, added = request, "", 0, dict[str, str]()
     while True:
         try:
@@ -77,6 +82,18 @@ def capture_in_part(
 def _words_in(request: Request) -> bool:
     """Whether inputs have strings in containers; one that is an input itself is an option, which forward may ask."""
     return any(isinstance(leaf, str) for leaf in pytree.tree_leaves(dict(request.example or {})))
+
+
+def _with_compiled(request: Request, options: Options) -> Request:
+    """The first capture's request, with the submodules opaque that ``torch.compile`` has compiled."""
+    if request.may_lack_cuts or options.stage_compiler is not None or options.parallelize is not None:
+        return request
+    for path, part in request.module.named_modules():
+        inside = (cut for cut in request.cuts if cut.startswith(f"{path}."))
+        outer = (region for region in request.whole if f"{path}.".startswith(f"{region.name}."))
+        if path and is_compiled(part) and next(chain(inside, outer), None) is None:
+            request = _with_regions(request, path)
+    return request
 
 
 def _with_shares(added: Mapping[str, str], shares: Mapping[str, float], most: float) -> dict[str, str]:

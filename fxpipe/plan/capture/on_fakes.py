@@ -15,7 +15,7 @@ from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restore
 from fxpipe.graph.program import Program, is_assertion
 from fxpipe.schedules.no_gc import paused
 from fxpipe.seeds import random_apart
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, uncompiled
 from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.snapshot import Snapshot
@@ -29,7 +29,7 @@ def left_as_it_is(module: nn.Module) -> Iterator[None]:
     """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
     # Tensors are safe, as forward computes with fakes; Python's objects are the model's own.
     snapshot = Snapshot(module)
-    with random_apart():
+    with random_apart(), uncompiled():
         try:
             yield
         finally:

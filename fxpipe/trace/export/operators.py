@@ -99,7 +99,7 @@ class _OfSize(NamedTuple):
 
 _SIZE = re.compile(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]")
 _FEW = re.compile(_SIZE.pattern + " == [01]")
-_LAYOUT = re.compile(r"L\['t(\d+)'\]\.(?:stride|storage_offset)\(\)")
+_LAYOUT = re.compile(r"\.(?:stride|storage_offset)\(\)")
 
 
 def clauses_of(expression: str) -> list[str]:
@@ -127,7 +127,7 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
     for clause in clauses:
         # only the last call knows all the sizes; what depends on memory layout is no size
         about = [own[place] for place, _ in sizes_in(clause) if place in own]
-        if about and not any(int(place) in own for place in _LAYOUT.findall(clause)):
+        if about and not _LAYOUT.search(clause):
             mine[max(about)].append(clause)
     return [
         SizeClauses(
