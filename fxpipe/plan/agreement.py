@@ -189,7 +189,7 @@ class Agreement:
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
             # Python's numbers are compared only where a capture holds for these alone: else each makes a new kind.
-            described = tuple(describe(values, planner.needs_shapes) for values in given)
+            described = tuple(describe(values, planner.needs_shapes, planner.objects) for values in given)
             if planner.captures is not None and planner.captures.any_words:
                 described = tuple(map(for_any_words, described))
             if training:

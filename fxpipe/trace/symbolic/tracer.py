@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.modes import Modes, ambient_autocast, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in, version_of
+from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import (
@@ -36,7 +37,7 @@ from fxpipe.trace.patching import (
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import current_line, line_of
+from fxpipe.trace.user_line import calls_isinstance, current_line, line_of
 
 
 def symbolic(request: Request) -> Program:
@@ -81,6 +82,16 @@ def _explain(error: Exception) -> str:
 
 class _Proxy(fx.Proxy):
     """A value of the traced program, which records ``x += y`` and ``x[i] = y`` as the writes that they are."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What ``isinstance`` asks for. Torch's own code is answered; forward would always be answered no."""
+        if calls_isinstance():
+            raise refuse(
+                "forward asks for the class of a value, as isinstance does, which a symbolic trace does not know",
+                "give an example batch (example_args=), so that another tracer can answer, or leave the question out",
+            )
+        return type(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -145,8 +156,23 @@ class _Tracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[[], Any], list[Any]]:
         """Placeholders for the request's inputs."""
-        values = {name: self.create_proxy("placeholder", name, (), {}) for name in self.request.inputs}
+        values = {name: self._input(name) for name in self.request.inputs}
         return lambda: self.request.call(values), []
+
+    def _input(self, name: str) -> Any:
+        """What stands for an input: a proxy, or a container of objects and, for each other leaf, a proxy."""
+        proxy = self.create_proxy("placeholder", name, (), {})
+        if name not in self.request.holding or self.request.example is None:
+            return proxy
+        leaves, spec = pytree.tree_flatten_with_path(self.request.example[name])
+        pairs = zip(leaves, self.request.holding[name], strict=True)
+        return pytree.tree_unflatten(
+            [
+                leaf if is_object else reduce(lambda value, key: key.get(value), path, proxy)
+                for (path, leaf), is_object in pairs
+            ],
+            spec,
+        )
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         self.guard.check()
