@@ -387,6 +387,13 @@ class Captures:
 
         return pytree.tree_map_only(ObjectValue, given, value)
 
+    @property
+    def with_objects(self) -> set[str]:
+        """The inputs that captures have objects from."""
+        given = [each for pattern in self.kept for each in pattern.given]
+        fixed = {name for each in given for name, value in each.fixed if isinstance(value, ObjectValue)}
+        return fixed | {name for each in given for name, *_ in each.holding}
+
     def _check_unchanged(self, given: GivenInputs) -> None:
         """TraceError where forward has changed an object that it is given."""
         inside = ((name, leaf) for name, _, leaves in given.holding for leaf in leaves)

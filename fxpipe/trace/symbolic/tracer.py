@@ -243,6 +243,11 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
             return self._source(a)
+        if isinstance(a, torch.Generator):
+            raise refuse(
+                "forward draws from a torch.Generator, which cannot stand in a graph",
+                'leave generator= out, or draw inside an opaque submodule, boundaries={"the submodule": "whole"}',
+            )
         return super().create_arg(a)
 
     def _source(self, tensor: Tensor) -> Node:
