@@ -34,7 +34,7 @@ def is_torchs(filename: str) -> bool:
 def calls_isinstance() -> bool:
     """Whether code of the user's that calls ``isinstance`` has called the caller."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == "<frozen abc>":
+    while frame is not None and frame.f_code.co_name == "__instancecheck__":  # of a metaclass
         frame = frame.f_back
     # torch's C code asks for classes, too, in the frame that calls it
     if frame is None or "isinstance" not in frame.f_code.co_names or not is_users(frame.f_code.co_filename):

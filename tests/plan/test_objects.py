@@ -128,6 +128,17 @@ def test_forward_branches_on_an_object_where_there_is_an_example(case: str, rank
     check(apply, values, run_strict(lambda rank: run(), 2) if ranks == 2 else [run()], x)
 
 
+def test_the_class_of_a_parameter_is_known() -> None:
+    class Doubling(Net):
+        def forward(self, x: Tensor, how: Any) -> Tensor:
+            is_parameter = isinstance(self.a.weight, nn.Parameter) and isinstance(self.a.weight, Tensor)
+            return super().forward(2 * x if is_parameter else x, how) + 0 * self.a.weight.sum()
+
+    model, x = Doubling(lambda h, how: h * how), torch.randn(8, 4)
+    loss = fxpipe.compile(model, TWO, microbatches=1, tracer="symbolic")(x, 3)
+    torch.testing.assert_close(loss, Net(lambda h, how: h * how)(2 * x, 3).detach())
+
+
 class Apply(nn.Module):
     """What no tracer captures."""
 

@@ -85,13 +85,16 @@ class _Proxy(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """What ``isinstance`` asks for. Torch's own code is answered; forward would always be answered no."""
-        if calls_isinstance():
+        """What ``isinstance`` asks for. Forward is answered for what the model holds; else the answer would be no."""
+        if not calls_isinstance():
+            return type(self)
+        node = vars(self).get("node")
+        if node is None or "class" not in node.meta:  # it is no tensor of the model's
             raise refuse(
                 "forward asks for the class of a value, as isinstance does, which a symbolic trace does not know",
                 "give an example batch (example_args=), so that another tracer can answer, or leave the question out",
             )
-        return type(self)
+        return node.meta["class"]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -102,6 +105,8 @@ class _Proxy(fx.Proxy):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        if name in ("_is_param", "_is_buffer"):  # which isinstance(x, nn.Parameter) asks for
+            raise AttributeError(name)
         return _Attribute(self, name)
 
 
@@ -261,6 +266,7 @@ class _Tracer(fx.Tracer):
         # one node for each tensor, by whatever name it is reached
         if name not in self._sources:
             self._sources[name] = self.create_node("get_attr", name, (), {})
+            self._sources[name].meta["class"] = type(tensor)
         return self._sources[name]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
