@@ -1,4 +1,4 @@
-"""TensorLike: what a tensor of a batch is, without its numbers."""
+"""What stands for tensors of a batch, without their numbers, and for objects."""
 
 from __future__ import annotations
 
@@ -41,6 +41,30 @@ class TensorLike:
                 "mask or lengths, or packed, with batch_dim={name: fxpipe.Packed(counts)}, and make it in forward"
             )
         return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
+
+
+@admitted
+@dataclass(frozen=True, repr=False)
+class ObjectLike:
+    """Stands for an object that holds tensors, or of whose value nothing is known. ``kind``: the name of its class."""
+
+    kind: str
+    is_data: bool = True
+    """Whether it holds tensors, or modules that do."""
+
+    def __repr__(self) -> str:
+        return f"an object of class {self.kind}"
+
+
+@admitted
+@dataclass(frozen=True, repr=False)
+class ObjectValue:
+    """Stands for an object that forward may branch on: objects of equal ``text`` are equal, on any rank."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 WORD = TensorLike((), torch.bool, (), "cpu", False)

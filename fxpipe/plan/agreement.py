@@ -189,7 +189,7 @@ class Agreement:
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
             # Python's numbers are compared only where a capture holds for these alone: else each makes a new kind.
-            described = tuple(describe(values, planner.needs_shapes) for values in given)
+            described = tuple(describe(values, planner.needs_shapes, planner.objects) for values in given)
             if planner.captures is not None and planner.captures.any_words:
                 described = tuple(map(for_any_words, described))
             if training:
@@ -265,8 +265,10 @@ class Agreement:
             if rank is None or rank in graph.ranks(stage.index)
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
-        # 2. What the first rank answers questions by, and what counts and packed inputs are read from.
+        # 2. What a capture on any rank is given, what the first rank answers questions by, and what counts and packed
+        # inputs are read from.
         captures, items = self._planner.captures, self._planner.items
+        used |= captures.with_objects if answering and captures is not None else set()
         if answering and captures is not None and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
             used |= {name for one in captures.questions.asked.values() for name in one.inputs if name not in read}

@@ -128,7 +128,8 @@ class Example:
             given = (GivenInputs(tuple(required_names(planner.signature))),) * planner.microbatches
             with_loss = loss_fn is not None and (training or target_of(loss_fn) is not None)
             return Pattern(given, with_loss, planner.flags, training, ambient=Ambient.now())
-        described = [planner.items.described(describe(part, exact=True)) for part in self.microbatches]
+        parts = self.microbatches
+        described = [planner.items.described(describe(part, True, planner.objects)) for part in parts]
         pattern = pattern_of(described, training, loss_fn, planner.flags, Ambient.now())
         return replace(pattern, answers=answers, asks=self.has_numbers)
 

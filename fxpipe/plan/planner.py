@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
+from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
@@ -24,6 +25,7 @@ from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.capture.sizes import outline
+from fxpipe.plan.inputs.batch import check_objects
 from fxpipe.plan.inputs.label_count import Items
 from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.placement import check_replicated, place
@@ -126,6 +128,11 @@ class Planner:
         return list({id(graph): graph for plan in self.plans.values() for graph in plan.graphs}.values())
 
     @property
+    def objects(self) -> dict[ObjectValue, Any]:
+        """Where captures find the objects that this rank was given."""
+        return {} if self.captures is None else self.captures.objects
+
+    @property
     def needs_shapes(self) -> bool:
         """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
         by_value = self.captures is not None and self.captures.by_value
@@ -137,6 +144,9 @@ class Planner:
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         ``at_compile``: its stages may use what no stage of the first plan does: see ``hold_what_all_use``.
         """
+        if self.captures is not None:
+            for shape in pattern.shapes:
+                check_objects(shape)
         # 1. One plan holds for all shapes where the capture does: it is kept without them.
         known = self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
         if known is not None:

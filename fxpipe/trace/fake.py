@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fxpipe.graph.like import ITEMS, WORD, TensorLike
+from fxpipe.errors import TraceError
+from fxpipe.graph.like import ITEMS, WORD, ObjectLike, TensorLike
 from fxpipe.torch_compat import (
     CAPTURE_LOGS,
     DataDependentOutputException,
@@ -112,6 +113,18 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
         for table, name, tensor in held:
             table[name] = tensor
         _empty_caches()
+
+
+def refuse_objects(example: Mapping[str, Any]) -> None:
+    """TraceError for an object that holds tensors: they would be the same in every micro-batch."""
+    for name, value in example.items():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, ObjectLike):
+                raise TraceError(
+                    f"input {name!r} holds a {leaf.kind}, which is neither a tensor nor a plain value, and a graph "
+                    "would keep the one of this call; pass its tensors in a tuple, a list or a dict, or keep the "
+                    'submodules that are given it whole: boundaries={"the submodule": "whole"}'
+                )
 
 
 _CACHE = type(functools.lru_cache(int))

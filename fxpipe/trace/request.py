@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
@@ -102,6 +102,8 @@ class Request:
     """Whether forward may ask for numbers, of which each takes a capture, and not for truth values alone."""
     any_words: bool = False
     """Whether the program is to hold for any strings in containers among the inputs."""
+    holding: Mapping[str, Sequence[bool]] = field(default_factory=lambda: MappingProxyType({}))
+    """Inputs that hold objects, for which alone the program is to hold, beside tensors → which of their leaves."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
     accept: Callable[[Any, Request], None] = lambda *_: None

@@ -31,6 +31,17 @@ def is_torchs(filename: str) -> bool:
     return filename.startswith(_LIBRARIES[0])
 
 
+def calls_isinstance() -> bool:
+    """Whether code of the user's that calls ``isinstance`` has called the caller."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__instancecheck__":  # of a metaclass
+        frame = frame.f_back
+    # torch's C code asks for classes, too, in the frame that calls it
+    if frame is None or "isinstance" not in frame.f_code.co_names or not is_users(frame.f_code.co_filename):
+        return False
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in sys.stdlib_module_names
+
+
 def current_line() -> str:
     """The innermost line of user code that runs now, in traceback form; empty where there is none."""
     frame: FrameType | None = sys._getframe(1)

@@ -122,6 +122,8 @@ def test_a_captured_container_keeps_its_kind_and_what_is_no_tensor_in_it(make: A
 
 def assert_same_kind(given: Any, got: Any) -> None:
     assert type(given) is type(got)
+    if isinstance(given, torch.fx.Proxy):
+        return
     if isinstance(given, dict):
         assert list(given) == list(got)
         given, got = list(given.values()), list(got.values())
@@ -129,5 +131,5 @@ def assert_same_kind(given: Any, got: Any) -> None:
         assert len(given) == len(got)
         for one, other in zip(given, got, strict=True):
             assert_same_kind(one, other)
-    elif not isinstance(given, torch.fx.Proxy):
+    else:
         assert given is got

@@ -71,7 +71,7 @@ ALIASES: list[tuple[str, Callable[..., Any], dict[str, nn.Module]]] = [
     ("nn.Identity", lambda m, x, y: m.part(x), {"part": nn.Identity()}),
     ("nn.Flatten", lambda m, x, y: m.part(x), {"part": nn.Flatten()}),
     ("add_", lambda m, x, y: x.add_(1), {}),
-    ("setitem", lambda m, x, y: setitem(x, 0, 1) if isinstance(x, Tensor) else x.fill_(1), {}),
+    ("setitem", lambda m, x, y: setitem(x, 0, 1) if issubclass(type(x), Tensor) else x.fill_(1), {}),
 ]
 
 

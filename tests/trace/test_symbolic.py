@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,19 @@ class Victim(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.body(self, x)
+
+
+def class_of_a_value(m: Any, x: Tensor) -> Any:
+    h = m.a(x)
+    return h if isinstance(h, Tensor) else -h  # here
+
+
+def entry_of_a_mapping(m: Any, x: Tensor) -> Any:
+    return m.a(x["x"] if isinstance(x, Mapping) else x)  # here
+
+
+def own_generator(m: Any, x: Tensor) -> Any:
+    return m.a(x) + torch.rand(x.shape, generator=torch.Generator(DEVICE))  # here
 
 
 def autocast(m: Any, x: Tensor) -> Any:
@@ -213,6 +226,9 @@ REFUSED = {
     branch_on_a_value: "branches on the value of a tensor",
     loop_over_a_tensor: "cannot follow",
     length_of_a_tensor: "'len' is not supported",
+    class_of_a_value: "forward asks for the class of a value",
+    entry_of_a_mapping: "forward asks for the class of a value",
+    own_generator: "forward draws from a torch.Generator, which cannot stand in a graph",
     boundary_on_an_unknown_container: "no traced tensor",
     module_in_a_plain_list: "no parameter",
     hook_on_an_activation: "cannot follow",

@@ -20,6 +20,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.gathering import Places
+from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.modes import evaluating
 from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, SizeGuard
@@ -47,10 +48,11 @@ from fxpipe.plan.capture.sizes import (
 )
 from fxpipe.plan.inputs.batch import Description, example_of, for_any_words, known_by_type
 from fxpipe.plan.inputs.cuts import joined_description
-from fxpipe.plan.inputs.pattern import Pattern
+from fxpipe.plan.inputs.objects import like_of
+from fxpipe.plan.inputs.pattern import GivenInputs, Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.torch_compat import compiled_parts
+from fxpipe.torch_compat import compiled_parts, pytree
 from fxpipe.trace import NEED_SHAPES, Cut, Request
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
@@ -139,6 +141,8 @@ class Captures:
     """Whether it asks for numbers, too, since nothing else captures the model."""
     any_words: bool = False
     """Whether the first one holds for any strings: then descriptions have their types alone, and later ones are to."""
+    objects: dict[ObjectValue, Any] = field(default_factory=dict)
+    """What this rank was given beside tensors and plain values."""
     by_value: bool = False
     """Whether a capture holds for some of Python's numbers alone, so that batches are described with these."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
@@ -191,6 +195,7 @@ class Captures:
         """Drops all captures but these. What was seen to vary is remembered."""
         self.kept = {pattern: captured for pattern, captured in self.kept.items() if pattern in used}
         self.questions.keep([captured.answers for captured in self.kept.values()])
+        self.objects.clear()  # each call brings its own
         self.families = {
             key: replace(family, general=tuple(entry for entry in family.general if entry[0] in used))
             for key, family in list(self.families.items())[-FAMILIES:]
@@ -231,14 +236,9 @@ class Captures:
             family = self.families.get(place, Family())
         key = this.for_answers(made.answers) if made.of_one_shape else this.for_any_shape()
         if shape is not None and made.of_one_shape:
-            for name, leaf in known_by_type(shape):
-                if not self.by_value:
-                    self.by_value = True
-                    raise Unanswered(name, "", self.asks_numbers)
-                raise TraceError(
-                    f"input {name!r} holds {leaf!r:.200}, which is neither a tensor nor a plain value, and what "
-                    f"{made.tracer} captures would hold for this one alone; pass its tensors"
-                )
+            for name in known_by_type(shape):
+                self.by_value = True
+                raise Unanswered(name, "", self.asks_numbers)
             self.families[place] = family.noting(shape, key, made.holds_for)
             self._report(made, pattern.training)
         self.kept[key] = made
@@ -271,6 +271,7 @@ class Captures:
             for training in (True, pattern.training):  # what is wrong in training is not tried in evaluation
                 if (training, program.tracer) in self.wrong:
                     raise TraceError(self.wrong[training, program.tracer])
+            self._check_unchanged(this.given[0])
             cut, made = self._cut(program, pattern, shape, request.whole)
             # The micro-batches that this capture is for: those of one shape, or all that have the same inputs.
             each = [one if made.of_one_shape else one.for_any_shape() for one in pattern.each()]
@@ -352,9 +353,9 @@ class Captures:
         request = Request(
             self.model,
             this.inputs,
-            dict(this.given[0].fixed),
+            {name: self._objects(name, value) for name, value in this.given[0].fixed},
             self.options.loss_fn if pattern.with_loss else None,
-            example=None if shape is None else example_of(shape),
+            example=None if shape is None else {n: self._objects(n, like) for n, like in example_of(shape).items()},
             cuts=self.cuts,
             may_lack_cuts=self.first is not None,  # which has called them all
             training=pattern.training,
@@ -367,10 +368,41 @@ class Captures:
             numbers=self.numbers,
             accept=accept,
             asks_numbers=self.asks_numbers,
+            holding={name: [leaf is not None for leaf in leaves] for name, _, leaves in this.given[0].holding},
         )
         if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:
             return replace(request, answers=dict(this.answered), ask=self.questions.ask)
         return request
+
+    def _objects(self, name: str, value: Any) -> Any:
+        """An input with the objects that it has; TraceError where this rank was not given one."""
+
+        def given(value: ObjectValue) -> Any:
+            if value not in self.objects:
+                raise TraceError(
+                    f"input {name!r} is or holds {value}, on which forward may branch, and this rank was given None; "
+                    "pass it on all ranks of a pipe group"
+                )
+            return self.objects[value]
+
+        return pytree.tree_map_only(ObjectValue, given, value)
+
+    @property
+    def with_objects(self) -> set[str]:
+        """The inputs that captures have objects from."""
+        given = [each for pattern in self.kept for each in pattern.given]
+        fixed = {name for each in given for name, value in each.fixed if isinstance(value, ObjectValue)}
+        return fixed | {name for each in given for name, *_ in each.holding}
+
+    def _check_unchanged(self, given: GivenInputs) -> None:
+        """TraceError where forward has changed an object that it is given."""
+        inside = ((name, leaf) for name, _, leaves in given.holding for leaf in leaves)
+        for name, value in (*given.fixed, *inside):
+            if isinstance(value, ObjectValue) and like_of(self.objects[value]) != value:
+                raise TraceError(
+                    f"forward changes {value}, which is or is in input {name!r}, while it is captured, and no stage "
+                    "would do so; return what it computes, or keep it in a tensor"
+                )
 
     def _can_run(self, sample: Sample | str, shape: Description | None) -> TypeGuard[Sample]:
         """Whether the model can run on a micro-batch, which shows what a region returns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor
 
 from fxpipe.device import shared_name
-from fxpipe.errors import RunError
-from fxpipe.graph.like import WORD, TensorLike
-from fxpipe.graph.plain_data import admitted, encode
+from fxpipe.errors import RunError, TraceError
+from fxpipe.graph.like import WORD, ObjectLike, ObjectValue, TensorLike
+from fxpipe.graph.plain_data import admitted
+from fxpipe.plan.inputs.objects import PLAIN, like_of
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-"""Of what lies in a container beside tensors, what a capture can hold for alone."""
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
 
@@ -27,7 +27,8 @@ _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 class InputDescription:
     """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
-    ``detail``: the fixed value; or the container, and for each leaf a ``TensorLike``, or the Python value that it is.
+    ``detail``: the fixed value, or its ``ObjectValue``; or the container, and for each leaf a ``TensorLike``, or the
+    Python value that it is.
     ``like``: an input with a ``TensorLike`` in place of each tensor.
     """
 
@@ -39,6 +40,11 @@ class InputDescription:
     def tensors(self) -> list[TensorLike]:
         leaves = self.detail[1] if self.kind == "input" else ()
         return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+
+    @property
+    def objects(self) -> tuple[ObjectValue | None, ...]:
+        """The leaves that are objects; None for others."""
+        return tuple(leaf if isinstance(leaf, ObjectValue) else None for leaf in self.detail[1])
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -92,21 +98,26 @@ def required_names(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def describe(values: Mapping[str, Any], exact: bool = False) -> Description:
-    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on."""
-    return tuple((name, described(value, exact)) for name, value in values.items())
+def describe(
+    values: Mapping[str, Any], exact: bool = False, objects: dict[ObjectValue, Any] | None = None
+) -> Description:
+    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on.
+    ``objects``: where the objects among them are put."""
+    return tuple((name, described(value, exact, objects)) for name, value in values.items())
 
 
-def described(value: Any, exact: bool) -> InputDescription:
+def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
     """One input; its tensors may be ``TensorLike`` already."""
     if value is None:
         return InputDescription("none")
-    if isinstance(value, _FIXED):
+    if type(value) in _FIXED:
         return InputDescription("fixed", value)
     # What a capture may depend on (container, shapes, types) is compared; ``like`` goes with it, to be cut as the
     # values are.
     leaves, spec = pytree.tree_flatten(value)
-    likes = [_like(leaf) for leaf in leaves]
+    likes = [_like(leaf, objects) for leaf in leaves]
+    if spec.is_leaf() and isinstance(likes[0], ObjectValue):
+        return InputDescription("fixed", likes[0])
     described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
     try:
         like = pytree.tree_unflatten(likes, spec)
@@ -118,33 +129,26 @@ def described(value: Any, exact: bool) -> InputDescription:
     return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), like)
 
 
-@admitted
-@dataclass(frozen=True, repr=False)
-class ObjectLike:
-    """Stands for an object that is no plain data: other ranks cannot be sent it. ``kind``: the name of its class."""
-
-    kind: str
-
-    def __repr__(self) -> str:
-        return f"an object of class {self.kind}"
-
-
-def _like(leaf: Any) -> Any:
+def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
     if isinstance(leaf, Tensor):
         return TensorLike.of(leaf)
-    if isinstance(leaf, (TensorLike, ObjectLike, *PLAIN)):
+    # NumPy's numbers are described as Python's
+    leaf = leaf.item() if isinstance(leaf, numbers.Number) and hasattr(leaf, "item") else leaf
+    if isinstance(leaf, (TensorLike, ObjectLike, ObjectValue)) or type(leaf) in PLAIN:
         return leaf
-    # What cannot be sent as plain data would fail in the exchange between ranks, where nobody could name the input.
-    try:
-        encode(leaf)
-    except RunError:
-        return ObjectLike(type(leaf).__name__)
-    return leaf
+    # Other ranks cannot be sent objects.
+    like = like_of(leaf)
+    if objects is not None and isinstance(like, ObjectValue):
+        objects[like] = leaf
+    return like
 
 
 def _named(leaf: Any, exact: bool) -> Any:
-    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ."""
-    name = leaf.kind if isinstance(leaf, ObjectLike) else type(leaf).__name__
+    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ; of an
+    object what stands for it."""
+    if isinstance(leaf, (ObjectLike, ObjectValue)):
+        return leaf
+    name = type(leaf).__name__
     value = shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
     return (name, value) if exact and isinstance(leaf, PLAIN) else name
 
@@ -169,13 +173,23 @@ def for_any_words(description: Description) -> Description:
     return tuple((name, without(given)) for name, given in description)
 
 
-def known_by_type(description: Description) -> Iterator[tuple[str, Any]]:
-    """(input, leaf) for each leaf that is no tensor, and that the description gives the type of alone."""
+def known_by_type(description: Description) -> Iterator[str]:
+    """The inputs with a leaf that is no tensor, and that the description gives the type of alone."""
     for name, given in description:
-        if given.kind == "input":
-            leaves = pytree.tree_leaves(given.like, is_leaf=lambda leaf: leaf is None)
-            pairs = zip(leaves, given.detail[1], strict=True)
-            yield from ((name, leaf) for leaf, described in pairs if type(described) is str)
+        if given.kind == "input" and any(type(leaf) is str for leaf in given.detail[1]):
+            yield name
+
+
+def check_objects(description: Description) -> None:
+    """TraceError for an object that forward may branch on, and of whose value nothing is known."""
+    for name, given in description:
+        for leaf in given.detail[1] if given.kind == "input" else ():
+            if isinstance(leaf, ObjectLike) and not leaf.is_data:
+                raise TraceError(
+                    f"input {name!r} is or holds {leaf}, which is neither a tensor nor plain data, and of which fxpipe "
+                    "cannot see whether another one is equal to it, on another rank or in a later call; pass tensors, "
+                    "numbers, strings, an Enum's member or a dataclass of these, or make it an attribute of the model"
+                )
 
 
 def merge(descriptions: Sequence[Description]) -> Description:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
-from fxpipe.plan.inputs.batch import PLAIN
-from fxpipe.torch_compat import block_mask_rows, pytree
+from fxpipe.plan.inputs.objects import PLAIN, has_numbers
+from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_mapping, shown
 
 Numbers = tuple[int, ...]
@@ -47,7 +43,7 @@ def _check_cut(name: str, value: Any, rule: Rule) -> None:
             _check_cut(f"{name}.{entry}", inside, rule.get(entry, 0) if isinstance(rule, Mapping) else rule)
         return
     for leaf in pytree.tree_leaves(value):
-        if not isinstance(leaf, (Tensor, *PLAIN)) and _has_numbers(leaf):
+        if not isinstance(leaf, (Tensor, *PLAIN)) and has_numbers(leaf):
             raise RunError(
                 f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass tensors, "
                 "as torch.as_tensor or dict() makes them, in a dict or a tuple, or a dataclass registered by "
@@ -55,49 +51,6 @@ def _check_cut(name: str, value: Any, rule: Rule) -> None:
                 f"write {written(name, 'None')} where each micro-batch takes all of it, or "
                 f"{written(name, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
             )
-
-
-def _has_numbers(leaf: Any) -> bool:
-    """Whether it is an array, as NumPy's and pandas' are, or holds tensors, as an object or a function does; of a
-    ``BlockMask``, which is cut into its rows, whether it has one row and its ``mask_mod`` does."""
-    if (block_rows := block_mask_rows(leaf)) is not None:
-        return block_rows == 1 and _has_numbers(leaf.mask_mod)
-    if hasattr(type(leaf), "__array__"):  # of a type: objects make up what they have
-        return getattr(leaf, "ndim", 0) > 0 and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
-    return any(isinstance(part, Tensor) for part in _held(leaf))
-
-
-def _held(value: Any) -> Iterator[Any]:
-    """What it is made of, the nearest first: items, attributes, arguments and closures, of all classes but modules."""
-    waiting, seen = deque([value]), set[int]()
-    while waiting and len(seen) <= _MOST:
-        one = waiting.popleft()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting.extend(_parts(one))
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
-        return []
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
-    parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
-    if is_mapping(value):
-        parts += value.values()
-    elif isinstance(value, (list, tuple, set)):
-        parts += value
-    elif isinstance(value, FunctionType):
-        parts += [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
-    elif isinstance(value, MethodType):
-        parts += [value.__self__, value.__func__]
-    elif isinstance(value, partial):
-        parts += [value.func, *value.args, *value.keywords.values()]
-    return parts
-
-
-_MOST = 1_000
-"""So many parts of an object are looked at."""
 
 
 def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> Numbers | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
@@ -69,6 +70,8 @@ class GivenInputs(NamedTuple):
 
     inputs: tuple[str, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
+    holding: tuple[tuple[str, Any, tuple[ObjectValue | None, ...]], ...] = ()
+    """The inputs that hold objects, the container of each, and its leaves that are objects."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,11 @@ def pattern_of(
         GivenInputs(
             tuple(name for name, given in shape if given.kind == "input"),
             tuple((name, given.detail) for name, given in shape if given.kind != "input"),
+            tuple(
+                (name, given.detail[0], objects)
+                for name, given in shape
+                if given.kind == "input" and any(objects := given.objects)
+            ),
         )
         for shape in shapes
     )

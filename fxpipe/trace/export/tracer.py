@@ -36,7 +36,7 @@ from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions, fixing_lines, symbolic_lengths
 from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, refuse_random_numbers
 from fxpipe.trace.export.operators import SizeClauses, marked, whole
-from fxpipe.trace.fake import fake_model
+from fxpipe.trace.fake import fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import refuse
 from fxpipe.trace.request import Place, Request, named
@@ -85,7 +85,7 @@ def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
 
 def _export(request: Request) -> Program:
     assert request.example is not None
-    _refuse_objects(request.example)
+    refuse_objects(request.example)
     guard = TracingGuard(request)
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
@@ -124,17 +124,6 @@ def _guards(program: Program) -> list[SizeClauses]:
     """What a program takes for granted of what regions return."""
     guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, OpaqueCall)]
     return [guard for guard in guards if isinstance(guard, SizeClauses)]
-
-
-def _refuse_objects(example: Mapping[str, Any]) -> None:
-    """What an object holds would be the same in every micro-batch."""
-    for name, value in example.items():
-        for leaf in pytree.tree_leaves(value):
-            if not isinstance(leaf, (TensorLike, *PLAIN)):
-                raise TraceError(
-                    f"input {name!r} holds a {type(leaf).__name__}, which is neither a tensor nor a plain value, and a "
-                    "graph would keep the one of this call; pass its tensors in a tuple, a list or a dict"
-                )
 
 
 def _exported(call: ExportedCall) -> torch.export.ExportedProgram:

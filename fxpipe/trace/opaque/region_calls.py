@@ -15,6 +15,7 @@ from torch import nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.graph.program import Effects
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import Key, aside, handled, patched, refuse
 from fxpipe.trace.request import Request
@@ -71,8 +72,10 @@ class Regions:
 
     @cached_property
     def _objects(self) -> set[int]:
-        """The identities of what the model's modules hold, such as their ``config``: each rank has its own."""
-        return {id(value) for part in self.request.module.modules() for value in vars(part).values()}
+        """The identities of what the model's modules hold, such as their ``config``, and of the objects among the
+        inputs: each rank has its own."""
+        held = {id(value) for part in self.request.module.modules() for value in vars(part).values()}
+        return held | set(map(id, pytree.tree_leaves([dict(self.request.fixed), dict(self.request.example or {})])))
 
     @property
     def opaque(self) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.cuts.cutting import check_boundaries, cutting
-from fxpipe.trace.fake import FakeModel, fake_model
+from fxpipe.trace.fake import FakeModel, fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, RunPlan
@@ -38,6 +38,7 @@ _FINE = 32
 def record(request: Request) -> Program:
     """Captures a model by running it on fake tensors; TraceError for what cannot be recorded, with the user's line."""
     assert request.example is not None
+    refuse_objects(request.example)
     import_dynamo()
     random = RandomState()
     plan = RunPlan()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.modes import Modes, ambient_autocast, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in, version_of
+from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import (
@@ -36,7 +37,7 @@ from fxpipe.trace.patching import (
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import current_line, line_of
+from fxpipe.trace.user_line import calls_isinstance, current_line, line_of
 
 
 def symbolic(request: Request) -> Program:
@@ -82,6 +83,19 @@ def _explain(error: Exception) -> str:
 class _Proxy(fx.Proxy):
     """A value of the traced program, which records ``x += y`` and ``x[i] = y`` as the writes that they are."""
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What ``isinstance`` asks for. Forward is answered for what the model holds; else the answer would be no."""
+        if not calls_isinstance():
+            return type(self)
+        node = vars(self).get("node")
+        if node is None or "class" not in node.meta:  # it is no tensor of the model's
+            raise refuse(
+                "forward asks for the class of a value, as isinstance does, which a symbolic trace does not know",
+                "give an example batch (example_args=), so that another tracer can answer, or leave the question out",
+            )
+        return node.meta["class"]
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
@@ -91,6 +105,8 @@ class _Proxy(fx.Proxy):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        if name in ("_is_param", "_is_buffer"):  # which isinstance(x, nn.Parameter) asks for
+            raise AttributeError(name)
         return _Attribute(self, name)
 
 
@@ -145,8 +161,23 @@ class _Tracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[[], Any], list[Any]]:
         """Placeholders for the request's inputs."""
-        values = {name: self.create_proxy("placeholder", name, (), {}) for name in self.request.inputs}
+        values = {name: self._input(name) for name in self.request.inputs}
         return lambda: self.request.call(values), []
+
+    def _input(self, name: str) -> Any:
+        """What stands for an input: a proxy, or a container of objects and, for each other leaf, a proxy."""
+        proxy = self.create_proxy("placeholder", name, (), {})
+        if name not in self.request.holding or self.request.example is None:
+            return proxy
+        leaves, spec = pytree.tree_flatten_with_path(self.request.example[name])
+        pairs = zip(leaves, self.request.holding[name], strict=True)
+        return pytree.tree_unflatten(
+            [
+                leaf if is_object else reduce(lambda value, key: key.get(value), path, proxy)
+                for (path, leaf), is_object in pairs
+            ],
+            spec,
+        )
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         self.guard.check()
@@ -217,6 +248,11 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
             return self._source(a)
+        if isinstance(a, torch.Generator):
+            raise refuse(
+                "forward draws from a torch.Generator, which cannot stand in a graph",
+                'leave generator= out, or draw inside an opaque submodule, boundaries={"the submodule": "whole"}',
+            )
         return super().create_arg(a)
 
     def _source(self, tensor: Tensor) -> Node:
@@ -230,6 +266,7 @@ class _Tracer(fx.Tracer):
         # one node for each tensor, by whatever name it is reached
         if name not in self._sources:
             self._sources[name] = self.create_node("get_attr", name, (), {})
+            self._sources[name].meta["class"] = type(tensor)
         return self._sources[name]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:

@@ -1,0 +1,131 @@
+"""Objects among the inputs: those that hold tensors are data, and others are values, as a string is."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import inspect
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.device import shared_name
+from fxpipe.graph.like import ObjectLike, ObjectValue
+from fxpipe.torch_compat import OpOverload, OpOverloadPacket, block_mask_rows
+from fxpipe.trace.state.contents import reading_of, walk
+from fxpipe.validation import is_mapping
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Of what lies in a container beside tensors, what a capture can hold for alone."""
+_BY_REPR = (*PLAIN, range, slice, torch.layout, torch.memory_format, OpOverload, OpOverloadPacket)
+_LONG = 200
+
+
+def like_of(value: Any) -> ObjectValue | ObjectLike:
+    """What stands for an object that is no tensor and no plain value."""
+    try:
+        if any(part.parts and not part.is_entered for part in walk(value)):  # of more parts than are looked at
+            raise _Unknown
+        text = _text_of(value, ())
+    except (_Unknown, ValueError):  # of a closure's variable that has no value yet
+        data = (isinstance(part, (Tensor, nn.Module)) or is_array(part) for part in _held(value))
+        return ObjectLike(type(value).__name__, any(data))
+    if len(text) > _LONG:
+        text = f"{text[:_LONG]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return ObjectValue(text)
+
+
+class _Unknown(Exception):
+    """Something in an object cannot be distinguished from another of its class."""
+
+
+def _text_of(value: Any, around: tuple[int, ...]) -> str:
+    """A text that is the same for equal values on all ranks, and differs for others. ``_Unknown`` for tensors, too."""
+    cls = type(value)
+    name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
+    if cls in _BY_REPR:
+        return shared_name(value) if cls is torch.device else repr(value)
+    if isinstance(value, enum.Enum) and value.name is not None:
+        return f"{name}.{value.name}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if cls in (BuiltinFunctionType, MethodDescriptorType):
+        owner = getattr(value, "__objclass__", None) or value.__self__
+        if owner is None or isinstance(owner, (type, ModuleType)):
+            return f"{getattr(owner, '__name__', 'torch')}.{value.__qualname__}"
+    reading = reading_of(cls)
+    parts = reading.parts(value)
+    if isinstance(value, FunctionType):
+        cells = inspect.getclosurevars(value).nonlocals
+        name = f"{value.__module__}.{value.__qualname__} {_code_text(value.__code__)}"
+        parts = [cells, value.__defaults__, value.__kwdefaults__]
+    elif reading.is_leaf or is_array(value) or id(value) in around:
+        raise _Unknown
+    texts = [_text_of(part, (*around, id(value))) for part in parts]
+    # of a subclass of int, say, the number that it is
+    texts += [kind.__repr__(value) for kind in (int, float, complex, str, bytes) if isinstance(value, kind)]
+    return f"{name}({', '.join(sorted(texts) if isinstance(value, (set, frozenset)) else texts)})"
+
+
+def _code_text(code: CodeType) -> str:
+    """A hash of what a function does: of one that is defined anew under its name, as in a notebook, it is another."""
+    inside = [
+        _code_text(one) if isinstance(one, CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else one
+        for one in code.co_consts
+    ]
+    text = repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, inside))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether it is an array of some dimensions."""
+    # asked of its type: objects make up what they have
+    return hasattr(type(leaf), "__array__") and getattr(leaf, "ndim", 0) > 0
+
+
+def has_numbers(leaf: Any) -> bool:
+    """Whether it is an array, as NumPy's and pandas' are, or holds tensors, as an object or a function does; of a
+    ``BlockMask``, which is cut into its rows, whether it has one row and its ``mask_mod`` does."""
+    if (block_rows := block_mask_rows(leaf)) is not None:
+        return block_rows == 1 and has_numbers(leaf.mask_mod)
+    if hasattr(type(leaf), "__array__"):
+        return is_array(leaf) and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
+    return any(isinstance(part, Tensor) for part in _held(leaf))
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """What it is made of, the nearest first: items, attributes, arguments and closures, of all classes but modules."""
+    waiting, seen = deque([value]), set[int]()
+    while waiting and len(seen) <= _MOST:
+        one = waiting.popleft()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting.extend(_parts(one))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
+        return []
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
+    parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
+    if is_mapping(value):
+        parts += value.values()
+    elif isinstance(value, (list, tuple, set)):
+        parts += value
+    elif isinstance(value, FunctionType):
+        parts += [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
+    elif isinstance(value, MethodType):
+        parts += [value.__self__, value.__func__]
+    elif isinstance(value, partial):
+        parts += [value.func, *value.args, *value.keywords.values()]
+    return parts
+
+
+_MOST = 1_000
+"""So many parts of an object are looked at."""
