@@ -432,15 +432,19 @@ def fix_size(size: Any, number: int) -> None:
     torch._check(size == number)  # type: ignore[no-untyped-call]
 
 
-def size_guard(values: Sequence[Tensor]) -> str:
-    """What a capture took for granted of the symbolic sizes of its inputs, ``values``, as an expression of Python's.
+def size_guards(values: Sequence[Tensor]) -> list[str]:
+    """What a capture took for granted of the symbolic sizes of its inputs, ``values``, as expressions of Python's.
 
-    It asks ``L['t0']`` and so on for ``size()``, ``stride()`` and ``storage_offset()``: see ``holds_for``.
+    They ask ``L['t0']`` and so on for ``size()``, ``stride()`` and ``storage_offset()``: see ``holds_for``.
     """
+    from torch._dynamo.source import LocalSource
+
     sizes: Iterator[Any] = (size for value in values for size in value.shape if isinstance(size, torch.SymInt))
     shape_env = next(sizes).node.shape_env
-    expression: str = shape_env.produce_guards_expression(list(values), ignore_static=False)
-    return expression or "True"
+    sources = [LocalSource(f"t{place}") for place in range(len(values))]
+    # produce_guards_expression joins them by "and" with no parentheses around those that are an "or"
+    guards: list[str] = shape_env.produce_guards(list(values), sources, ignore_static=False)
+    return guards
 
 
 def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
     allowed = dict.fromkeys(after, numbers)
     known: dict[Node, int] = {}
     nodes, markers = [node for node in program.nodes if node in units], _markers(program)
+    earliest = _earliest(program, held)
     # 1. The stages that each unit may be in.
     for node in nodes:
         unit = units.find(node)
@@ -33,7 +34,8 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
         may = numbers.intersection(*holders) or {max(map(min, holders))}
         path = next((path for path in reversed(called_in(node)) if path in inside), "")
         may = may & inside.get(path, numbers) or may
-        behind = max((opened.get(markers[marker], 0) for marker in _crossed(node)), default=0)
+        opens = [opened.get(markers[marker], 0) for marker in _crossed(node)]
+        behind = max([*opens, *(earliest.get(made_by(operand), 0) for operand in node.all_input_nodes)], default=0)
         may = {stage for stage in may if stage >= behind} or may
         allowed[unit] = allowed[unit] & may or {max(min(allowed[unit]), min(may))}
         if node in counterpart:
@@ -66,6 +68,16 @@ def _held(first: Program) -> dict[int, set[int]]:
     for node, stages in _stages_of(first).items():
         for tensor in _tensors(first, node) if stages else ():
             found.setdefault(tensor, set()).update(stages)
+    return found
+
+
+def _earliest(program: Program, held: dict[int, set[int]]) -> dict[Node, int]:
+    """Copied node → the first stage that holds all parameters and buffers that it is computed from."""
+    found: dict[Node, int] = {}
+    for node in program.nodes:
+        if node.name in program.copied:
+            own = [min(held[tensor]) for tensor in _tensors(program, node) if tensor in held]
+            found[node] = max([*own, *(found.get(made_by(operand), 0) for operand in node.all_input_nodes)], default=0)
     return found
 
 

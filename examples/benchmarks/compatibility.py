@@ -26,10 +26,10 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo  # here, once, and not in each process
@@ -49,10 +49,12 @@ STEPS, MICROBATCHES, RATE, SECONDS = 2, 3, 0.01, 240
 LARGEST = 1e-5
 """The largest difference of a row that is right; a larger one in float32 is rounding if ``IN_DOUBLE`` bounds it in
 float64."""
-IN_DOUBLE = 1e-10
+IN_DOUBLE = 1e-7
+"""More than nothing: some models make float32 of their logits, whatever their parameters are."""
 NOTHING = 1e-6
 """Of the model's largest gradient: smaller ones are nothing but rounding, such as that of a key's bias."""
 RULES = 4
+T = TypeVar("T")
 RULE = re.compile(r'boundaries=(\{"[^.{}][^{}]*": (?:"whole"|\["whole", "[a-z]+"\])\})')
 OPAQUE = re.compile(r"^(\S+) is opaque, (\d+)% of a step's FLOPs: ", re.MULTILINE)
 ASKED = re.compile(r"^each outcome of this takes a capture", re.MULTILINE)
@@ -72,6 +74,9 @@ class Row:
     why: str = ""
     in_double: float | None = None
     """The difference in float64, where that in float32 is larger than ``LARGEST``."""
+    captures: int = 0
+    repeated: int = 0
+    """Captures for batches that came before, as ``kinds_of_batch.py`` counts them."""
 
 
 # --- two steps and an evaluation ---
@@ -113,9 +118,14 @@ def evaluated_parts(family: Family) -> list[Inputs]:
     return [{name: value for name, value in part.items() if name not in left_out} for part in parts]
 
 
-def compiled(family: Family, model: nn.Module, rules: Mapping[str, Any]) -> fxpipe.ForwardBackward:
+def example(family: Family) -> Inputs:
     generator = torch.Generator().manual_seed(STEPS + 1)
-    cuts = family.cuts(model)
+    return joined(family, [family.batch(0, generator) for _ in range(MICROBATCHES)])
+
+
+def compiled(
+    family: Family, model: nn.Module, rules: Mapping[str, Any], cuts: Any, example: Inputs
+) -> fxpipe.ForwardBackward:
     return fxpipe.compile(
         model,
         fxpipe.Topology([("pipe", 2)]),
@@ -123,7 +133,7 @@ def compiled(family: Family, model: nn.Module, rules: Mapping[str, Any]) -> fxpi
         microbatches=MICROBATCHES,
         batch_dim=family.rules,
         loss_fn=family.loss,
-        example_kwargs=joined(family, [family.batch(0, generator) for _ in range(MICROBATCHES)]),
+        example_kwargs=example,
     )
 
 
@@ -143,33 +153,49 @@ def in_stages(family: Family, forward_backward: fxpipe.ForwardBackward) -> Run:
 def plainly(family: Family, model: nn.Module, forward_backward: fxpipe.ForwardBackward) -> Run:
     """The loop over micro-batches; numbers are drawn as the last stage draws them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    shares = [1 / MICROBATCHES] * MICROBATCHES
     losses, gradients = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        parts = microbatches(family, step)
-        given, total = items_of(model, parts), torch.zeros(())
-        for place, part in enumerate(parts):
-            seed(forward_backward.seed(forward_backward.stages.names[-1], place, step))
-            loss = family.loss_of(model, {**part, **given}) / len(parts)
-            loss.backward()
-            total += loss.detach()
-        losses.append(total)
+        losses.append(accumulated(family, model, forward_backward, microbatches(family, step), shares, step))
         gradients.append(gradients_of(model.named_parameters()))
         optimizer.step()
+    return Run(losses, gradients, evaluated(family, model, evaluated_parts(family), shares, family.loss_alone))
+
+
+def accumulated(
+    family: Family,
+    model: nn.Module,
+    forward_backward: fxpipe.ForwardBackward,
+    parts: Sequence[Inputs],
+    shares: Sequence[float],
+    step: int,
+) -> Tensor:
+    """The loss of micro-batches, ``shares`` of the batch's rows, after the backward of each."""
+    items, total = Items.of(model), torch.zeros(())
+    counted = not items.uncounted and isinstance(parts[0].get("labels"), Tensor)
+    for place, (part, share) in enumerate(zip(parts, shares, strict=True)):
+        seed(forward_backward.seed(forward_backward.stages.names[-1], place, step))
+        given = {"num_items_in_batch": items.count(parts).float() * share} if counted else {}
+        loss = family.loss_of(model, {**part, **given}) * share
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def evaluated(
+    family: Family, model: nn.Module, parts: Sequence[Inputs], shares: Sequence[float], loss_alone: bool
+) -> dict[str, list[Any]]:
+    """What the model, or its loss, is for each micro-batch, by path."""
     model.eval()
     with torch.no_grad():
-        run = (lambda part: family.loss_of(model, part)[None]) if family.loss_alone else lambda part: model(**part)
-        every = [dict(named(run(part))) for part in evaluated_parts(family)]
-    if family.loss_alone:
-        every = [{"": torch.stack([one[""] for one in every]).mean(0)}]
-    return Run(losses, gradients, {path: [one[path] for one in every] for path in every[0]})
-
-
-def items_of(model: nn.Module, parts: Sequence[Inputs]) -> Inputs:
-    """``num_items_in_batch`` for a micro-batch, of as many: the mean is then the whole batch's."""
-    items = Items.of(model)
-    counted = not items.uncounted and isinstance(parts[0].get("labels"), Tensor)
-    return {"num_items_in_batch": items.count(parts) / len(parts)} if counted else {}
+        if loss_alone:
+            losses = [family.loss_of(model, part) * share for part, share in zip(parts, shares, strict=True)]
+            every = [{"": sum(losses)[None]}]
+        else:
+            every = [dict(named(model(**part))) for part in parts]
+    model.train()
+    return {path: [each[path] for each in every] for path in every[0]}
 
 
 def seed(number: int) -> None:
@@ -211,7 +237,7 @@ def distance(got: Tensor | None, wanted: Tensor | None, least: float = 0.0) -> f
 
 
 def distances(got: Run, wanted: Run) -> Iterator[tuple[float, str]]:
-    for step in range(STEPS):
+    for step in range(len(wanted.losses)):
         yield distance(got.losses[step], wanted.losses[step]), f"loss of step {step}"
         plain = wanted.gradients[step]
         sizes = {name: 0.0 if one is None else float(one.abs().max()) for name, one in plain.items()}
@@ -247,34 +273,50 @@ def row_of(name: str, family: Family) -> Row:
     torch.set_num_threads(1)
     model = family.model()
     family.loss_of(copy.deepcopy(model), microbatches(family, 0)[-1])  # shows a wrong batch before fxpipe sees it
-    rules: dict[str, Any] = {}
     start = time.perf_counter()
-    while True:
-        try:
-            forward_backward = compiled(family, copy.deepcopy(model), rules)
-            got = in_stages(family, forward_backward)
-            break
-        except Exception as error:
-            told = RULE.search(str(error)) if isinstance(error, fxpipe.FxpipeError) else None
-            if told is None or len(rules) == RULES or ast.literal_eval(told[1]).items() <= rules.items():
-                return refused(name, family, error, time.perf_counter() - start)
-            rules |= ast.literal_eval(told[1])
+
+    def trained(rules: Mapping[str, Any]) -> tuple[fxpipe.ForwardBackward, Run]:
+        forward_backward = compiled(family, copy.deepcopy(model), rules, family.cuts(model), example(family))
+        return forward_backward, in_stages(family, forward_backward)
+
+    try:
+        (forward_backward, got), rules = with_rules(trained)
+    except Exception as error:
+        return refused(name, family, error, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     far, where = max(distances(got, plainly(family, model, forward_backward)))
     stages = str(forward_backward.stages)
     tracer = stages.partition("captured by the ")[2].partition(" tracer")[0]
     kind, result = verdict(stages, rules)
     again = None if far <= LARGEST else in_double(family, rules)
-    if again is not None and not again <= IN_DOUBLE:
+    if is_wrong(far, again):
         kind, result = "wrong", f"wrong: {where}"
     return Row(name, family.library, tracer, kind, result, far, round(seconds, 1), where, again)
+
+
+def is_wrong(far: float, in_double: float | None) -> bool:
+    """Whether such a difference, and that in float64 where it is known, is more than rounding."""
+    return far > LARGEST and (in_double is None or not in_double <= IN_DOUBLE)
+
+
+def with_rules(trained: Callable[[Mapping[str, Any]], T]) -> tuple[T, Mapping[str, Any]]:
+    """What ``trained`` returns, with the rules that its refusals name, and these rules."""
+    rules: dict[str, Any] = {}
+    while True:
+        try:
+            return trained(rules), rules
+        except fxpipe.FxpipeError as error:
+            told = RULE.search(str(error))
+            if told is None or len(rules) == RULES or ast.literal_eval(told[1]).items() <= rules.items():
+                raise
+            rules |= ast.literal_eval(told[1])
 
 
 def in_double(family: Family, rules: Mapping[str, Any]) -> float:
     """The largest difference where every number is a float64."""
     torch.set_default_dtype(torch.float64)  # of what the batches draw, too
     model = family.model().double()
-    forward_backward = compiled(family, copy.deepcopy(model), rules)
+    forward_backward = compiled(family, copy.deepcopy(model), rules, family.cuts(model), example(family))
     got = in_stages(family, forward_backward)
     return max(distances(got, plainly(family, model, forward_backward)))[0]
 
@@ -300,15 +342,15 @@ def refused(name: str, family: Family, error: Exception, seconds: float) -> Row:
     return Row(name, family.library, "", "refused", f"refused: {known}{first}", None, round(seconds, 1), whole)
 
 
-def in_own_process(name: str, family: Family) -> Row | str:
-    """The row, or why there is none: the model or its batch cannot be made."""
+def in_own_process(make: Callable[[str, Family], Row], name: str, family: Family, limit: float = SECONDS) -> Row | str:
+    """The row, or why there is none: the model or its batch cannot be made. ``limit``: seconds that it may take."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_sent, args=(send, name, family))
+    process = context.Process(target=_sent, args=(send, make, name, family))
     process.start()
     send.close()
     start, row = time.perf_counter(), None
-    if receive.poll(SECONDS):
+    if receive.poll(limit):
         try:
             row = receive.recv()
         except EOFError:
@@ -319,13 +361,13 @@ def in_own_process(name: str, family: Family) -> Row | str:
     process.join()
     if row is not None:
         return row  # type: ignore[no-any-return]
-    why = f"no answer in {SECONDS} s" if seconds >= SECONDS else f"the process ended with {process.exitcode}"
+    why = f"no answer in {limit:.0f} s" if seconds >= limit else f"the process ended with {process.exitcode}"
     return Row(name, family.library, "", "refused", f"refused: {why}", None, round(seconds, 1), why)
 
 
-def _sent(send: Any, name: str, family: Family) -> None:
+def _sent(send: Any, make: Callable[[str, Family], Row], name: str, family: Family) -> None:
     try:
-        send.send(row_of(name, family))
+        send.send(make(name, family))
     except Exception:
         send.send(traceback.format_exc())
 
@@ -341,7 +383,7 @@ def table(rows: Sequence[Row]) -> str:
             row.library,
             row.captured or "-",
             textwrap.shorten(row.result.replace("|", "\\|"), 240, placeholder=" …"),
-            "-" if row.difference is None else _difference(row),
+            difference(row),
             f"{row.seconds:.0f}",
         )
         for row in rows
@@ -349,7 +391,9 @@ def table(rows: Sequence[Row]) -> str:
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def _difference(row: Row) -> str:
+def difference(row: Row) -> str:
+    if row.difference is None:
+        return "-"
     return f"{row.difference:.0e}" + (f", float64: {row.in_double:.0e}" if row.in_double is not None else "")
 
 
@@ -364,12 +408,16 @@ def versions() -> str:
 
 
 def write_page(page: Path, rows: Sequence[Row]) -> None:
-    """Between the two marker lines."""
-    before, _, rest = (page.read_text() if page.exists() else "").partition(BEGIN)
     kinds = [row.kind for row in rows]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(sorted(kinds)))
     said = f"{len(rows)} families: {counts}. Made with {versions()}."
-    page.write_text(f"{before}{BEGIN}\n\n{said}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+    write_between(page, BEGIN, f"{said}\n\n{table(rows)}", END)
+
+
+def write_between(page: Path, begin: str, text: str, end: str) -> None:
+    """Puts it between two marker lines of the page."""
+    before, _, rest = (page.read_text() if page.exists() else "").partition(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
 
 
 def main() -> None:
@@ -380,7 +428,7 @@ def main() -> None:
     arguments = parser.parse_args()
     known = json.loads(arguments.rows.read_text()) if arguments.rows.exists() else {}
     for name in [name for name in arguments.only if name not in known]:
-        made = in_own_process(name, FAMILIES[name])
+        made = in_own_process(row_of, name, FAMILIES[name])
         if isinstance(made, str):
             print(f"{name} is left out: {made}", flush=True)
             continue

@@ -94,6 +94,25 @@ def test_a_parameter_that_a_later_batch_uses_in_another_stage_is_sent_there() ->
     assert_trains(Borrowed, batches, ["layers.3"], 2, 1e-6)
 
 
+class Decays(Deep):
+    """Multiplies by what a parameter alone decides, as often as a batch says, behind a layer that a batch may lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor, keep: tuple[bool, ...] = (True,) * DEPTH) -> Tensor:
+        x = self.first(x)
+        x = self.layers[0](x) if keep[0] else x
+        for _ in filter(None, keep):
+            x = x * self.decay.neg().exp()
+        return F.mse_loss(self.head(x), y)
+
+
+def test_what_is_computed_of_a_parameter_alone_is_used_where_the_parameter_is() -> None:
+    assert_trains(Decays, [vectors(0), keeping(1, 0, 2), vectors(2)], ["layers.0"], 2, 1e-6)
+
+
 def test_what_the_first_batch_leaves_out_is_refused_with_what_to_give() -> None:
     forward_backward = compiled(Deep(), keeping(0, 3), ["layers.2"], tracer="export")
     with pytest.raises(PartitionError, match=r"uses layers\.3.* example_args= of the kind that uses most"):

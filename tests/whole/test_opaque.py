@@ -160,6 +160,25 @@ def test_a_stage_with_a_region_is_not_compiled_and_that_is_told(capfd: pytest.Ca
     assert "'region' holds an opaque region" in capfd.readouterr().err
 
 
+class Divides(nn.Module):
+    """Behind a region it divides words into heads, whose number torch finds: a condition of its own is an "or"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.head = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self.head(x + self.region(x))
+        rows, length, _ = words.shape
+        heads = words.view(rows, length, -1, 2).transpose(1, 2)
+        return heads.reshape(rows, -1, length, 2).softmax(1).square().sum((1, 2, 3)).mean()
+
+
+def test_a_capture_of_any_number_of_rows_is_not_taken_for_another_length() -> None:
+    batches = [{"x": torch.randn(rows, length, WIDTH)} for rows, length in [(8, 3), (6, 3), (8, 4), (6, 3), (6, 4)]]
+    assert_trains(two(Divides), batches)
+
+
 class Branches(nn.Module):
     """What is behind the region asks how many rows there are, and goes another way for many."""
 

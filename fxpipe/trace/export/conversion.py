@@ -35,7 +35,7 @@ from fxpipe.torch_compat import (
     mode_passes,
     pytree,
     set_grad_enabled,
-    size_guard,
+    size_guards,
     tensors_in,
 )
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
@@ -214,7 +214,7 @@ class Conversion:
         # without a symbolic size torch.export has no guards: then every size is taken for granted
         given = [node.meta["val"] for node in self._given]
         if any(map(_is_symbolic, given)):
-            return clauses_of(size_guard(given))
+            return [clause for guard in size_guards(given) for clause in clauses_of(guard)]
         return [f"L['t{i}'].size()[{dim}] == {n}" for i, one in enumerate(given) for dim, n in enumerate(one.shape)]
 
     def _holds_for(self) -> SizeGuard | None:
@@ -222,7 +222,7 @@ class Conversion:
         if not any(_is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
             return None
         # a clause about what a region returns is checked at its call, and says nothing of the inputs
-        about = [one for one in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(one))]
+        about = [f"({one})" for one in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(one))]
         code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
         return lambda given: holds_for(code, {f"t{place}": one for place, one in enumerate(given)})
 

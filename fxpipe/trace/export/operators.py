@@ -104,8 +104,6 @@ _LAYOUT = re.compile(r"\.(?:stride|storage_offset)\(\)")
 
 def clauses_of(expression: str) -> list[str]:
     """The parts of a guard that must all hold."""
-    if not expression:
-        return []
     tree = ast.parse(expression, mode="eval").body
     parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
     return [ast.unparse(part) for part in parts]
