@@ -14,6 +14,9 @@ import hashlib
 import importlib
 import inspect
 import operator
+import os
+import re
+import socket
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -513,6 +516,15 @@ def default_store() -> dist.distributed_c10d.Store:
     """The store that the processes met in."""
     store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def connection_of(store: Any) -> socket.socket | None:
+    """The connection of a TCPStore's client, whose ``shutdown`` ends a call that waits for the store, as a handle to be
+    closed; None for another kind of store."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    found = re.search(r"client=TCPClient\(SocketImpl\(fd=(\d+)", repr(store))  # torch names it nowhere else
+    return socket.socket(fileno=os.dup(int(found[1]))) if found is not None else None
 
 
 def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dist.ProcessGroup]:

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -100,9 +101,9 @@ Gathering = TransportGathering | StoreGathering
 
 
 class Verdict:
-    """What a rank's part of a common task came to: a value for ``json``, or an error."""
+    """What a rank's part of a common task came to: a value for ``json``, or an error. ``folder``: it works there."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, folder: Path, make: Callable[[], Any]) -> None:
         self.error: Exception | None = None
         try:
             value = make()
@@ -111,8 +112,8 @@ class Verdict:
         except Exception as error:
             self.error = error
             if isinstance(error, OSError) and error.strerror is not None:
-                where = f"{error.filename}: " if error.filename is not None else ""
-                text = f"{where}{error.strerror}; the checkpoints that were complete are as they were"
+                where = error.filename or folder  # what fails within an open file has no name
+                text = f"{where}: {error.strerror}; the checkpoints that were complete are as they were"
                 self.error = CheckpointError(text)
                 self.error.__cause__ = error
             self.message = [None, describe_error(self.error)]
@@ -128,10 +129,10 @@ def values_of(messages: list[list[Any]], own: Verdict) -> list[Any]:
     return [value for value, _ in messages]
 
 
-def agreed(gathering: TransportGathering, make: Callable[[], Any]) -> list[Any]:
-    """What ``make`` gives on every rank, by rank; where it fails on one, all raise. A collective call of all ranks."""
+def agreed(gathering: TransportGathering, folder: Path, make: Callable[[], Any]) -> list[Any]:
+    """What ``make`` gives in ``folder`` on each rank; where it fails on one, all raise. A collective call of all."""
     # All ranks gather whether they failed or not, so that none waits for one that has raised.
-    verdict = Verdict(make)
+    verdict = Verdict(folder, make)
     return values_of(gathering.gather(verdict.message), verdict)
 
 

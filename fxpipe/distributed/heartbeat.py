@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +21,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fxpipe.distributed.activity import Call
 from fxpipe.graph.plain_data import decode, encode
+from fxpipe.torch_compat import connection_of
 
 PERIOD = 0.5
 """Seconds between two exchanges."""
 # A large world exchanges less often, so many seconds for each of its ranks: all of them ask one store.
 _PER_RANK = 0.0005
-_ANSWER = timedelta(seconds=10)
+_CONNECT = 2.0  # seconds to reach a store that was lost
+_LONGEST_PAUSE = 10.0  # seconds until the next attempt
 
 SILENT = 5.0
 """Seconds without a new report after which a rank is called silent."""
@@ -115,12 +116,7 @@ class Heartbeat:
     def __init__(
         self, store: Store, rank: int, size: int, report: Callable[[], Report], wanted: Collection[int]
     ) -> None:
-        # A connection of its own, so that nobody waits for a wait of somebody else; its values are bytes, whatever its
-        # signatures say.
-        own: Any = store.clone()  # type: ignore[attr-defined]
-        with contextlib.suppress(RuntimeError):  # not every kind of store has a timeout
-            own.set_timeout(_ANSWER)
-        self._store: Any = PrefixStore("fxpipe", own)
+        self._connect(store)
         self._rank, self._report = rank, report
         self._period, world = max(PERIOD, _PER_RANK * size), dist.group.WORLD
         # Weakly: a destroyed world must be able to go.
@@ -161,7 +157,11 @@ class Heartbeat:
         until = time.monotonic() + seconds
         self._stopping = True
         self._wake.set()
-        if threading.current_thread() is not self._thread:
+        self._thread.join(seconds)
+        # Python must not end while the thread is inside of torch: coming back, it would abort the process.
+        if self._thread.is_alive() and (connection := connection_of(self._own)) is not None:
+            with connection, contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             self._thread.join(seconds)
         with contextlib.suppress(RuntimeError):
             while stays_for and not self._broken and time.monotonic() < until:
@@ -171,27 +171,43 @@ class Heartbeat:
                 threading.Event().wait(0.05)
 
     def _run(self) -> None:
-        while not self._broken:
+        pause = self._period
+        while not (self._broken and self._stopping):
             began, stopping = time.monotonic(), self._stopping
             try:
                 if self.is_on():
+                    if self._broken and self._address is not None:
+                        # torch's own attempt would wait for long, and warn.
+                        socket.create_connection(self._address, _CONNECT).close()
+                        self._connect(self._own)
                     self._exchange()
-            except RuntimeError:  # the process that holds the store is gone
-                self._broken = True
+                self._broken, pause = False, self._period
+            except (RuntimeError, OSError):  # the process that holds the store is gone, or cannot be reached
+                self._broken, pause = True, min(2 * pause, _LONGEST_PAUSE)
             with self._exchanged:
                 self.began = began
                 self._exchanged.notify_all()
             if stopping:  # and has reported it
                 return
-            self._wake.wait(self._period)
+            self._wake.wait(pause)
             self._wake.clear()
+
+    def _connect(self, store: Any) -> None:
+        """A connection of its own, so that nobody waits for a wait of somebody else."""
+        self._own = store.clone()
+        self._store: Any = PrefixStore("fxpipe", self._own)  # its values are bytes, whatever its signatures say
+        with connection_of(self._own) or contextlib.nullcontext() as connection:
+            self._address = None if connection is None else connection.getpeername()[:2]
 
     def _exchange(self) -> None:
         while self._unsent:
-            number, ending = self._unsent.popitem()
+            number, ending = next(iter(self._unsent.items()))
             self._store.compare_set(f"{number}/ending", "", encode(ending))
+            del self._unsent[number]
         self._beat += 1
         self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))
+        if self._stopping:  # it asks for nothing more, which might take long
+            return
         # Reports first, endings second: a rank reports its ending and is gone then, so whoever sees it gone here hears
         # in the same exchange, or has heard, why.
         self._hear(self.wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -37,6 +39,7 @@ from fxpipe.validation import is_number, is_whole, shown
 TIMEOUT = 300.0
 """Seconds that a wait may take, unless the user says otherwise."""
 _MAX_SECONDS = 10.0**7
+_GRACE = 5.0  # seconds by which torch's client may overrun its limit
 LOOPBACK = "127.0.0.1"
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # documented, but not marked as exported
 
@@ -223,36 +226,75 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
     backends = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
     try:
-        store = _store(place, timeout)
+        store = _reached(place, timeout)
+        _check_world_size(store, place, timeout)
         dist.init_process_group(
             backends,
-            init_method=None if store is not None else f"tcp://{host}:{place.port}",
             store=store,
             world_size=place.world_size,
             rank=place.rank,
             timeout=datetime.timedelta(seconds=timeout),
             device_id=None if kind == "cpu" else device,
         )
-    except RuntimeError as error:  # torch's own kinds, and gloo's, which has none
+    except (RuntimeError, TimeoutError) as error:  # torch's own kinds, and gloo's, which has none
+        reason = str(error) or "nobody has answered"
         raise RunError(
             f"rank {place.rank} of {place.world_size} could not meet the others at {host}:{place.port}: "
-            f"{error}; check that all of them were started, and that MASTER_ADDR and MASTER_PORT (or SLURM's "
+            f"{reason}; check that all of them were started, and that MASTER_ADDR and MASTER_PORT (or SLURM's "
             "node list and job id, which stand in for them) name a free port on the host of rank 0"
         ) from error
     atexit.register(_leave)
 
 
-def _store(place: ProcessPlace, timeout: float) -> Store | None:
-    """Where it is another than torch.distributed makes by itself: one whose keys nobody else has.
+def _reached(place: ProcessPlace, timeout: float) -> Store:
+    """``_store``, or TimeoutError: torch's client waits without a limit for an answer of whoever has the port."""
+    later: Future[Store] = Future()
+
+    def connect() -> None:
+        try:
+            later.set_result(_store(place, timeout))
+        except BaseException as error:
+            later.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    return later.result(timeout + _GRACE)
+
+
+def _store(place: ProcessPlace, timeout: float) -> Store:
+    """Where the processes meet, with keys that nobody else has.
 
     torchrun's own, where no other rendezvous is named, lives over its restarts, and the addresses of processes that
     have died are still there. Another SLURM job may have the same port.
     """
-    if not place.job and not place.restarts:
-        return None
-    limit, is_master = datetime.timedelta(seconds=timeout), bool(place.job) and place.rank == 0
-    store = TCPStore(place.address, place.port, is_master=is_master, timeout=limit, wait_for_workers=False)
+    is_master = place.rank == 0 and not place.restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(
+        place.address,
+        place.port,
+        is_master=is_master,
+        timeout=datetime.timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=not place.job,
+    )
     return PrefixStore(f"job {place.job}" if place.job else f"restart {place.restarts}", store)
+
+
+def _check_world_size(store: Store, place: ProcessPlace, timeout: float) -> None:
+    """RuntimeError where a process has another number of processes than the first, or has not come in time."""
+    sizes: Any = PrefixStore("world size", store)  # its values are bytes, whatever its signatures say
+    is_first = place.rank == 0
+    ranks = range(1, place.world_size) if is_first else [0]
+    if is_first:
+        sizes.set("0", str(place.world_size))
+    with contextlib.suppress(RuntimeError):  # at the end of its time
+        sizes.wait([str(rank) for rank in ranks], datetime.timedelta(seconds=timeout))
+    found = {rank: int(sizes.get(str(rank))) for rank in ranks if sizes.check([str(rank)])}
+    if not is_first:  # only now: the first may end at once, and the store with it
+        sizes.set(str(place.rank), str(place.world_size))
+    for rank, size in found.items():
+        if size != place.world_size:
+            raise RuntimeError(f"WORLD_SIZE (or SLURM_NTASKS) is {place.world_size} here, and {size} on rank {rank}")
+    if late := [rank for rank in ranks if rank not in found]:
+        raise RuntimeError(f"{len(late)} of them have not come within {timeout:g} s, first rank {late[0]}")
 
 
 def _leave() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fxpipe.distributed import processes
 from fxpipe.distributed.processes import (
     ProcessPlace,
     _gpu,
@@ -292,6 +293,35 @@ def test_processes_that_cannot_meet_say_where_they_tried(monkeypatch: pytest.Mon
         with pytest.raises(RunError, match=f"rank 0 of 8 could not meet the others at 127.0.0.1:{port}"):
             init()
     assert not dist.is_initialized()
+
+
+def test_a_port_that_never_answers_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's client waits for a listener's first answer without a limit."""
+    monkeypatch.setattr(processes, "_GRACE", 0.0, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        changes = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in (TORCHRUN | changes).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RunError, match=f"at 127.0.0.1:{port}: nobody has answered; check that"):
+            init(timeout=1)
+    assert not dist.is_initialized()
+
+
+def test_two_world_sizes_in_one_job_are_told_at_once() -> None:
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environs = [shared | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(2 + rank)} for rank in (0, 1)]
+    first, second = run_all("from fxpipe.distributed.processes import init; init()", environs)  # of 300 s
+    assert "WORLD_SIZE (or SLURM_NTASKS) is 2 here, and 3 on rank 1" in first
+    assert "WORLD_SIZE (or SLURM_NTASKS) is 3 here, and 2 on rank 0" in second
+
+
+def test_who_has_not_come_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in (TORCHRUN | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match="7 of them have not come within 1 s, first rank 1; check that all"):
+        init(timeout=1)
 
 
 # --- Stores: reached by whom they are for, and by nobody else ---

@@ -360,7 +360,9 @@ def test_each_piece_of_a_file_is_looked_through_by_one_rank(tmp_path: Path, monk
 def made(folder: Path, step: int) -> Path:
     partial = run_folder.begin(folder, step)
     manifest(partial, 1 + run_folder.newest(folder))
-    return run_folder.complete(partial)
+    final = run_folder.complete(partial)
+    run_folder.make_latest(final)
+    return final
 
 
 def names(folder: Path) -> list[str]:

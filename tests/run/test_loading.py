@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import warnings
 import zlib
 from collections.abc import Callable
@@ -16,9 +17,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
+from fxpipe.distributed.gathering import agreed
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint.commands import export
 from fxpipe.parameters.checkpoint.manifest import MANIFEST
+from fxpipe.run.checkpoint import loading
+from fxpipe.torch_compat import default_store
+from tests.pool import Pool
 
 
 class Two(nn.Module):
@@ -114,6 +119,38 @@ def test_a_folder_without_checkpoints_is_told(tmp_path: Path) -> None:
 
 
 # --- what does not fit
+
+
+def loaded_while_another_job_deletes(folder: Path) -> str:
+    """The class of the error, where the checkpoint goes once rank 0 has found it whole and before rank 1 goes on."""
+    run, store, its_loading = Trained(), default_store(), loading._Loading
+    run.save(folder, 1)
+    run.model._transport._inner.timeout = 2.0  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patched:
+
+        def found(*arguments: Any) -> Any:
+            store.set("found", "")
+            return its_loading(*arguments)
+
+        def deleted(gathering: Any, path: Path, make: Callable[[], Any]) -> Any:
+            values = agreed(gathering, path, make)
+            if make.__name__ == "check":
+                store.wait(["found"])
+                shutil.rmtree(path)
+            return values
+
+        if run.model._transport.rank:
+            patched.setattr(loading, "agreed", deleted)
+        else:
+            patched.setattr(loading, "_Loading", found)
+        with pytest.raises(fxpipe.FxpipeError) as raised:
+            run.load(folder)
+    return type(raised.value).__name__
+
+
+def test_a_checkpoint_that_another_job_deletes_meanwhile_is_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """One rank alone was told, and the others waited for it until the deadline."""
+    assert pool.run(loaded_while_another_job_deletes, tmp_path, ranks=2) == ["CheckpointError"] * 2
 
 
 def test_another_models_checkpoint_is_refused_and_changes_nothing(folder: Path) -> None:

@@ -17,6 +17,8 @@ import torch
 
 import fxpipe
 from fxpipe.errors import CheckpointError
+from fxpipe.parameters.checkpoint import run_folder
+from fxpipe.parameters.checkpoint.run_folder import lock_of
 from fxpipe.run.checkpoint import saving
 from tests.pool import forking
 from tests.run.test_loading import Trained, Two
@@ -84,9 +86,55 @@ def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match=r"step-000001 is a checkpoint itself; give the folder of the run"):
         run.save(tmp_path / "run" / "step-000001", 2)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left on device; the checkpoints that were complete are as"):
+    with pytest.raises(
+        CheckpointError, match=r"step-000002\.partial: No space left on device; the checkpoints that were"
+    ):
         run.save(tmp_path / "run", 2)
     assert names(tmp_path / "run") == ["latest", "lock", "step-000001"]
+
+
+def test_what_fails_behind_the_rename_hinders_no_later_save(tmp_path: Path) -> None:
+    """The error said that nothing had changed, and each later save was refused as another run's."""
+    run = Trained()
+    run.save(tmp_path, 1)
+    (tmp_path / "latest.partial").mkdir()  # where the new link is to be made
+    with pytest.warns(match=r"step-000002 is complete, but latest or older ones were not changed: .*latest.partial"):
+        run.save(tmp_path, 2)
+    assert os.readlink(tmp_path / "latest") == "step-000001"
+    assert Trained(1).load(tmp_path)["step"] == 2
+    (tmp_path / "latest.partial").rmdir()
+    run.save(tmp_path, 3)
+    assert os.readlink(tmp_path / "latest") == "step-000003"
+
+
+def test_a_save_that_is_interrupted_behind_the_rename_hinders_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Trained()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder, "keep_newest", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(tmp_path, 1)
+    monkeypatch.undo()
+    run.save(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "lock", "step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("gone", [".", "lock"])
+def test_a_folder_that_was_moved_away_is_made_anew_with_a_lock(tmp_path: Path, gone: str) -> None:
+    folder = tmp_path / "run"
+    run = Trained()
+    run.save(folder, 1)
+    (folder / gone).rename(tmp_path / "moved")
+    run.save(folder, 2)
+    assert "lock" in names(folder)
+    other = forking().Process(target=lock_of, args=(folder, "other"))
+    other.start()
+    other.join(60)
+    assert other.exitcode == 1  # it is refused
 
 
 def test_another_runs_checkpoints_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
@@ -147,7 +195,9 @@ def test_what_could_not_be_written_later_is_raised_by_the_next_save(
     run = Trained()
     monkeypatch.setattr(os, "fsync", full)
     fxpipe.save(tmp_path, run.model, run.optimizer, step=1, block=False)
-    with pytest.raises(CheckpointError, match="the checkpoint before this one could not be written: No space left"):
+    with pytest.raises(
+        CheckpointError, match=r"before this one could not be written: .*step-000001\.partial: No space left"
+    ):
         run.save(tmp_path, 2)
     monkeypatch.undo()
     run.save(tmp_path, 3)
@@ -164,7 +214,8 @@ def test_what_could_not_be_written_later_is_told_at_the_end(
     while not later.done():
         pass
     saving._report_failed()
-    assert "fxpipe: a checkpoint could not be written: CheckpointError: No space left" in capsys.readouterr().err
+    told = f"CheckpointError: {tmp_path}/step-000001.partial: No space left on device"
+    assert f"fxpipe: a checkpoint could not be written: {told}" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="the checkpoint before this one"):
         run.save(tmp_path, 2)
     saving._report_failed()

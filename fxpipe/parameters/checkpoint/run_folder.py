@@ -79,17 +79,21 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def complete(partial: Path) -> Path:
-    """Gives a folder its name, once all its files are on the disk. There is no moment without a latest one."""
+    """Gives a folder its name, once all its files are on the disk."""
     # The order must hold: a name is on the disk only after everything that it names.
     flush(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     partial.rename(final)
+    return final
+
+
+def make_latest(final: Path) -> None:
+    """Waits until a folder's name is on the disk, and makes it the latest. There is no moment without a latest one."""
     flush(final.parent)
     beside = final.parent / f"{LATEST}{PARTIAL}"
     beside.unlink(missing_ok=True)
     beside.symlink_to(final.name, target_is_directory=True)
     beside.replace(final.parent / LATEST)
-    return final
 
 
 def keep_newest(folder: Path, keep: int | None) -> None:
@@ -120,7 +124,12 @@ class FolderLock:
     """A folder's open lock file, closed when nobody refers to it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, (folder / "lock").open("a+")
+        self.file = (folder / "lock").open("a+")
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether it is that folder's, and not of one that was there before."""
+        file = folder / "lock"
+        return file.exists() and os.path.samestat(file.stat(), os.fstat(self.file.fileno()))
 
     def __del__(self) -> None:
         self.file.close()
@@ -140,7 +149,7 @@ def lock_of(folder: Path, run: str) -> FolderLock:
         CheckpointError: another process writes to the folder; with its host, its number and since when.
     """
     key = os.getpid(), str(folder.resolve())
-    if key in _held:
+    if key in _held and _held[key].is_of(folder):
         return _held[key]
     lock = FolderLock(folder)
     file = lock.file

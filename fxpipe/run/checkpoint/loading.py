@@ -99,11 +99,11 @@ def load(
         path, manifest = newest
         loading = _Loading(path, manifest, forward_backward, steps)
         # Nothing is changed before every rank has found that all of it fits.
-        agreed(gathering, lambda: loading.prepare(optimizer, {"scheduler": scheduler, "loader": loader}))
+        agreed(gathering, path, lambda: loading.prepare(optimizer, {"scheduler": scheduler, "loader": loader}))
         asked = {name for names in gathering.gather(sorted(loading.asked)) for name in names}
         if gathering.rank == 0:
             loading.warn_of_what_is_left(asked)
-        agreed(gathering, lambda: loading.finish(bool(asked)))
+        agreed(gathering, path, lambda: loading.finish(bool(asked)))
         if gathering.rank == 0:
             continues(forward_backward, path.parent)
         return loading.extra
@@ -113,22 +113,24 @@ def _newest_whole(
     folder: Path, gathering: TransportGathering, ranks: int, required: bool
 ) -> tuple[Path, Manifest] | None:
     """The checkpoint to load; None where there is none. One that is asked for by its own name is loaded or refused."""
-    found = agreed(gathering, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
+    found = agreed(gathering, folder, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
     refused: list[str] = []
+    manifests: dict[Path, Manifest] = {}  # read once: another job's keep= may delete a checkpoint at any moment
     for path in map(Path, found):
 
         def check(path: Path = path) -> None:  # of the contents a rank reads its share
-            Manifest.read(path, sizes=True).check_contents(path, gathering.rank, ranks)
+            manifests[path] = Manifest.read(path, sizes=True)
+            manifests[path].check_contents(path, gathering.rank, ranks)
 
         try:
-            agreed(gathering, check)
+            agreed(gathering, path, check)
         except CheckpointError as error:
             refused.append(str(error))
             continue
         if refused and gathering.rank == 0:
             why = "; ".join(refused)
             warnings.warn(f"{why}. Going on from the one before: {path}", RuntimeWarning, stacklevel=4)
-        return path, Manifest.read(path)
+        return path, manifests[path]
     if refused:
         raise CheckpointError(f"{folder} has no whole checkpoint: " + "; ".join(refused))
     return None

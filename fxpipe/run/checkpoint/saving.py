@@ -111,7 +111,7 @@ def save(
             place = saver.begin(path, step) if gathering.rank == 0 else {}
             return {**place, "has_costs": steps.recorder.has_costs}
 
-        begun = agreed(gathering, begin)
+        begun = agreed(gathering, path, begin)
         place = begun[0]
         # A collective call: made by all ranks or by none.
         costs = steps.recorder.known_costs() if all(one["has_costs"] for one in begun) else None
@@ -120,8 +120,10 @@ def save(
             run, ties = _run_id(), ties_of(steps.module)
             manifest = Manifest(step, place["number"], "", run, steps.topology.axes, versions, {}, ties)
             job = _Job(Path(place["partial"]), keep, manifest)
-            everyone = agreed(gathering, lambda: job.collect(forward_backward, steps, optimizer, given, extra, costs))
-            agreed(gathering, lambda: job.settle(everyone, copies=not block))
+            everyone = agreed(
+                gathering, path, lambda: job.collect(forward_backward, steps, optimizer, given, extra, costs)
+            )
+            agreed(gathering, path, lambda: job.settle(everyone, copies=not block))
             beside = None if block else gathering_beside(steps.transport, place["token"])
             if beside is not None:
                 saver.pending = _write_later(job, beside, steps.state.device, saver.lock)
@@ -132,7 +134,8 @@ def save(
         except BaseException:
             if gathering.rank == 0:
                 shutil.rmtree(place["partial"], ignore_errors=True)
-                saver.known[path] = place["number"] - 1  # the next of this number may be another's
+                # Where it was not completed, the next of this number may be another's.
+                saver.known[path] = min(place["number"], run_folder.newest(path))
             raise
 
 
@@ -192,7 +195,7 @@ class _Saver:
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
         wait_for_writes(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if self.lock is None or self.lock.folder != folder:  # a process that was forked keeps its parent's
+        if self.lock is None or not self.lock.is_of(folder):  # a process that was forked keeps its parent's
             self.lock = lock_of(folder, _run_id())
         newest = run_folder.newest(folder)
         # Numbers only grow, so that a larger one than this run's last was written by another run.
@@ -281,13 +284,13 @@ class _Job:
     def write(self, gathering: Gathering) -> Path:
         """The checkpoint's folder; where one rank fails, all do, and nothing is left of it."""
         # A rank whose write failed still meets the others, who would wait for it.
-        written = Verdict(lambda: self.plan.write(self.partial))
+        written = Verdict(self.partial, lambda: self.plan.write(self.partial))
 
         def complete() -> str:
             messages = gathering.to_first(written.message)
             return str(self._finish(values_of(messages, written))) if gathering.rank == 0 else ""
 
-        outcome = Verdict(complete)
+        outcome = Verdict(self.partial, complete)
         if gathering.rank == 0 and outcome.error is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
         given = gathering.from_first(outcome.message)
@@ -304,9 +307,10 @@ class _Job:
         # The rename is the moment from which the checkpoint is there: all before it may be lost.
         final = run_folder.complete(self.partial)
         try:
+            run_folder.make_latest(final)
             run_folder.keep_newest(final.parent, self.keep)
-        except OSError as error:  # this one is complete all the same
-            warnings.warn(f"old checkpoints in {final.parent} could not be deleted: {error}", stacklevel=2)
+        except OSError as error:
+            warnings.warn(f"{final} is complete, but latest or older ones were not changed: {error}", stacklevel=2)
         return final
 
 
