@@ -16,7 +16,7 @@ from typing import Any, cast
 from tabulate import tabulate
 
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest
+from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest, printable
 from fxpipe.schedules import SCHEDULES, ScheduleName, build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
@@ -162,7 +162,7 @@ def _compare(args: argparse.Namespace) -> None:
         raise next(iter(failed.values()))
     headers = ["schedule", "makespan", "lower bound", "bubble", "peak in flight", "summed over stages", "peak bytes"]
     shown = headers if args.bytes is not None else headers[:-1]
-    print(tabulate(rows, shown, disable_numparse=True, colalign=["left", *["right"] * (len(shown) - 1)]))
+    print(printable(tabulate(rows, shown, disable_numparse=True, colalign=["left", *["right"] * (len(shown) - 1)])))
     for family, refusal in failed.items():
         print(f"fxpipe: {family}: {str(refusal).splitlines()[0]}", file=sys.stderr)
 
@@ -265,9 +265,10 @@ def _checkpoint(args: argparse.Namespace) -> None:
     if (args.what == "export") != (args.out is not None):
         args.parser.error("write checkpoint export PATH OUT, with the folder to write into; the others take PATH alone")
     if args.what == "export":
-        print(commands.export(path, Path(args.out), None if args.config is None else Path(args.config), args.prefix))
+        text = commands.export(path, Path(args.out), None if args.config is None else Path(args.config), args.prefix)
     else:
-        print({"show": commands.show, "verify": commands.verify}[args.what](path))
+        text = {"show": commands.show, "verify": commands.verify}[args.what](path)
+    print(printable(text))
 
 
 # --- doctor ---

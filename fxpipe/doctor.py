@@ -28,7 +28,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.torch_transport import facts_of
 from fxpipe.distributed.traffic import DATA_AXIS
 from fxpipe.distributed.transport import failing_together
-from fxpipe.errors import RunError, describe_error
+from fxpipe.errors import RunError, describe_error, printable
 from fxpipe.hardware import DEVICE, Hardware, measure, name_of_this_device
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.schedules.comparison import compare
@@ -67,7 +67,7 @@ class Doctor:
             name = call.__name__
             parts[name] = self._run(name, call)
             if self._control.rank == 0:  # at once: a communicator's timeout may end this process in a later part
-                print(_table(name, **parts[name]), flush=True)
+                print(printable(_table(name, **parts[name])), flush=True)
         if self._control.rank:
             return
         hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])

@@ -24,11 +24,16 @@ def shortened(text: str, most: int = MOST_TOLD) -> str:
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 
+def printable(text: str) -> str:
+    """A text whose control characters are escaped, as by ``repr``: a terminal obeys them, whoever chose the name."""
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+
+
 class FxpipeError(Exception):
-    """The base of every error that fxpipe raises on purpose. Its message is ``shortened``, whatever it quotes."""
+    """The base of every error that fxpipe raises on purpose. Its message is ``shortened`` and ``printable``."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(shortened(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(printable(shortened(one)) if isinstance(one, str) else one for one in args))
 
 
 class TraceError(FxpipeError):
@@ -62,13 +67,14 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
         yield
     except BaseException as error:
         with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
-            error.add_note(note())
+            error.add_note(printable(note()))
         raise
 
 
 def describe_error(error: BaseException) -> str:
     """Formats an error with its notes, for the other ranks."""
-    return shortened("\n".join([f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))]))
+    lines = [f"{type(error).__name__}: {error}", *map(str, getattr(error, "__notes__", ()))]
+    return printable(shortened("\n".join(lines)))
 
 
 def nearest(name: object, known: Iterable[object]) -> str:

@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+from fxpipe.errors import printable
+
 PATIENCE = 2.0
 """Seconds after which something is logged as under way."""
 
@@ -42,7 +44,7 @@ def is_teller() -> bool:
 def log(text: str, stream: TextIO | None = None) -> None:
     """Prints to stderr, or to a stream; of several processes only rank 0."""
     if is_teller():
-        print(text, file=stream or sys.stderr, flush=True)
+        print(printable(text), file=stream or sys.stderr, flush=True)
 
 
 # --- Warnings that point to the user's own line, however far it is from what warns ---
@@ -54,4 +56,4 @@ def warn(text: str, category: type[Warning]) -> None:
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
     own = next((place for place, name in enumerate(names) if not name.startswith("fxpipe.")), len(names))
-    warnings.warn(text, category, stacklevel=1 + own)
+    warnings.warn(printable(text), category, stacklevel=1 + own)

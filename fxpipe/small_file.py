@@ -9,11 +9,25 @@ import uuid
 from pathlib import Path
 
 
-def read_small(path: str | os.PathLike[str], most: int) -> bytes:
+class Budget:
+    """How much of ``what`` may yet be made of a file: a part that it names again counts again, so that a small file
+    fills no memory."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self._left, self._all = most, f"{most:,} {what}"
+
+    def spend(self, amount: int) -> None:
+        """ValueError where less is left."""
+        self._left -= amount
+        if self._left < 0:
+            raise ValueError(f"it unfolds to more than {self._all}; no file that torch writes does")
+
+
+def read_small(path: str | os.PathLike[str], most: int, more: int = 0) -> bytes:
     """What is in a file. OSError where it cannot be read, (EFBIG) has more than ``most`` bytes, or (EINVAL) is a device
-    or a pipe, for whose other end one would wait."""
+    or a pipe, for whose other end one would wait. ``more``: flags of ``os.open``."""
     # O_NONBLOCK: opening a pipe would otherwise wait for its writer.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))

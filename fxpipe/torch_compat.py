@@ -20,7 +20,7 @@ import socket
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
 from fxpipe.device import shared_name, with_shared_names
+from fxpipe.small_file import Budget
 
 __all__ = [  # of what is imported above, for the others; what is made below needs no list
     "BackwardHookFunction",
@@ -573,10 +574,23 @@ METADATA_CLASSES = {
 }
 """(module, name) of those whose instances are there with their attributes."""
 METADATA_FUNCTIONS = {
+    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
 }
 """Those that are called there with one argument."""
+
+
+def checked_zip(file: IO[bytes]) -> IO[bytes]:
+    """A file of ``torch.save``, at its beginning. ValueError where its records, unpacked, have more bytes than it."""
+    file.seek(0, 2)
+    budget = Budget(file.tell(), "bytes")
+    file.seek(0)
+    reader = torch._C.PyTorchFileReader(file)
+    # 2.12 does not say the sizes, and is not asked.
+    budget.spend(sum(map(getattr(reader, "get_record_size", lambda name: 0), reader.get_all_records())))
+    file.seek(0)
+    return file
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:

@@ -16,6 +16,8 @@ import torch
 import fxpipe
 from fxpipe.__main__ import main
 from fxpipe.distributed.topology import Topology
+from fxpipe.parameters.checkpoint.manifest import Manifest
+from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.weights import Weights
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.schedule import Schedule
@@ -249,6 +251,22 @@ def test_a_wrong_checkpoint_command_is_told(
 
 
 # --- help ---
+
+
+def test_names_of_a_file_tell_a_terminal_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, folder = "\x1b]0;title\x07\x9b2J", tmp_path / "step-000001"
+    plan = RankPlan({"model": {name: torch.zeros(2)}}, 0)
+    plan.settle([plan.message()])
+    folder.mkdir()
+    files = plan.finish(folder, [plan.write(folder)])
+    Manifest(1, 1, "today\x1b[2J", "run", (), {}, files).write(folder)
+    for path, code in ((folder, 0), (tmp_path, 0), (tmp_path / "\x1b[2J", 1)):
+        assert main(["checkpoint", "show", str(path)]) == code
+        printed = "".join(capsys.readouterr())
+        assert not {"\x1b", "\x07", "\x9b"} & set(printed)
+        assert r"\x1b[2J" in printed
+    assert main(["checkpoint", "show", str(folder)]) == 0
+    assert r"\x1b]0;title\x07\x9b2J" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("about", [(), ("show",), ("compare",), ("topology",)], ids=str)

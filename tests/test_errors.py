@@ -5,10 +5,14 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import fxpipe
 from fxpipe import errors
+from fxpipe.progress import log
 
 PAGE = Path(__file__).parents[1] / "examples" / "errors.md"
 
@@ -54,3 +58,34 @@ def test_what_is_told_of_any_error_is_bounded_with_its_notes() -> None:
     error = ValueError("x" * 10**6)
     error.add_note("y" * 10**6)
     assert len(errors.describe_error(error)) < errors.MOST_TOLD + 1
+
+
+def test_what_an_error_quotes_tells_a_terminal_nothing() -> None:
+    """Names come from files and models; lines and tabs are the message's own."""
+    error = errors.CheckpointError("no \x1b[31m\x9b\u202e\n\t“é”")
+    assert str(error) == "no \\x1b[31m\\x9b\\u202e\n\t“é”"
+    with pytest.raises(ValueError, match="of theirs") as raised, errors.noted(lambda: "in stage \x1b"):
+        raise ValueError("of theirs")
+    assert raised.value.__notes__ == ["in stage \\x1b"]
+    assert errors.describe_error(ValueError("\x1b")) == "ValueError: \\x1b"
+
+
+def test_what_a_model_names_tells_a_terminal_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    bell = "\x07\x1b[31m"
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return fxpipe.stage_boundary(output, name=bell).square().mean()
+
+    topology, example = fxpipe.Topology([("pipe", 2)]), torch.ones(4, 2)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "microbatches": 2, "example_args": (example,)}
+    preview = fxpipe.preview(torch.nn.Linear(2, 2), topology, **options)
+    forward_backward = fxpipe.compile(torch.nn.Linear(2, 2), topology, **options)
+    forward_backward.record_timeline()
+    forward_backward(example)
+    stages = forward_backward.stages
+    for shown in (preview, stages, *stages, forward_backward.schedule, forward_backward.timeline()):
+        print(shown, repr(shown))
+    log(bell)
+    printed = "".join(capsys.readouterr())
+    assert not {"\x07", "\x1b"} & set(printed)
+    assert printed.count(r"\x07\x1b[31m") > 8

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
-    device torch_compat
-    errors notebook packed precision progress seeds small_file hardware labels validation
+    device small_file torch_compat
+    errors notebook packed precision progress seeds hardware labels validation
     options
     graph schedules
     distributed formats passes trace
@@ -61,8 +61,8 @@ MAY_NAME_CUDA = {
     "passes/effects.py": "methods and attributes of tensors",
 }
 """And nobody else: torch.accelerator, torch.Stream and torch.Event serve every accelerator."""
-PYTHONS = set("_replace _fields _getframe _current_frames _exit _SubParsersAction".split())
-"""Private by their form; what Python's documentation names."""
+PYTHONS = set("_replace _fields _getframe _current_frames _exit _SubParsersAction _Unpickler".split())
+"""Private by their form; what Python's documentation names, and pickle's class in Python (PEP 399)."""
 
 
 class File:

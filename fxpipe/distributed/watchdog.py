@@ -24,14 +24,14 @@ from fxpipe.distributed import heartbeat
 from fxpipe.distributed.activity import Waiting, first_difference, here
 from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, SILENT, Ending, Heard, Heartbeat, Report
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import FxpipeError, describe_error
+from fxpipe.errors import FxpipeError, describe_error, printable
 from fxpipe.torch_compat import default_store
 
 
 def say(text: str) -> None:
     """One line to stderr, at once: what ends this process may leave no time later."""
     with contextlib.suppress(OSError, ValueError):  # there may be nobody to read it
-        print(f"fxpipe: {' | '.join(text.splitlines())}", file=sys.stderr, flush=True)
+        print(f"fxpipe: {printable(' | '.join(text.splitlines()))}", file=sys.stderr, flush=True)
 
 
 def write_trail(rank: int, head: str) -> None:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from html import escape
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, printable
 from fxpipe.formats.svg_picture import svg
 from fxpipe.formats.words import IN_WORDS, headline, unit_of, waited
 from fxpipe.graph.ranks import named
@@ -158,7 +158,7 @@ def html(timeline: Timeline) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>{escape(headline(timeline)[0])}</title>
+<title>{escape(printable(headline(timeline)[0]))}</title>
 <style>{STYLE}</style>
 </head>
 <body>

@@ -8,6 +8,7 @@ from functools import cache
 from html import escape
 from typing import NamedTuple
 
+from fxpipe.errors import printable
 from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Reduction, Timeline, ran
@@ -47,7 +48,7 @@ def svg(timeline: Timeline) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fxpipe" {size} viewBox="0 0 {width:g}'
         f' {layout.bottom + MARGIN:g}" font-family="system-ui, sans-serif" font-size="{FONT}" role="img"'
-        f' aria-label="{escape(what)}; {escape(figures)}">',
+        f' aria-label="{escape(printable(what))}; {escape(figures)}">',
         f"<style>{DARK}</style>",
         f"<defs>{''.join(_patterns(timeline))}</defs>",
         f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>',
@@ -75,7 +76,7 @@ def ops(timeline: Timeline) -> list[Op]:
 
 def _text(x: float, y: float, text: str, more: str = "", dim: bool = False) -> str:
     kind, colour = ("dim", DIM) if dim else ("ink", INK)
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{colour}" {more}>{escape(text)}</text>'
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{colour}" {more}>{escape(printable(text))}</text>'
 
 
 # --- fills ---
@@ -198,7 +199,7 @@ def _reductions(layout: PictureLayout) -> Iterator[str]:
                 text = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
                 yield (
                     f'<rect class="reduction" x="{x:g}" y="{y}" width="{width:g}" height="{LANE - 1}"'
-                    f' fill="{REDUCTION}"><title>{escape(text)}</title></rect>'
+                    f' fill="{REDUCTION}"><title>{escape(printable(text))}</title></rect>'
                 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, printable
 from fxpipe.graph.deferred import Deferred
 from fxpipe.torch_compat import gradient_edge, plain_apply, pytree, run_backward
 
@@ -117,7 +117,8 @@ class Forward:
         return outputs, Saved(arrivals, list(map(edges, outputs)), deferred)
 
     def __str__(self) -> str:
-        return f"# forward of stage {self.name}: ({', '.join(self.names)}) -> ({', '.join(self.outputs)})\n{self.code}"
+        name, outputs = printable(self.name), ", ".join(self.outputs)
+        return f"# forward of stage {name}: ({', '.join(self.names)}) -> ({outputs})\n{self.code}"
 
     __repr__ = __str__
 
@@ -177,7 +178,7 @@ class Backward:
         returned = ", ".join(f"d_{name}" for name in self.names)
         given = ", ".join(f"d_{output}" for output in self.outputs)
         return (
-            f"# backward of stage {self.name}\ndef backward(saved, ({given})):\n"
+            f"# backward of stage {printable(self.name)}\ndef backward(saved, ({given})):\n"
             f"    torch.autograd.backward([{', '.join(self.outputs)}], [{given}])  # parameters accumulate into .grad\n"
             f"    return [{returned}]"
         )

@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
-from fxpipe.errors import PartitionError, nearest
+from fxpipe.errors import PartitionError, nearest, printable
 from fxpipe.graph.awaiting import reading
 from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.loss import Counting
@@ -117,7 +117,7 @@ class Stage:
 
     def __repr__(self) -> str:
         outputs = listed([*dict.fromkeys(self._output_names())])
-        return f"<Stage {self.index} `{self.name}`: ({listed(self.input_names)}) -> ({outputs})>"
+        return f"<Stage {self.index} `{printable(self.name)}`: ({listed(self.input_names)}) -> ({outputs})>"
 
     def _output_names(self) -> list[str]:
         return [edge.value for edge in self.outputs] + ["result"] * self.returns_result
@@ -279,7 +279,7 @@ class StageGraph(Tabular):
         again = ", ".join(name for name in self.names if name in self.recomputed)
         notes = [again and f"recomputed: {again}", self.origin and f"captured by {self.origin}", self.labels]
         halves = [_made_in_input(stage) for stage in self.stages if stage.in_input]
-        return "\n".join([grid, *runs, *filter(None, notes), *halves])
+        return printable("\n".join([grid, *runs, *filter(None, notes), *halves]))
 
     def __repr__(self) -> str:
         return f"<StageGraph of {len(self)} stages: {listed(self.names)}>"

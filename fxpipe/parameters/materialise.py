@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import CheckpointError, RunError, nearest, noted
+from fxpipe.errors import CheckpointError, RunError, nearest, noted, printable
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.graph.with_loss import plain_model
 from fxpipe.parameters.ownership import on_meta, replace_tensors
@@ -152,7 +152,7 @@ def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: I
     if is_teller():
         unused = f"; {len(others)} of its own are not used, first {others[0]!r}" if others else ""
         made = "init_fn makes those on the meta device, others stay as they are"
-        warnings.warn(f"{lacking}; {made}{unused}", stacklevel=3)
+        warnings.warn(printable(f"{lacking}; {made}{unused}"), stacklevel=3)
 
 
 # --- new tensors

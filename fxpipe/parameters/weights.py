@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -21,6 +22,7 @@ from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest
 from fxpipe.parameters.dtensors import check_fits
 from fxpipe.small_file import read_small
+from fxpipe.torch_compat import checked_zip
 from fxpipe.validation import is_text, shown
 
 if TYPE_CHECKING:
@@ -146,6 +148,9 @@ class _TorchFile:
 
     def _load(self) -> Mapping[str, Any]:
         try:
+            if zipfile.is_zipfile(self.path):  # torch.load says what else it is
+                with self.path.open("rb") as file:
+                    checked_zip(file)
             state = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from fxpipe.errors import printable
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import Tabular
 from fxpipe.plan.plan import Plan
@@ -125,7 +126,7 @@ class Preview(Tabular):
 
     def __str__(self) -> str:
         parts = [str(self.graph), table(self.timeline), self.saving, self._memory, self._figures, self.what]
-        return "\n".join(filter(None, parts))
+        return printable("\n".join(filter(None, parts)))
 
     def __repr__(self) -> str:
         return f"<Preview of {self.graph!r} by {self.schedule!r}>"

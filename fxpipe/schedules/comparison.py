@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, printable
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Span, Timeline, ran
@@ -132,7 +132,7 @@ class Comparison:
                     yield f"rank {here}, between actions", 0.0, gap
                 else:
                     yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
-            what = f"{action.op.value} of stage {self.real.schedule.label(action.stage)}"
+            what = f"{action.op.value} of stage {printable(self.real.schedule.label(action.stage))}"
             planned, real = (one.spans.get(action, Span(0.0, 0.0)) for one in (self.planned, self.real))
             yield what, planned.duration, real.duration
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, printable
 from fxpipe.graph.ranks import ranks_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import in_steps
@@ -34,7 +34,7 @@ def table(what: Schedule | Timeline, full: bool = False) -> str:
     schedule = what if isinstance(what, Schedule) else what.schedule
     stages, ranks = len(schedule.placement), len(schedule.rows)
     head = f"{schedule.name}: {stages} stages on {ranks} ranks, {schedule.microbatches} micro-batches"
-    return "\n".join([*_drawn(schedule, full=full), head, *_figures(what)])
+    return printable("\n".join([*_drawn(schedule, full=full), head, *_figures(what)]))
 
 
 def grid(schedule: Schedule, marked: Collection[Action] = ()) -> str:

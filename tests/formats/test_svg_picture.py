@@ -180,6 +180,16 @@ def test_names_are_escaped_and_the_long_ones_cut() -> None:
     html(timeline).encode()
 
 
+def test_control_characters_of_a_name_are_escaped_wherever_it_is_drawn() -> None:
+    """XML has none: a picture with one could not be opened."""
+    timeline = build("1f1b", chain(2), 2, names=["\x1b[31m", "\0\ufffe"]).simulate()
+    named = dataclasses.replace(timeline, schedule=dataclasses.replace(timeline.schedule, name="\x07"))
+    drawn = read(svg(named))
+    assert {r"0: \x1b[31m", r"1: \x00\ufffe"} <= set(drawn.texts)
+    for text in (svg(named), html(named), named.schedule._repr_html_(), str(named)):
+        assert not {"\x1b", "\0", "\x07", "\ufffe"} & set(text)
+
+
 def test_the_axis_counts_in_forwards_or_in_nothing_or_in_measured_time() -> None:
     schedule = build("1f1b", WORKED, 8)
     drawn = read(svg(schedule.simulate()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import random
+import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.checkpoint import manifest as saving_manifest
@@ -154,6 +156,146 @@ def test_an_altered_metadata_is_told(tmp_path: Path, kind: str) -> None:
     altered(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_of_the_folder_is_not_opened(tmp_path: Path, kind: str) -> None:
+    """A pipe without a writer was waited for, and a link was followed out of the folder."""
+    dcp.save(state(), checkpoint_id=tmp_path / "folder")
+    folder = tmp_path / "folder"
+    file = folder / "__0_0.distcp"
+    if kind == "link":
+        file.rename(tmp_path / "outside")
+        file.symlink_to("../outside")
+    else:
+        file.unlink()
+        os.mkfifo(file)
+        altered(folder, lambda m: [setattr(place, "length", 0) for place in places(m).values()])
+        altered(folder, lambda m: [setattr(place, "offset", 0) for place in places(m).values()])
+    with pytest.raises(CheckpointError, match=r"'__0_0\.distcp', which is no file of its folder \(a link is none\)"):
+        read_metadata(folder)
+    files = {file.name: Written(file.lstat().st_size, (0,) * (kind == "link"))}
+    with pytest.raises(CheckpointError, match=r"distcp is a link, a pipe or a device, and no file of this folder"):
+        Manifest(1, 1, "", "", (), {}, files).check_sizes(folder)
+
+
+@pytest.mark.parametrize("name", [METADATA, MANIFEST])
+def test_what_says_which_files_there_are_is_no_link(tmp_path: Path, name: str) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path / "folder")
+    manifest(tmp_path / "folder")
+    (tmp_path / "folder" / name).rename(tmp_path / "outside")
+    (tmp_path / "folder" / name).symlink_to("../outside")
+    read = {METADATA: read_metadata, MANIFEST: Manifest.read}[name]
+    with pytest.raises(CheckpointError, match="symbolic links"):
+        read(tmp_path / "folder")
+
+
+def nested(depth: int) -> Any:
+    """A tuple of two equal ones of two equal ones ...: a few bytes of a pickle, and 2**depth numbers."""
+    value: Any = (1, 2)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def set_size(metadata: Any, size: Any) -> None:
+    entry = metadata.state_dict_metadata["model.weight"]
+    entry.size, entry.chunks = size, [ChunkStorageMetadata(torch.Size([0] * 1000), size)]
+
+
+def share_chunks(metadata: Any) -> None:
+    """200 names, all of them with the same 200 parts."""
+    entry = metadata.state_dict_metadata["model.weight"]
+    entry.chunks *= 200
+    metadata.state_dict_metadata = {str(number): entry for number in range(200)}
+
+
+def repeat_part(metadata: Any) -> None:
+    """A tensor of 1,000 times what is stored, by the same part again and again."""
+    entry = metadata.state_dict_metadata["model.weight"]
+    entry.chunks, entry.size = entry.chunks * 1000, torch.Size([5000, 3])
+
+
+def share_path(metadata: Any) -> None:
+    """1,000 names, all of them at the same place below 1,000 others."""
+    path = ("a",) * 1000
+    metadata.planner_data = {str(number): path for number in range(1000)}
+
+
+class SizeOfList:
+    """Pickled as a torch.Size, of a list: each of them would be a copy."""
+
+    def __reduce__(self) -> Any:
+        return torch.Size, ([5, 3],)
+
+
+GROWING: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a size of a list": (lambda m: set_size(m, SizeOfList()), "a list stands where a tuple should"),
+    "shared parts": (share_chunks, r"it unfolds to more than [\d,]+ numbers"),
+    "a part again and again": (repeat_part, r"it unfolds to more than [\d,]+ bytes"),
+    "dimensions": (lambda m: set_size(m, torch.Size([2**61] * 1000)), "stands where a number should"),
+    "a shared path": (share_path, r"it unfolds to more than [\d,]+ numbers"),
+    "a key that is hashed for long": (
+        lambda m: setattr(m, "planner_data", {nested(16): 1}),
+        "a tuple stands where a str",
+    ),
+    "a path that is hashed for long": (
+        lambda m: setattr(m, "planner_data", {"a": (nested(16), "b")}),
+        "a tuple stands where a str",
+    ),
+    "a number that is printed for long": (
+        lambda m: setattr(places(m)["model.count"], "offset", nested(16)),
+        r"'\(+\.\.\.\), .{0,40}' stands where a number should",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(GROWING))
+def test_a_small_metadata_that_would_become_large_is_refused(tmp_path: Path, kind: str) -> None:
+    """Half a megabyte became 32 GB, or was read for minutes: what a pickle shares was made for each name."""
+    dcp.save(state(), checkpoint_id=tmp_path)
+    change, message = GROWING[kind]
+    altered(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        read_metadata(tmp_path)
+
+
+def test_the_metadata_of_many_parts_is_read(tmp_path: Path) -> None:
+    """What it makes is in proportion to its length, for any number of dimensions and parts, shared as torch shares."""
+    tensors = {str(dims): torch.ones([2] * dims) for dims in range(17)}
+    dcp.save(tensors, checkpoint_id=tmp_path)
+    assert FolderReader(tmp_path).tensors["16"] == (torch.Size([2] * 16), torch.float32)
+
+
+def deflated(content: bytes) -> bytes:
+    """A zip file's records, written again in the same order."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as read, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as written:
+        for record in read.infolist():
+            written.writestr(record.filename, read.read(record))
+    return file.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.skipif(not hasattr(torch._C.PyTorchFileReader, "get_record_size"), reason="torch 2.12 does not say sizes")
+@pytest.mark.parametrize("value", [torch.zeros(100_000), "x" * 100_000], ids=["tensor", "text"])
+def test_a_file_that_unpacks_to_more_than_it_has_is_refused(tmp_path: Path, value: Any) -> None:
+    """A megabyte became a gigabyte before it was found not to fit."""
+    small = torch.zeros(4) if isinstance(value, Tensor) else "x"
+    dcp.save({"value": small}, checkpoint_id=tmp_path)
+    content = deflated(saved(value))
+    (tmp_path / "__0_0.distcp").write_bytes(content)
+    altered(tmp_path, lambda m: setattr(places(m)["value"], "length", len(content)))
+    with pytest.raises(CheckpointError, match=rf"it unfolds to more than {len(content):,} bytes"):
+        FolderReader(tmp_path).plan({"value": small})()
+    (tmp_path / "weights.pt").write_bytes(deflated(saved({"value": value, "small": torch.zeros(1)})))
+    with pytest.raises(CheckpointError, match=r"it unfolds to more than [\d,]+ bytes"):
+        Weights.open(tmp_path / "weights.pt")
 
 
 def test_what_does_not_fit_is_told_before_anything_is_read(tmp_path: Path) -> None:

@@ -137,6 +137,16 @@ def launches_as_often_as_torch(printed: str) -> None:
         assert kernels + copies + messages + waits <= 2 * actions
 
 
+def ends_alike_and_does_not_grow(printed: str) -> None:
+    """Of 300 steps, killed twice; files and threads are counted, and memory may grow by a heap's pieces."""
+    undisturbed, killed = re.findall(r"^(?:undisturbed|killed): (\w+)$", printed, re.MULTILINE)
+    assert undisturbed == killed
+    assert len(re.findall("^killed  ", printed, re.MULTILINE)) == 3
+    _, _, memory, _, files, _, threads = rows(printed, "undisturbed +0 to", 1)[0]
+    assert memory < 20
+    assert (files, threads) <= (0, 0)
+
+
 CASES = [
     Case("compatibility.py --only ViT --page page.md", r"^ViT: record as it comes \S+ \S+ s$"),
     Case("compile_cost.py actions --divided 500", grown("actions, 1f1b, 8 ranks", "actions, zb_h1, 8 ranks")),
@@ -150,6 +160,7 @@ CASES = [
     Case("llama_7b.py --auto", r"\n6\.74B parameters \(12\.6 GiB\), none of them made\n"),
     Case("opaque_regions.py local wav2vec2", r"(?s)\nwav2vec2 (0\.0|\S+e-0[6-9]) .*\nwav2vec2 (0\.0|\S+e-0[6-9]) "),
     Case("opaque_regions.py told SmolVLM", r"\] {'model\.get_image_features': 'whole'}\n$"),
+    Case("soak.py --steps 300 --kills 2", ends_alike_and_does_not_grow),
     Case("step_profile.py sleep --rounds 2", sleeps_as_long),
     Case("step_profile.py gpt --rounds 2 --width 64", parts_sum_to_the_step),
     Case("step_profile.py collectives --rounds 1", r"all-gather \d+\.\d+, maximum \d+\.\d+, broadcast \d"),

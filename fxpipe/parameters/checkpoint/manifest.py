@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import CheckpointError
 from fxpipe.small_file import read_small
+from fxpipe.validation import shown
 
 MANIFEST = "fxpipe.json"
 FORMAT = 1
@@ -68,7 +70,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            manifest = _parsed(path, json.loads(read_small(path, _MOST)))
+            manifest = _parsed(path, json.loads(read_small(path, _MOST, os.O_NOFOLLOW)))
         except OSError as error:
             raise CheckpointError(
                 f"{folder} is no checkpoint of fxpipe.save, or not a whole one: {MANIFEST}: {error.strerror}"
@@ -83,13 +85,16 @@ class Manifest:
         """CheckpointError where a file is gone, or has another length than it was written with."""
         for name, written in self.files.items():
             try:
-                found = (folder / name).stat().st_size
+                found = os.lstat(folder / name)
             except OSError as error:
                 raise CheckpointError(
                     f"{folder / name} cannot be read ({error.strerror}), and its manifest expects {written.size} bytes"
                 ) from error
-            if found != written.size:
-                raise CheckpointError(f"{folder / name} has {found} bytes, and its manifest expects {written.size}")
+            size = found.st_size
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(f"{folder / name} is a link, a pipe or a device, and no file of this folder")
+            if size != written.size:
+                raise CheckpointError(f"{folder / name} has {size} bytes, and its manifest expects {written.size}")
 
     def check_contents(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """CheckpointError where a piece has another crc32 than it was written with: each ``ranks``-th, for ``rank``."""
@@ -182,7 +187,7 @@ def _written(size: Any, crc32s: Any) -> Written:
 def natural(value: Any) -> int:
     """A number that was read; ValueError for what is none, or could not be a size on a disk."""
     if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{str(value)[:40]!r} stands where a number should")
+        raise ValueError(f"{shown(value)[:40]!r} stands where a number should")
     return value
 
 

@@ -7,13 +7,14 @@ beside tensors is read by ``torch.load(weights_only=True)``.
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickle
-import pickletools
 from collections.abc import Callable, Collection, Mapping
+from functools import partial, reduce
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, natural, piec
 from fxpipe.parameters.checkpoint.plain import in_parts
 from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
-from fxpipe.small_file import read_small
-from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, storage_info
+from fxpipe.small_file import Budget, read_small
+from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, checked_zip, storage_info
 
 
 class FolderReader:
@@ -75,7 +76,8 @@ class FolderReader:
             self._check(name, value)
         self.asked |= planner.state_dict.keys()
         plan = planner.create_local_plan()
-        reader = FileSystemReader(self.folder)
+        reader: Any = FileSystemReader(self.folder)
+        reader.transforms = SimpleNamespace(transform_load_stream=lambda item, descriptors, part: checked_zip(part))
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
 
         def fill() -> None:
@@ -188,13 +190,12 @@ class ModelValues:
 METADATA = ".metadata"
 _MOST = 2**30  # bytes of what is read
 _DEPTH = 100  # of containers in each other
+_NUMBERS = 4  # of shapes and lists, for each byte: a pickle names twice what two tensors have
 
-_OPCODES = frozenset(
-    """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE STACK_GLOBAL
-    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS NEWOBJ REDUCE BUILD
-    MEMOIZE BINGET LONG_BINGET""".split()
-)
-"""What torch's pickles are made of: protocols 4 and 5, which count memoised values themselves."""
+_OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE
+    STACK_GLOBAL EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT NEWOBJ BUILD MEMOIZE
+    BINGET LONG_BINGET""".split()
+"""What torch's pickles are made of, beside those of ``_Unpickler``: protocols 4 and 5, which count memoised values."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -205,24 +206,15 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        pickled = read_small(path, _MOST)
+        pickled = read_small(path, _MOST, os.O_NOFOLLOW)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        _check_opcodes(pickled)
-        return _metadata(_Unpickler(pickled).load(), folder)
+        return _metadata(_Unpickler(pickled).load(), folder, Budget(_NUMBERS * len(pickled), "numbers"))
     except Exception as error:  # an altered pickle raises anything
-        text = str(error)[:200] or type(error).__name__
-        raise CheckpointError(f"{path} is not what torch.distributed.checkpoint writes, or was altered: {text}") from (
-            error
-        )
-
-
-def _check_opcodes(pickled: bytes) -> None:
-    """ValueError for what torch does not write: a few bytes could ask for any amount of memory, as LONG_BINPUT does."""
-    for opcode, _, _ in pickletools.genops(pickled):
-        if opcode.name not in _OPCODES:
-            raise ValueError(f"it has the operation {opcode.name}")
+        why = str(error)[:200] or type(error).__name__
+        text = f"{path} is not what torch.distributed.checkpoint writes, or was altered: {why}"
+        raise CheckpointError(text) from error
 
 
 class _Record:
@@ -234,38 +226,59 @@ class _Record:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own, of these operations alone. None copies, compares or hashes what another one has made: a few bytes
+    could ask for that again and again, and each of them for any amount of memory, as LONG_BINPUT does."""
+
     def __init__(self, pickled: bytes) -> None:
         super().__init__(io.BytesIO(pickled))
         # Made anew: whatever a pickle does to them is gone with them.
         # Classes become records, and functions hand on their argument: a pickle names them, and runs nothing of them.
         self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in METADATA_CLASSES}
-        self._known |= {key: lambda value: value for key in METADATA_FUNCTIONS}
-        self._known["torch", "Size"] = lambda sizes: tuple(sizes)
+        self._known |= dict.fromkeys(METADATA_FUNCTIONS, itemgetter(0))
+        self._known |= {("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
         if module.partition(".")[0] == "pathlib":
-            return lambda *parts: None  # where it was saved
+            return bool  # where it was saved: nothing asks for it
         if (module, name) not in self._known:
             raise ValueError(f"it names {module}.{name}")
         return self._known[module, name]
+
+    def refuse(self: Any) -> None:
+        raise ValueError("it has an operation that torch does not write")
+
+    def call(self: Any) -> None:
+        self.append(self.stack.pop(-2)(_the(tuple, self.stack.pop())))
+
+    def set_items(self: Any, items: Any = None) -> None:
+        pairs = iter(items or self.pop_mark())
+        for key, value in zip(pairs, pairs, strict=True):  # a tuple of tuples of tuples would be hashed for hours
+            _the(dict, self.stack[-1])[key if isinstance(key, _Record) else _the(str, key)] = value
+
+    dispatch: ClassVar[dict[int, Any]] = dict.fromkeys(pickle._Unpickler.dispatch, refuse)
+    dispatch |= {opcode: pickle._Unpickler.dispatch[opcode] for (opcode,) in map(partial(getattr, pickle), _OPERATIONS)}
+    dispatch |= {pickle.REDUCE[0]: call, pickle.SETITEMS[0]: set_items}
+    dispatch[pickle.SETITEM[0]] = lambda self: self.set_items([self.stack.pop(-2), self.stack.pop()])
 
 
 # --- checking what was read
 
 
-def _metadata(read: Any, folder: Path) -> Metadata:
+def _metadata(read: Any, folder: Path, numbers: Budget) -> Metadata:
     top = _fields(read, "Metadata")
-    # Every name, offset and length is compared with the files that are there, before torch's reader follows them.
-    lengths = {file.name: file.stat().st_size for file in os.scandir(folder)}
-    stored = {_index(key): _place(place, lengths) for key, place in _the(dict, top["storage_data"]).items()}
-    entries = {_the(str, name): _entry(entry) for name, entry in _the(dict, top["state_dict_metadata"]).items()}
+    # Every name, offset and length is compared with the files that are there, before torch's reader follows them. What
+    # is no regular file is none of them: a link leads out of the folder, and for a pipe's other end one would wait.
+    lengths = {file.name: file.stat().st_size for file in os.scandir(folder) if file.is_file(follow_symlinks=False)}
+    stored = {_index(key, numbers): _place(place, lengths) for key, place in _the(dict, top["storage_data"]).items()}
+    entries = {_the(str, name): _entry(one, numbers) for name, one in _the(dict, top["state_dict_metadata"]).items()}
+    disk = Budget(sum(lengths.values()), "bytes")
     for name, entry in entries.items():
-        _check_stored(name, entry, stored)
+        _check_stored(name, entry, stored, disk)
     tree: dict[Any, Any] = {}
-    for name, (*outer, last) in _the(dict, top.get("planner_data") or {}).items():
+    for name, path in _the(dict, top.get("planner_data") or {}).items():
+        numbers.spend(len(_the(tuple, path)))
+        *outer, last = (key if type(key) is int else _the(str, key) for key in path)
         within = tree
         for key in outer[:_DEPTH]:
             if isinstance(within.get(key), str):  # another rank has a value where this one has several
@@ -289,18 +302,21 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
     return fields
 
 
-def _sizes(value: Any) -> torch.Size:
-    return torch.Size(map(natural, _the(tuple, value)))
+def _sizes(value: Any, numbers: Budget) -> torch.Size:
+    numbers.spend(len(_the(tuple, value)))
+    return torch.Size(map(natural, value))
 
 
-def _index(key: Any) -> MetadataIndex:
+def _volume(sizes: torch.Size) -> int:
+    """How many elements a shape has; ValueError where they could not be on a disk."""
+    return reduce(lambda volume, size: natural(volume * size), sizes, 1)
+
+
+def _index(key: Any, numbers: Budget) -> MetadataIndex:
     fields = _fields(key, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
-    return MetadataIndex(
-        _the(str, fields["fqn"]),
-        None if offset is None else _sizes(offset),
-        None if index is None else natural(index),
-    )
+    offset = None if offset is None else _sizes(offset, numbers)
+    return MetadataIndex(_the(str, fields["fqn"]), offset, None if index is None else natural(index))
 
 
 def _place(read: Any, lengths: Mapping[str, int]) -> Any:
@@ -309,41 +325,44 @@ def _place(read: Any, lengths: Mapping[str, int]) -> Any:
         raise ValueError("its tensors were written through extensions")
     file, offset, length = _the(str, fields["relative_path"]), natural(fields["offset"]), natural(fields["length"])
     if file not in lengths:
-        raise ValueError(f"it names {file[:80]!r}, which is no file of its folder")
+        raise ValueError(f"it names {file[:80]!r}, which is no file of its folder (a link is none)")
     if offset + length > lengths[file]:
         raise ValueError(f"{file} has {lengths[file]} bytes, and {offset + length} are expected")
     return storage_info(file, offset, length)
 
 
-def _entry(read: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry(read: Any, numbers: Budget) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(read).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(read, "TensorStorageMetadata")
-    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in list(fields["chunks"])]
+    numbers.spend(len(_the(list, fields["chunks"])))
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
     return TensorStorageMetadata(
         TensorProperties(dtype=_the(torch.dtype, fields["properties"].state[0])),
-        _sizes(fields["size"]),
-        [ChunkStorageMetadata(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks],
+        _sizes(fields["size"], numbers),
+        [ChunkStorageMetadata(*(_sizes(chunk[name], numbers) for name in ("offsets", "sizes"))) for chunk in chunks],
     )
 
 
 def _check_stored(
-    name: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, Any]
+    name: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, Any], disk: Budget
 ) -> None:
     """ValueError unless each part of a tensor is inside of it and stored, with bytes enough, and together they fill it.
-    So no shape is larger than what is on disk."""
+    So no shape is larger than what is on disk, of which each part counts as often as it is named."""
     if isinstance(entry, BytesStorageMetadata):
         if MetadataIndex(name) not in stored:
             raise ValueError(f"{name[:80]} is stored nowhere")
+        disk.spend(stored[MetadataIndex(name)].length)
         return
     for chunk in entry.chunks:
         where = stored.get(MetadataIndex(name, chunk.offsets))
-        needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+        needed = _volume(chunk.sizes) * entry.properties.dtype.itemsize
         ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
         inside = len(chunk.sizes) == len(entry.size) and all(map(int.__le__, ends, entry.size))
         if where is None or where.length < needed or not inside:
             raise ValueError(f"a part of {name[:80]} is stored nowhere, or does not fit")
+        disk.spend(needed)
     # Chunks that are inside and have the tensor's volume together fill it, but for overlaps, which torch never writes.
-    volume = sum(map(math.prod, (chunk.sizes for chunk in entry.chunks)))
-    if volume != math.prod(entry.size):
-        raise ValueError(f"parts of {name[:80]} have {volume} elements of {math.prod(entry.size)}")
+    volume = sum(map(_volume, (chunk.sizes for chunk in entry.chunks)))
+    if volume != _volume(entry.size):
+        raise ValueError(f"parts of {name[:80]} have {volume} elements of {_volume(entry.size)}")

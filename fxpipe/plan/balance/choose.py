@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import PartitionError, RunError, ScheduleError
+from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.program import Program, called_in
 from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.hardware import Hardware
@@ -86,7 +86,7 @@ class Balanced:
         ]
         headers = ["", "stages", "makespan, ms", "bubble", "peak of a rank, MiB", "modules of each rank"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
-        return f"{grid}\n{self.what}"
+        return printable(f"{grid}\n{self.what}")
 
     def _modules(self, layout: StageLayout) -> str:
         """A line for each rank, or ranks, of a stage: the outermost modules that one stage runs whole, or parts."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.gathering import TransportGathering, agreed
-from fxpipe.errors import CheckpointError
+from fxpipe.errors import CheckpointError, printable
 from fxpipe.parameters.checkpoint import run_folder
 from fxpipe.parameters.checkpoint.manifest import Manifest
 from fxpipe.parameters.checkpoint.plain import is_parts
@@ -212,7 +212,7 @@ class _Loading:
             )
 
     def _warn(self, what: str) -> None:
-        warnings.warn(f"{self._path} has {what}", RuntimeWarning, stacklevel=4)
+        warnings.warn(printable(f"{self._path} has {what}"), RuntimeWarning, stacklevel=4)
 
     def finish(self, goes_on: bool) -> None:
         """``goes_on``: whether any rank has optimizers, for one without parameters may have none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class PlainParts:
     def read(path: Path) -> PlainParts:
         """Out of their file; CheckpointError where that was altered."""
         try:
-            read = json.loads(read_small(path, 2**40))
+            read = json.loads(read_small(path, 2**40, os.O_NOFOLLOW))
             ranks: Sequence[dict[str, str]] = read["ranks"]
             trees = dict(read["trees"])
             whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
