@@ -15,7 +15,7 @@ from torch.fx import Node
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
 from fxpipe.graph.modes import Modes, enter_modes, leave_modes
-from fxpipe.graph.opaque_call import OpaqueCall, has_opaque_calls, opaque_calls
+from fxpipe.graph.opaque_call import OpaqueCall, opaque_calls
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import (
     Program,
@@ -384,12 +384,13 @@ def _note_parts(module: nn.Module) -> None:
 def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     """The stages, marked which of them vary.
 
-    That is one that holds an opaque region; those behind it that make values of sizes which come out of it,
-    or of any size, where nothing is known of sizes, or that train nothing, so that what they send needs a gradient if
-    what they are given does; and those before it: it may use what they send in one step, and not in the next, and then
-    sends no gradient back.
+    That is one that holds an opaque region whose results vary; those behind it that make values of sizes which come out
+    of it, or of any size, where nothing is known of sizes, or that train nothing, so that what they send needs a
+    gradient if what they are given does; and those before it: it may use what they send in one step, and not in the
+    next, and then sends no gradient back.
     """
-    regions = [node for node in program.nodes if is_kept(program, node)]
+    opaque = {node: opaque_calls(program.opaque.get(str(node.target))) for node in program.nodes}
+    regions = [node for node, calls in opaque.items() if any(call.varies for call in calls)]
     own = {program.stage_of[node.name] for node in regions}
     found, behind, unsure = set(own), set(own), set(own)
     # Before a region, backwards along the edges: whether a gradient comes back is known in the step alone.
@@ -411,11 +412,6 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
             unsure.add(stage.index)
     found |= unsure
     return [replace(stage, varies=stage.index in found) for stage in stages]
-
-
-def is_kept(program: Program, node: Node) -> bool:
-    """Whether a node calls an opaque region."""
-    return node.op == "call_module" and has_opaque_calls(program.opaque.get(str(node.target)))
 
 
 def _symbols(node: Node) -> set[str]:

@@ -153,6 +153,8 @@ class OpaqueCall(ReadsMore):
         self.name, self.method = name, method
         self.attributes: frozenset[tuple[str, str]] = frozenset()
         """Those that a region sets, of the ones that it sets or reads: (the path of their module, their name)."""
+        self.varies = True
+        """Whether what it returns may have other sizes in each step."""
         self._owner = (owner,)  # in a tuple, or nn.Module would make it a part of this one
         self._given, self._returned = given, returned
         self.guard: SizeCheck | None = None

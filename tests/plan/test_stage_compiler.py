@@ -146,6 +146,7 @@ def test_blocks_that_the_user_has_compiled_run_compiled(cuts: str, how: str, tra
     def trained(model: Blocks, boundaries: dict[str, str], **options: Any) -> list[Tensor]:
         torch.manual_seed(1)
         forward_backward = fxpipe.compile(model, **TWO, boundaries=boundaries, tracer=tracer, **options)
+        assert any(stage.varies for stage in forward_backward.stages) == ("whole" in boundaries.values())
         counted.calls = 0
         loss = forward_backward(batch(4))
         return [loss, *(parameter.grad for parameter in model.parameters())]

@@ -92,7 +92,9 @@ def _with_compiled(request: Request, options: Options) -> Request:
         inside = (cut for cut in request.cuts if cut.startswith(f"{path}."))
         outer = (region for region in request.whole if f"{path}.".startswith(f"{region.name}."))
         if path and is_compiled(part) and next(chain(inside, outer), None) is None:
-            request = _with_regions(request, path)
+            (*others, new) = _with_regions(request, path).whole
+            # Code that torch can compile has results of sizes that its inputs decide.
+            request = replace(request, whole=(*others, replace(new, varies=False)))
     return request
 
 

@@ -99,7 +99,7 @@ class Regions:
         returned = Structure(seen.returned, line=current_line)
         parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
         kept = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
-        kept.attributes = seen.sets | seen.asks
+        kept.attributes, kept.varies = seen.sets | seen.asks, region.varies
         place = self.request.whole.index(region)  # enc.proj and enc_proj are two
         target = f"whole_{region.name.replace('.', '_')}_{place}_{number}"
         call = RegionCall(region, number, target, seen, kept, list(given.tensors))

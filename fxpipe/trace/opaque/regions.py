@@ -18,12 +18,13 @@ WHOLE = "whole"
 @dataclass(frozen=True)
 class Region:
     """A submodule, or a method of one, whose Python runs for real. ``returns``: what it returns, with a tensor of any
-    device for each tensor, where the user has said it."""
+    device for each tensor, where the user has said it. ``varies``: whether that may have other sizes in each step."""
 
     name: str
     path: str
     method: str = "__call__"
     returns: Any = None
+    varies: bool = True
 
 
 @dataclass(frozen=True)
