@@ -18,7 +18,7 @@ from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.ranks import Placement
-from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture.capture_check import Sample
@@ -177,12 +177,7 @@ class Planner:
         held, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
             more[stage.name] = {name: one for name, one in stage.tensors.items() if id(one) not in held}
-
-        def wider(graph: StageGraph) -> StageGraph:
-            stages = (replace(s, tensors={**s.tensors, **more.get(s.name, {})}) for s in graph)
-            return replace(graph, stages=tuple(stages))
-
-        graphs = each_once(first.graphs, wider)
+        graphs = each_once(first.graphs, partial(_holding, more=more))
         self.plans[key] = replace(first, graph=joint(graphs), graphs=graphs)
 
     def keep(self, wanted: Collection[Plan]) -> None:
@@ -235,6 +230,11 @@ class Planner:
         # stages that any micro-batch has are placed.
         found = [one.graph for one in captured]
         graphs = called_alike(each_once(found, lambda graph: like(graph, self.first.graph)) if self.plans else found)
+        if not self.plans and self.captures is not None:
+            # later captures are cut as the first was, which one with symbolic sizes may have replaced in this plan
+            for captured_before in self.captures.kept.values():
+                more = {stage.name: stage.tensors for stage in captured_before.graph}
+                graphs = each_once(graphs, partial(_holding, more=more))
         every = joint(graphs)
         placement = place(every, self.ranks, self._wanted(every))
         read = {name for stage in every for name in stage.batch_inputs}
@@ -382,3 +382,13 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> StageGraph:
+    """The graph, whose stages hold more, by their names."""
+
+    def wider(stage: Stage) -> Stage:
+        others = {name: one for name, one in more.get(stage.name, {}).items() if id(one) not in stage.held}
+        return replace(stage, tensors={**stage.tensors, **others})
+
+    return replace(graph, stages=tuple(map(wider, graph)))

@@ -113,6 +113,26 @@ def test_what_is_computed_of_a_parameter_alone_is_used_where_the_parameter_is() 
     assert_trains(Decays, [vectors(0), keeping(1, 0, 2), vectors(2)], ["layers.0"], 2, 1e-6)
 
 
+class Repeats(Deep):
+    """Each layer adds what a parameter alone decides, repeated for as many rows as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        places = self.places.sin().repeat(x.shape[0], 1)
+        for layer in self.layers:
+            x = layer(x + places)
+        return F.mse_loss(self.head(x), y)
+
+
+def test_stages_hold_what_a_capture_reads_that_one_with_symbolic_sizes_has_replaced() -> None:
+    batches = [vectors(0, rows=9), vectors(1, rows=2), vectors(2, rows=9)]
+    assert_trains(Repeats, batches, ["layers.3"], 2, 1e-6, tracer="export")
+
+
 def test_what_the_first_batch_leaves_out_is_refused_with_what_to_give() -> None:
     forward_backward = compiled(Deep(), keeping(0, 3), ["layers.2"], tracer="export")
     with pytest.raises(PartitionError, match=r"uses layers\.3.* example_args= of the kind that uses most"):
