@@ -49,10 +49,9 @@ PHASES = {
     "check": ("fxpipe.plan.capture.captures", "check"),
     "costs": ("fxpipe.plan.balance.choose", "costs_from_shapes"),
     "search": ("fxpipe.plan.balance.choose", "balance"),
-    "table": ("fxpipe.plan.tables", "build"),
-    "verify": ("fxpipe.schedules.schedule", "Schedule.verify"),
+    "table": ("fxpipe.plan.tables", "make_table"),
     "lower": ("fxpipe.plan.planner", "lower"),
-    "order": ("fxpipe.plan.planner", "execution_order"),
+    "prove": ("fxpipe.plan.planner", "prove"),
     "bind": ("fxpipe.run.step.step", "bind"),
 }
 """Phase → the function whose time it is, without that of other phases in it."""

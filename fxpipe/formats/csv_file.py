@@ -30,7 +30,7 @@ from fxpipe.schedules.dependency import Link, in_steps
 from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
-from fxpipe.schedules.verify import execution_order
+from fxpipe.schedules.verify import verify
 from fxpipe.small_file import read_small, write_whole
 
 _MOST = 2**26  # bytes; a million actions with their messages have less
@@ -161,7 +161,7 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
     """
     rows: list[list[str]] = [[] for _ in schedule.rows]
     begun: set[Message] = set()  # at one end
-    for rank, step in execution_order(schedule.instructions, schedule.links, schedule.backward):
+    for rank, step in verify(schedule):
         if isinstance(step, Compute):
             rows[rank].append(str(step.action))
         elif isinstance(step, Send | Receive):

@@ -36,7 +36,7 @@ from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.verify import execution_order
+from fxpipe.schedules.verify import prove
 from fxpipe.trace import Request
 
 WORTH_IT = 0.01
@@ -331,8 +331,6 @@ class Planner:
         """The plan that runs the table of these graphs, which come from ``captures``."""
         graph = joint(graphs)
         schedule = self.tables.schedule(graph, pattern, self.first if self.plans else None)
-        if pattern.training:
-            graphs = self._in_halves(graphs, schedule)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # Edge × micro-batch, of those between which nothing is sent: a text-only micro-batch has no image features.
         lacking = {id(one): [i for i, edge in enumerate(graph.edges) if edge not in one.edges] for one in graphs}
@@ -340,7 +338,9 @@ class Planner:
         instructions = lower(
             schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values, absent
         )
-        order = execution_order(instructions, graph.edges, schedule.backward)
+        order = prove(schedule, instructions, graph.edges)
+        if pattern.training:
+            graphs = self._in_halves(graphs, schedule)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
         graphs = each_once(graphs, lambda one: replace(one, recomputed=again))
         return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)

@@ -18,11 +18,13 @@ from fxpipe.options import AUTO, Options
 from fxpipe.plan.capture.captures import Captures
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.plan import Plan
-from fxpipe.schedules import Family, Limited, ScheduleName, build
+from fxpipe.schedules import Family, Limited, Problem, ScheduleName, make_table, with_costs
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.gathered import groups_behind
 from fxpipe.schedules.families.solve import worthwhile
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.simulate import peak_bytes
+from fxpipe.schedules.verify import check as check_table
 
 if TYPE_CHECKING:
     from fxpipe.plan.balance.simulated_layouts import Staged
@@ -46,7 +48,7 @@ class Tables:
     """What the stages take, once that is asked for: derived from the shapes of the example."""
 
     def schedule(self, graph: StageGraph, pattern: Pattern, first: Plan | None) -> Schedule:
-        """The table of a graph; ScheduleError where there is none. ``first``: the plan that was made first."""
+        """The table of a graph, not proven yet; ScheduleError where there is none. ``first``: the first plan."""
         table = self.options.schedule
         tied = (graph if first is None else first.graph).tied  # a stage with a copy is sent its gradient
         if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
@@ -99,7 +101,7 @@ class Tables:
             )
         backward = tuple(stage.has_backward for stage in graph)
         schedule = replace(table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied)
-        schedule.verify()
+        check_table(schedule)
         return schedule
 
     def _family(self, graph: StageGraph, pattern: Pattern) -> ScheduleName | Family:
@@ -186,18 +188,11 @@ def _built(
     recompute: Marked,
 ) -> Schedule:
     graph.groups(microbatches)  # PartitionError where they do not divide them
-    return build(
-        family,
-        graph.stage_edges,
-        microbatches,
-        graph.placement,
-        backward=tuple(stage.has_backward for stage in graph),
-        names=graph.names,
-        tied=tied,
-        costs=costs,
-        gather=graph.gathers or None,
-        recompute=recompute,
-    )
+    backward = tuple(stage.has_backward for stage in graph)
+    alone = Problem(graph.stage_edges, microbatches, graph.placement, backward, Costs.of(len(graph)))
+    groups = groups_behind(graph.gathers, alone) if graph.gathers else None
+    problem = replace(alone, groups=groups, recompute=recompute)
+    return make_table(with_costs(family, costs), problem, graph.names, tied)
 
 
 def tells_bytes(costs: Costs | None) -> bool:

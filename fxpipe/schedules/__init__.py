@@ -21,6 +21,7 @@ from fxpipe.schedules.families.zero_bubble import zb_h1, zb_v
 from fxpipe.schedules.given import KINDS, check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.verify import check as check_table
 from fxpipe.validation import check, shown
 
 SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
@@ -40,7 +41,6 @@ SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
 ``cached``, which want a gathered stage, and ``zb_v``, which wants a chain on a placement that folds."""
 
 
-@paused()
 def build(
     family: ScheduleName | Family,
     edges: Iterable[tuple[int, int]],
@@ -118,13 +118,25 @@ def build(
         if gather_cost is not None:
             costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
             limited = replace(limited, costs=costs)
-    problem = limited.within(given)
-    # 4. The family's rows, which are verified whoever wrote the family.
+    # 4. The table, proven to end.
+    schedule = make_table(limited, given, tuple(names or ()), nested(tied))
+    schedule.verify()
+    return schedule
+
+
+@paused()
+def make_table(
+    limited: Limited, problem: Problem, names: tuple[str, ...] = (), tied: tuple[tuple[int, ...], ...] = ()
+) -> Schedule:
+    """The table of a family, its actions checked and its limits kept, which ``prove`` has still to show to end;
+    ScheduleError where there is none. ``names``: of the stages; none: their numbers. ``tied``: as for ``build``."""
+    problem = limited.within(problem)
+    # The rows are checked whoever wrote the family: it may be the user's own.
     try:
         rows = solved(limited.family, problem)
     except ScheduleError:
         raise
-    except Exception as error:  # the family may be the user's own
+    except Exception as error:
         raise ScheduleError(f"the family {limited.name} failed: {type(error).__name__}: {error}") from error
     each, what = nested(rows), f"what the family {limited.name} returns"
     check(ScheduleError, {what: KINDS["rows"]}, **{what: each})
@@ -137,12 +149,12 @@ def build(
         backward=problem.backward,
         microbatches=problem.microbatches,
         name=f"{limited.name} ({rows.name})" if isinstance(rows, Chosen) else limited.name,
-        stage_names=tuple(names) if names is not None else tuple(map(str, range(count))),
-        tied=nested(tied),
+        stage_names=names or tuple(map(str, range(len(problem.placement)))),
+        tied=tied,
         costs=limited.costs,
     )
-    schedule.verify()
-    wanted = tuple(map(problem.group, range(count)))
+    check_table(schedule)
+    wanted = tuple(map(problem.group, range(len(problem.placement))))
     if schedule.groups != wanted:
         raise ScheduleError(
             f"{schedule.name} runs stages in groups of {schedule.groups} micro-batches, and {wanted} are asked for; "

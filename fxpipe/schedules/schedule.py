@@ -121,8 +121,6 @@ class Schedule:
         """
         from fxpipe.formats import csv_file
 
-        if communication:
-            self.verify()
         csv_file.write(self, path, communication)
 
     def name_of(self, stage: int) -> str:

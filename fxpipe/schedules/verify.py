@@ -29,27 +29,28 @@ Event = Action | Message | Reduce
 
 
 @paused()
-def verify(schedule: Schedule) -> None:
-    """ScheduleError, with the table and the failing cells marked, unless every rank gets to the end of its row."""
+def verify(schedule: Schedule) -> list[Step]:
+    """The table's instructions as ``prove`` orders them; ScheduleError where an action is wrong, or ranks hang."""
+    check(schedule)
+    return prove(schedule, schedule.instructions, schedule.links)
+
+
+def check(schedule: Schedule) -> None:
+    """ScheduleError, with the failing cells marked, where an action is wrong; whether the ranks hang is not asked."""
     check_cells(schedule)
     _check_complete(schedule)
     _check_edges(schedule)
-    machine = Machine(schedule.instructions, schedule.links, schedule.backward)
-    for _ in machine.run():
-        pass
+
+
+@paused()
+def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike]) -> list[Step]:
+    """The instructions that a table was lowered to along ``edges``, all ranks' in an order in which one process can run
+    them; ScheduleError, with the cells that wait marked, where there is none."""
+    machine = Machine(instructions, edges, schedule.backward)
+    order = list(machine.run())
     if machine.waiting:
         cells = chain.from_iterable(map(_next_cell, machine.waiting.values()))
         _fail(schedule, list(cells), machine.deadlock())
-
-
-def execution_order(
-    instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike], backward: Sequence[bool]
-) -> list[Step]:
-    """All ranks' instructions in one order in which a single process can run them."""
-    machine = Machine(instructions, edges, backward)
-    order = list(machine.run())
-    if machine.waiting:
-        raise ScheduleError(machine.deadlock())
     return order
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.errors import ScheduleError
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.planner import Planner
-from fxpipe.schedules import Costs, Problem, with_costs
+from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.verify import Machine, Step
 from tests.models import WIDTH, Chain
 
 
@@ -43,6 +47,34 @@ def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
     assert plan is not planner.first
     assert plan.schedule.rows == planner.first.schedule.rows
     assert len(asked) == times > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", build("gpipe", [(0, 1)], 2)], ids=["a family", "a table"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compile_proves_the_list_that_runs_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, schedule: Any, recompute: bool
+) -> None:
+    proven = []
+    run = Machine.run
+
+    def counted(machine: Machine) -> Iterator[Step]:
+        proven.append(machine._rows)
+        return run(machine)
+
+    monkeypatch.setattr(Machine, "run", counted)
+    plan = planned(Options(schedule=schedule, microbatches=2, recompute=recompute and isinstance(schedule, str))).first
+    assert proven == [plan.instructions]
+    assert Counter(plan.order) == Counter((rank, step) for rank, row in enumerate(plan.instructions) for step in row)
+
+
+def test_a_family_whose_table_would_hang_is_refused_with_the_cells_that_wait() -> None:
+    def family(problem: Problem) -> list[list[Action]]:
+        return [[Action.parse(cell) for cell in row.split()] for row in ("0F0 0B0", "1B0 1F0")]
+
+    with pytest.raises(ScheduleError, match="the table deadlocks: rank 0 waits at 0B0 for 1B0 on rank 1; ") as error:
+        planned(Options(schedule=family, microbatches=1))
+    first, second = (line.split()[-2:] for line in str(error.value).splitlines()[-2:])
+    assert (first, second) == (["0F0", "[0B0]"], ["[1B0]", "1F0"])
 
 
 def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_it_was() -> None:

@@ -21,7 +21,7 @@ from fxpipe.schedules.lower import (
     pairs,
 )
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.verify import execution_order
+from fxpipe.schedules.verify import prove
 from tests.graphs import FAMILIES, JOINED, WORKED, Value, chain, gradient_of, joined, random_bare, values_of
 from tests.thinned import seeds
 
@@ -243,5 +243,5 @@ def test_a_value_is_sent_once_to_a_rank_and_each_stage_there_sends_a_gradient() 
     assert first == [(edge, Op.F, j) for j, edges in ((0, (0, 2, 3)), (1, (1, 2, 3))) for edge in edges]
     assert sorted(second) == sorted((edge, Op.B, j) for edge in (0, 1, 3) for j in range(2))
     assert third == [(2, Op.B, 0), (2, Op.B, 1)]
-    schedule_order = execution_order(lowered, edges, (True,) * 4)
-    assert len(schedule_order) == sum(map(len, lowered))
+    schedule = Schedule(parsed, ((0, 1), (0, 2), (0, 3)), (0, 1, 1, 2), (True,) * 4, 2)
+    assert len(prove(schedule, lowered, edges)) == sum(map(len, lowered))

@@ -13,7 +13,7 @@ from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, is_forward, lower
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.verify import execution_order
+from fxpipe.schedules.verify import prove
 from tests.graphs import FAMILIES, WORKED, Value, chain, halves, random_bare, values_of
 from tests.schedules.network import Network, network, per_directed_pair, per_kind, per_pair
 from tests.thinned import seeds
@@ -131,6 +131,12 @@ SENDER = (FORWARD, Send(FIRST), Send(SECOND))
 PAIR, TRIO, ALL = Reduce((0, 1)), Reduce((0, 1, 2)), Reduce((0, 1, 2, 3))
 
 
+def table_of(rows: Sequence[Sequence[Instruction]]) -> Schedule:
+    """The table that such instructions of stages 0 and 1 would be of."""
+    actions = tuple(tuple(step.action for step in row if isinstance(step, Compute)) for row in rows)
+    return Schedule(actions, ((0, 1),), (0, len(rows) - 1), (False, False), 1)
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -139,7 +145,7 @@ PAIR, TRIO, ALL = Reduce((0, 1)), Reduce((0, 1, 2)), Reduce((0, 1, 2, 3))
     ],
 )
 def test_what_stands_in_one_order_at_both_ends_ends(rows: tuple[tuple[Instruction, ...], ...]) -> None:
-    assert len(execution_order(rows, TWO_VALUES, [False, False])) == sum(map(len, rows))
+    assert len(prove(table_of(rows), rows, TWO_VALUES)) == sum(map(len, rows))
 
 
 @pytest.mark.parametrize(
@@ -176,8 +182,10 @@ def test_what_does_not_is_a_halt_that_names_who_waits_for_what(
     rows: tuple[tuple[Instruction, ...], ...], waits: list[str]
 ) -> None:
     with pytest.raises(ScheduleError) as error:
-        execution_order(rows, TWO_VALUES, [False, False])
-    found = str(error.value).removeprefix("the table deadlocks: ").split("; ")
+        prove(table_of(rows), rows, TWO_VALUES)
+    fact, *grid = str(error.value).splitlines()
+    assert len(grid) == 2 + len(rows)
+    found = fact.removeprefix("the table deadlocks: ").split("; ")
     assert [one.startswith(other) for one, other in zip(found, waits, strict=True)] == [True] * len(waits)
 
 
@@ -191,7 +199,7 @@ def test_the_order_for_one_process_runs_everything_once_and_nothing_too_early(na
         schedule, values = graph.build(name, 3), values_of(graph.edges, seed)
         lowered = lower(schedule.rows, values, schedule.placement, schedule.backward, (), schedule.dependencies.ahead)
         player = Network(lowered, values, schedule.placement, schedule.backward)
-        for rank, step in execution_order(lowered, values, schedule.backward):
+        for rank, step in prove(schedule, lowered, values):
             assert player.is_able(rank)
             assert lowered[rank][player.place[rank]] == step
             player.step(rank)

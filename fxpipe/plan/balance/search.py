@@ -263,7 +263,6 @@ def search(
     kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
     if not kept:
         raise _no_fit(exact)
-    kept[0].schedule.verify()
     found = Found(kept[0], tuple(kept[1:]))
     # Without a limit of memory the first of given stages would be on all ranks of any chain.
     several &= memory is not None or not work.given

@@ -154,11 +154,9 @@ def _least(problem: Problem, rank: int) -> float:
 class _Floating:
     """What is known before the actions of stages on several ranks are placed. ``rows``: the family's, of ``alone``."""
 
-    def __init__(self, problem: Problem, alone: Problem, real: Sequence[int], rows: Sequence[Row]) -> None:
+    def __init__(self, problem: Problem, alone: Problem, real: Sequence[int], rows: tuple[Row, ...]) -> None:
         self.problem, self.costs = problem, problem.costs
-        table = alone.table(tuple(rows))
-        table.verify()
-        self.caps = peak_in_flight(table)  # which the family's own order holds: with them none waits for ever
+        self.caps = peak_in_flight(alone.table(rows))  # which the family's own order holds: within them none hangs
         self.rank_of = RankOf.of(problem.placement, problem.dependencies.groups)
         fixed: list[Row] = [()] * problem.ranks
         for rank, row in zip(real, rows, strict=False):
