@@ -365,7 +365,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add("--csv", metavar="PATH", help="write the table, in torch.distributed.pipelining's cells")
     add("--communication", action="store_true", help="with --csv: sends and receives, too")
     add("--svg", metavar="PATH", help="write a picture to scale")
-    add("--html", metavar="PATH", help="write a page to look around in")
+    add("--html", metavar="PATH", help="write the picture as a page")
     add("--trace", metavar="PATH", help="write a trace for Perfetto or chrome://tracing")
 
 

@@ -159,35 +159,7 @@ def compile(
         RunError: the ranks run different versions, or were given different options or models; or another rank has
             failed, or does not come.
     """
-    options = Options(
-        loss_fn=loss_fn,
-        boundaries=boundaries,
-        microbatches=microbatches,
-        batch_dim=batch_dim,
-        schedule=schedule,
-        placement=placement,
-        tracer=tracer,
-        auto_opaque=auto_opaque,
-        example_args=example_args,
-        example_kwargs=example_kwargs,
-        zero=zero,
-        zero_scope=zero_scope,
-        bucket_cap_mb=bucket_cap_mb,
-        precision=precision,
-        loss_weight=loss_weight,
-        recompute=recompute,
-        memory_per_rank=memory_per_rank,
-        hardware=hardware,
-        init_fn=init_fn,
-        checkpoint=checkpoint,
-        parallelize=parallelize,
-        stage_compiler=stage_compiler,
-        check_batches=check_batches,
-        check_capture=check_capture,
-        error_if_nonfinite=error_if_nonfinite,
-        timeout=timeout,
-        passes=passes,
-    )
+    options = Options.of(locals())
     check_model(model, options)
     topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
     connected = connect(topology, options.timeout, options.facts)
@@ -253,26 +225,7 @@ def preview(
         TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile`` would; RunError, too, where
             there is no such optimizer, or a figure of the hardware is needed and not given.
     """
-    options = Options(
-        loss_fn=loss_fn,
-        boundaries=boundaries,
-        microbatches=microbatches,
-        batch_dim=batch_dim,
-        schedule=schedule,
-        placement=placement,
-        tracer=tracer,
-        auto_opaque=auto_opaque,
-        example_args=example_args,
-        example_kwargs=example_kwargs,
-        zero=zero,
-        zero_scope=zero_scope,
-        precision=precision,
-        recompute=recompute,
-        memory_per_rank=memory_per_rank,
-        hardware=hardware,
-        passes=passes,
-        check_capture=False,
-    )
+    options = Options.of(locals(), check_capture=False)
     # The optimizer decides how many numbers a parameter has beside it, and whether ranks may step parts of one.
     make = named_class(optimizer)
     check_class(make, copies=options.zero > 0 or options.precision is not None)

@@ -26,7 +26,9 @@ def shortened(text: str, most: int = MOST_TOLD) -> str:
 
 def printable(text: str) -> str:
     """A text whose control characters are escaped, as by ``repr``: a terminal obeys them, whoever chose the name."""
-    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 
 class FxpipeError(Exception):

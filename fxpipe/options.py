@@ -1,6 +1,6 @@
 """Options: what ``fxpipe.compile`` is asked for. Each option stands here once, with its default, and is checked here.
 
-A new option is a field of ``Options`` and a parameter of ``compile``, which hands it over; a test compares.
+A new option is a field of ``Options`` and a parameter of ``compile``, which type checkers read; a test compares.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ class Options:
             )
         if self.parallelize is not None:
             self._check_parallelize()
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any], **more: Any) -> Options:
+        """Returns the options among a function's parameters: its ``locals()``, taken in its first line."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in parameters.items() if name in names}, **more)
 
     @property
     def has_example(self) -> bool:

@@ -36,6 +36,14 @@ def test_preview_takes_some_of_them() -> None:
     assert options_of(fxpipe.preview).items() <= (FIELDS | own).items()
 
 
+@pytest.mark.parametrize("function", [fxpipe.compile, fxpipe.preview])
+def test_an_option_has_the_same_type_as_a_parameter_and_as_a_field(function: Callable[..., Any]) -> None:
+    """Fields that are or hold ``Any`` belong to packages above."""
+    types = {field.name: field.type for field in dataclasses.fields(Options) if "Any" not in str(field.type)}
+    for name, parameter in inspect.signature(function).parameters.items():
+        assert parameter.annotation == types.get(name, parameter.annotation), name
+
+
 def test_each_option_is_told_of_by_the_docstring_of_compile() -> None:
     told = inspect.getdoc(fxpipe.compile) or ""
     assert [name for name in FIELDS if name not in told] == []

@@ -9,7 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from fxpipe.errors import printable
-from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of
+from fxpipe.formats.words import IN_WORDS, describe, headline, numbers, unit_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Reduction, Timeline, ran
 
@@ -56,13 +56,12 @@ def svg(timeline: Timeline) -> str:
         *_axis(layout),
         *_cells(layout),
         *_reductions(layout),
-        f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"/>',
-        '<g class="pinned">',
+        f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"'
+        ' pointer-events="none"/>',
         *_labels(layout),
         _text(MARGIN, 28, what, 'font-size="16" font-weight="600"'),
         _text(MARGIN, 48, figures, 'font-size="13"'),
         *_legend(timeline),
-        "</g>",
         "</svg>\n",
     ]
     return "\n".join(parts)
@@ -144,11 +143,7 @@ def _axis(layout: PictureLayout) -> Iterator[str]:
 
 
 def _labels(layout: PictureLayout) -> Iterator[str]:
-    """Ranks and their stages, on paper of their own: a page keeps them in sight while the rows scroll under them."""
-    yield (
-        f'<rect class="paper" y="{HEAD - 24}" width="{layout.left - 4:g}" height="{layout.bottom - HEAD + 24:g}"'
-        f' fill="{PAPER}"/>'
-    )
+    """Ranks and their stages, left of the rows."""
     unit = unit_of(layout.timeline).name
     yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
     for rank in range(len(layout.stages)):
@@ -166,7 +161,7 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
 
 def _cells(layout: PictureLayout) -> Iterator[str]:
     """The cells of each rank, those of one fill together, and the numbers in them."""
-    gap = _gap(layout)
+    gap, unit = _gap(layout), unit_of(layout.timeline)
     for rank, row in enumerate(ran(layout.timeline)):
         y = layout.y(rank)
         groups: dict[tuple[int, Op], list[Action]] = {}
@@ -177,7 +172,7 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
             texts = []
             for action in actions:
                 x, width = _extent(layout, action)
-                yield (f'<rect data-action="{action}" x="{x:g}" y="{y}" width="{width:g}" height="{layout.height}"/>')
+                yield _rect(x, y, width, layout.height, describe(layout.timeline, action, unit))
                 number = numbers(action)
                 if width >= (layout.number_width if action.count == 1 else text_width(number) + 2):
                     texts.append(f'<text x="{x + width / 2:.1f}" y="{y + layout.height / 2 + 4:g}">{number}</text>')
@@ -188,8 +183,16 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
                 yield "</g>"
 
 
+def _rect(x: float, y: int, width: float, height: int, title: str, more: str = "") -> str:
+    """A rectangle with its title, which viewers show under the pointer."""
+    return (
+        f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{height}"{more}>'
+        f"<title>{escape(printable(title))}</title></rect>"
+    )
+
+
 def _reductions(layout: PictureLayout) -> Iterator[str]:
-    """Thin bars beneath the rows; no more than a title names each, which viewers show under the pointer."""
+    """Thin bars beneath the rows."""
     unit = unit_of(layout.timeline)
     for rank, lanes in enumerate(layout.lanes):
         for place, lane in enumerate(lanes):
@@ -197,10 +200,7 @@ def _reductions(layout: PictureLayout) -> Iterator[str]:
             for _, what, start, end in lane:
                 x, width = layout.x(start), max(round(layout.x(end) - layout.x(start), 2), 1)
                 text = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
-                yield (
-                    f'<rect class="reduction" x="{x:g}" y="{y}" width="{width:g}" height="{LANE - 1}"'
-                    f' fill="{REDUCTION}"><title>{escape(printable(text))}</title></rect>'
-                )
+                yield _rect(x, y, width, LANE - 1, text, f' class="reduction" fill="{REDUCTION}"')
 
 
 def _gap(layout: PictureLayout) -> float:

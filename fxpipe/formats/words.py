@@ -66,6 +66,17 @@ def headline(timeline: Timeline) -> tuple[str, str]:
     )
 
 
+def describe(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
+    """Returns the title of an action's cell: its rank, stage and op, when it ran, and what it waited for."""
+    start, end = timeline.spans[action]
+    schedule, plural = timeline.schedule, "es" * (action.count > 1)
+    return (
+        f"{action} on rank {schedule.rank(action)}: {IN_WORDS[action.op]} of micro-batch{plural} {numbers(action)}"
+        f" in stage {schedule.label(action.stage)}; {unit.interval(start, end)}, takes {unit.time(end - start)};"
+        f" {waited(timeline, action, unit)}"
+    )
+
+
 def waited(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
     """What an action waited for, and how long."""
     cause, lost = timeline.cause(action), timeline.waited(action)

@@ -400,7 +400,7 @@ class Timeline:
         write_whole(path, svg(self))
 
     def to_html(self, path: StrPath) -> None:
-        """Writes the picture as a page that shows, of the action pointed at, when it ran and what it waited for."""
+        """Writes the picture as a page; a cell's title says when the action ran and what it waited for."""
         from fxpipe.formats.html_page import html
 
         write_whole(path, html(self))
