@@ -43,6 +43,16 @@ def report(scale: int, values: torch.Tensor) -> tuple[int, torch.Tensor, dict[st
     return rank * scale, total, around
 
 
+def sum_after_a_second_start() -> float:
+    """The sum of ones over all ranks, where torch.distributed was ended and started again."""
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    init(timeout=30)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
 def listens_on() -> set[str]:
     """The addresses on which this process listens, as Linux has them; nothing elsewhere."""
     own = set()
@@ -108,6 +118,11 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """``launch`` without the seconds in which a spawned process imports torch; other tests of this file spawn them."""
     context = SimpleNamespace(Pipe=forking().Pipe, Process=Forked)
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: {"spawn": context}[method])
+
+
+@pytest.mark.timeout(SECONDS)
+def test_what_was_ended_can_be_started_again() -> None:
+    assert launch(sum_after_a_second_start, 2) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
