@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,40 @@ def test_blocks_that_the_user_has_compiled_run_compiled(cuts: str, how: str, tra
         found = trained(Blocks(counted, how), boundaries, recompute=recompute)
         assert all(map(torch.equal, found, plain))
         assert 4 <= counted.calls <= calls
+
+
+class Asks(Block):
+    """In evaluation it is given what no opaque region may be given: an object that forward makes."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        return super().forward(x) if self.training else x + torch.tanh(self.linear(x)) * cache.scale
+
+
+class Asked(Blocks):
+    def __init__(self, compiler: Any = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Asks(), Asks()])
+        for block in self.layers if compiler else ():
+            block.compile(backend=compiler)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, cache = x, SimpleNamespace(scale=2.0)
+        for block in self.layers:
+            y = block(y) if self.training else block(y, cache)
+        return self.loss(y, x)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_where_a_later_capture_cannot_keep_a_compiled_block_as_one_call_it_runs_as_plain_code() -> None:
+    counted = CountedCalls()
+
+    def losses(model: Asked) -> list[Tensor]:
+        torch.manual_seed(1)
+        forward_backward = fxpipe.compile(model, **TWO, boundaries=["layers.1"])
+        return [forward_backward(batch(4)), forward_backward.evaluate(batch(4)), forward_backward(batch(6))]
+
+    assert losses(Asked(counted)) == losses(Asked())
+    assert counted.calls == 8  # of two blocks by two micro-batches, in two steps
 
 
 @pytest.mark.usefixtures("fresh_compiler")

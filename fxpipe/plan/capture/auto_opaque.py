@@ -30,23 +30,27 @@ def capture_in_part(
     observe: Callable[[Request], Request] | None,
     shares: Callable[[], Mapping[str, float]],
     tries_any_words: bool = False,
+    tries_compiled: bool = True,
 ) -> tuple[Program, Request, dict[str, str]]:
     """The program, the request with all that is opaque in it, and those regions that were added, with words for each.
 
     ``observe``: gives a request what calls of its regions do; None where the model cannot run on a batch to show it.
     ``shares``: the part of a step's FLOPs that each region has in the program accepted last. ``tries_any_words``: first
-    for a program that holds for any strings in the inputs. TraceError as the first attempt raised it, with what was
-    tried since.
+    for a program that holds for any strings in the inputs; ``tries_compiled``: first with compiled submodules opaque.
+    TraceError as the first attempt raised it, with what was tried since.
     """
     tracer = options.tracer if options.parallelize is None else "record"  # which leaves modules whole
     # Strings that change with every batch, such as captions, would each take a capture, unless opaque code reads them.
     if tries_any_words and _words_in(request):
         with contextlib.suppress(TraceError, PartitionError):
             return capture_in_part(replace(request, any_words=True), options, observe, shares)
-    # A submodule that the user has compiled runs as it is compiled: one call, unless a cut is inside of it.
-    if observe is not None and (compiled := _with_compiled(request, options)) != request:
+    # A submodule that the user has compiled runs as it is compiled: one call, or else as plain code, in any capture.
+    compiled = _with_compiled(request, options) if observe is not None else request
+    if tries_compiled and not all(region.varies for region in compiled.whole):
         with contextlib.suppress(TraceError, PartitionError):
-            return capture_in_part(observe(compiled), options, observe, shares)
+            seen = request if compiled is request or observe is None else observe(compiled)
+            return capture_in_part(seen, options, observe, shares, tries_compiled=False)
+        request = replace(request, whole=tuple(region for region in request.whole if region.varies))
     given, failure, parts, added = request, "", 0, dict[str, str]()
     while True:
         try:

@@ -308,7 +308,8 @@ class Captures:
                 raise
         # 2. What it has shown of the model. A submodule that stages call follows its own changes: only what was traced
         # through is compared.
-        self.whole, self.asks_numbers = request.whole, request.asks_numbers
+        dropped = (region for region in self.whole if not region.varies and region not in request.whole)
+        self.whole, self.asks_numbers = (*request.whole, *dropped), request.asks_numbers
         own = {  # which only regions read, or a capture refuses
             (id(vars(self.model.get_submodule(path))), name)
             for seen in request.seen.values()
@@ -327,7 +328,7 @@ class Captures:
         beside = [*self.by_itself.values(), *self.questions.described(program.answers)]
         self.beside |= dict.fromkeys(beside)
         # 3. What .stages says of it.
-        kept = tuple(f"{region.name}." for region in self.whole)  # which runs as the user has it
+        kept = tuple(f"{region.name}." for region in request.whole)  # which runs as the user has it
         compiled = [name for name in compiled_parts(program.module) if not f"{name}.".startswith(kept)]
         if compiled and self.options.stage_compiler is None:
             plain = f"{listed(compiled)} run as plain code, though compiled"

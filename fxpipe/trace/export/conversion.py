@@ -328,7 +328,11 @@ class Conversion:
 
     def _returned_by(self, key: tuple[str, int], place: int) -> Node:
         """A tensor that a region has returned."""
-        region = self._regions[key]
+        region = self._regions.get(key)
+        if region is None:
+            raise TraceError(
+                f"torch.export takes a size from what {key[0]}, an opaque region, returns after it is asked"
+            )
         part = self._graph.call_function(operator.getitem, (region, place))
         part.meta["val"] = None if region.meta["val"] is None else region.meta["val"][place]
         part.meta["nn_module_stack"] = region.meta["nn_module_stack"]
