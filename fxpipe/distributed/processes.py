@@ -43,9 +43,6 @@ _GRACE = 5.0  # seconds by which torch's client may overrun its limit
 LOOPBACK = "127.0.0.1"
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # documented, but not marked as exported
 
-_starts = 0
-"""How often this process has started torch.distributed; all processes do so equally often."""
-
 T = TypeVar("T")
 
 
@@ -246,8 +243,6 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
             f"{reason}; check that all of them were started, and that MASTER_ADDR and MASTER_PORT (or SLURM's "
             "node list and job id, which stand in for them) name a free port on the host of rank 0"
         ) from error
-    global _starts
-    _starts += 1
     atexit.register(_leave)
 
 
@@ -280,7 +275,8 @@ def _store(place: ProcessPlace, timeout: float) -> Store:
         wait_for_workers=False,
         multi_tenant=not place.job,
     )
-    return PrefixStore(f"job {place.job} {_starts}" if place.job else f"restart {place.restarts} {_starts}", store)
+    own = PrefixStore(f"job {place.job}" if place.job else f"restart {place.restarts}", store)
+    return PrefixStore(f"start {own.add(f'starts of rank {place.rank}', 1)}", own)
 
 
 def _check_world_size(store: Store, place: ProcessPlace, timeout: float) -> None:
