@@ -388,7 +388,8 @@ def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> Sta
     """The graph, whose stages hold more, by their names."""
 
     def wider(stage: Stage) -> Stage:
-        others = {name: one for name, one in more.get(stage.name, {}).items() if id(one) not in stage.held}
+        here = stage.held
+        others = {name: one for name, one in more.get(stage.name, {}).items() if id(one) not in here}
         return replace(stage, tensors={**stage.tensors, **others})
 
     return replace(graph, stages=tuple(map(wider, graph)))
