@@ -93,9 +93,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = body
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.p = nn.Parameter(torch.randn(4))
-        self.plist = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+        self.a, self.p = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
         self.register_buffer("buf", torch.randn(4))
         self.anchors = [torch.ones(4), torch.zeros(4)]
 
@@ -158,45 +156,27 @@ def constant_made_in_forward(m: Any, x: Tensor) -> Any:
     return x * weights + torch.tensor(2.0)
 
 
-def plain_tensors_of_the_model(m: Any, x: Tensor) -> Any:
-    return sum((x * anchor for anchor in m.anchors), x)
-
-
-def buffer_written(m: Any, x: Tensor) -> Any:
-    m.buf.add_(x.mean())
-    return x * m.buf
-
-
-def data_written_through_the_attribute(m: Any, x: Tensor) -> Any:
-    m.p.data.mul_(0.5)
-    return x * m.p
-
-
 def nested_containers(m: Any, x: Tensor) -> Any:
     parts = {"a": [m.a(x), (x, 3)], "b": None}
     return {"out": (parts["a"][0] + parts["a"][1][0], [parts["b"], {"x": x}])}
 
 
-def grad_mode_that_changes_nothing(m: Any, x: Tensor) -> Any:
-    with torch.enable_grad():
-        return m.a(x)
+CAPTURED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "add in place": add_in_place,
+    "all operators in place": all_operators_in_place,
+    "factories of sizes": factories_of_sizes,
+    "a constant made in forward": constant_made_in_forward,
+    "plain tensors of the model": lambda m, x: sum((x * anchor for anchor in m.anchors), x),
+    "a buffer written": lambda m, x: m.buf.add_(x.mean()) * x,
+    "data written": lambda m, x: m.p.data.mul_(0.5) * m.p * x,
+    "nested containers": nested_containers,
+    "a mode that changes nothing": torch.enable_grad()(lambda m, x: m.a(x)),
+}
 
 
-CAPTURED = [
-    add_in_place,
-    all_operators_in_place,
-    factories_of_sizes,
-    constant_made_in_forward,
-    plain_tensors_of_the_model,
-    buffer_written,
-    data_written_through_the_attribute,
-    nested_containers,
-    grad_mode_that_changes_nothing,
-]
-
-
-@pytest.mark.parametrize("body", CAPTURED, ids=lambda body: body.__name__)
-def test_the_program_computes_what_the_model_does_which_is_left_as_it_was(body: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", CAPTURED)
+def test_the_program_computes_what_the_model_does_which_is_left_as_it_was(name: str) -> None:
+    body = CAPTURED[name]
     traced, model = Model(body), Model(body)
     before, around = copy.deepcopy(traced.state_dict()), surroundings()
     program = captured(traced)
@@ -241,23 +221,6 @@ def test_functional_dropout_keeps_the_mode_of_the_capture(training: bool) -> Non
     assert torch.equal(dropped, x) is not training
 
 
-class Options(nn.Module):
-    def forward(self, x: Tensor, scale: Tensor, *, mask: Tensor | None = None, double: bool = False) -> Tensor:
-        y = x * scale
-        if mask is not None:
-            y = y + mask
-        return 2 * y if double else y
-
-
-def test_optional_inputs_are_absent_inputs_or_fixed() -> None:
-    x, scale, mask = torch.ones(2), torch.full((2,), 3.0), torch.full((2,), 10.0)
-    assert run(captured(Options(), "x", "scale"), x, scale).tolist() == [3, 3]
-    assert run(captured(Options(), "x", "scale", mask=None, double=True), x, scale).tolist() == [6, 6]
-    program = captured(Options(), "scale", "mask", "x", double=True)
-    assert program.inputs == ("scale", "mask", "x")
-    assert run(program, scale, mask, x).tolist() == [26, 26]
-
-
 class Scaled(nn.Module):
     """A loss with a parameter of its own."""
 
@@ -283,16 +246,20 @@ class Careless(nn.Module):
         return F.mse_loss(output, target)
 
 
-def loss_counts(loss: Any, output: Tensor) -> None:
-    loss.count += 1
+LOSS_WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "sets Careless.count": lambda loss, output: setattr(loss, "count", loss.count + 1),
+    "writes seen": lambda loss, output: loss.seen.add_(1),
+    "writes a tensor that is no buffer of the model": lambda loss, output: loss.seen.add_(output.detach().sum(0)),
+}
 
 
-def loss_writes_a_number(loss: Any, output: Tensor) -> None:
-    loss.seen.add_(1)
-
-
-def loss_writes_what_is_traced(loss: Any, output: Tensor) -> None:
-    loss.seen.add_(output.detach().sum(0))
+@pytest.mark.parametrize("text", LOSS_WRITES)
+def test_a_loss_that_writes_what_it_holds_is_refused(text: str) -> None:
+    loss = Careless(LOSS_WRITES[text])
+    with pytest.raises((TraceError, PartitionError), match=text) as caught:
+        order_writes(capture(Request(InContainers(), ("x", "target"), loss_fn=loss)))
+    assert __file__ in str(caught.value)
+    assert (loss.count, loss.seen.tolist()) == (0, [0.0] * 4)
 
 
 def test_a_loss_whose_parameters_are_the_models_is_captured() -> None:
@@ -302,22 +269,6 @@ def test_a_loss_whose_parameters_are_the_models_is_captured() -> None:
     assert "loss.scale" in [node.target for node in program.graph.find_nodes(op="get_attr")]
     x, target = torch.randn(2, 4), torch.randn(2, 4)
     assert torch.equal(run(program, x, target), model.loss(model(x), target))
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        (loss_counts, "sets Careless.count"),
-        (loss_writes_a_number, "writes seen"),
-        (loss_writes_what_is_traced, "writes a tensor that is no buffer of the model"),
-    ],
-)
-def test_a_loss_that_writes_what_it_holds_is_refused(body: Callable[..., Any], text: str) -> None:
-    loss = Careless(body)
-    with pytest.raises((TraceError, PartitionError), match=text) as caught:
-        order_writes(capture(Request(InContainers(), ("x", "target"), loss_fn=loss)))
-    assert __file__ in str(caught.value)
-    assert (loss.count, loss.seen.tolist()) == (0, [0.0] * 4)
 
 
 class ByPlace(nn.Module):
@@ -330,13 +281,15 @@ class ByPlace(nn.Module):
         return (y if shift is None else y + shift) + end
 
 
-def test_arguments_that_go_by_place_alone_are_given_by_place() -> None:
+def test_arguments_are_inputs_absent_or_fixed_and_go_by_place_where_they_must() -> None:
     model, x, shift = ByPlace(), torch.randn(2, 4), torch.randn(2, 4)
     assert torch.equal(run(captured(model, "x"), x), model(x))
     assert torch.equal(run(captured(model, "shift", "x", end=1.0), shift, x), model(x, shift, end=1.0))
     assert torch.equal(run(captured(model, "x", scale=3.0), x), model(x, None, 3.0))
     with pytest.raises(TraceError, match="'x'"):
         captured(model, "shift")
+    assert torch.equal(run(captured(model, "x", shift=None, end=2.0), x), model(x, None, end=2.0))
+    assert captured(model, "shift", "x").inputs == ("shift", "x")
 
 
 COMPILED_TWICE = """
