@@ -245,11 +245,17 @@ def test_random_calls_are_counted_with_the_bytes_of_rings(seed: int) -> None:
     rows = transport.traffic().rows
     assert {(row.operation, row.scope): (row.count, row.bytes) for row in rows} == wanted
     assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
+    per_node = topology.ranks_per_node or topology.world_size
+    here = transport.ranks("data")[transport.data_rank] // per_node
     for row in rows:
         assert row.group == transport.ranks(row.scope)
-        nodes = {rank // (topology.ranks_per_node or topology.world_size) for rank in row.group}
+        nodes = {rank // per_node for rank in row.group}
         assert row.between_nodes == (len(nodes) > 1)
-        assert row.leaving == (row.bytes if len(nodes) > 1 else 0)
+        # Of each ring one edge leads out of this node; there are several rings of replicas side by side.
+        rings = topology.replica_groups() if row.scope == "replica" else [list(row.group)]
+        beside = [ring for ring in rings if set(ring) <= set(transport.ranks("data")) or row.scope != "replica"]
+        out = sum(here in {rank // per_node for rank in ring} for ring in beside)
+        assert row.leaving == (row.bytes * out if len(nodes) > 1 else 0)
     for row in rows[:3]:
         assert row in transport.traffic().select(row.operation)
         assert transport.traffic().select(row.operation, row.scope) == (row,)
