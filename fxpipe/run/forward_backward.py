@@ -99,7 +99,7 @@ class ForwardBackward:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
         _check_flag(set_to_none=set_to_none)
-        if set_to_none or self._reducer.way.sharded:
+        if set_to_none or self._reducer.sums.sharded:
             self._reducer.clear()
         else:
             self.module.zero_grad(set_to_none=False)

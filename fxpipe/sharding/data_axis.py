@@ -59,7 +59,7 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     return {"shard": shards, "gather": shards, "replica": replicas, "flags": data, "all": everyone}
 
 
-def way_of(zero: int, transport: Transport, precision: Precision | None, replicated: bool) -> GradientSums:
+def sums_of(zero: int, transport: Transport, precision: Precision | None, replicated: bool) -> GradientSums:
     """How this rank's gradients are summed. ``replicated``: whether a stage is on several ranks, which shard it."""
     wire = precision.reduce if precision else None
     if transport.data_size == 1:
@@ -153,7 +153,7 @@ def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tup
         held.append(item)
         # Which bucket is the first depends on the rank, so that those of tied items never are.
         full = capacity if closed or item.kind.owners else first
-        if sum(one.numel for one in held) * item.kind.element >= full:
+        if sum(item.numel for item in held) * item.kind.element >= full:
             closed.append((key, open_.pop(key)))
     return tuple(_bucket(*key, held, ranks) for key, held in [*closed, *open_.items()])
 
@@ -164,12 +164,12 @@ def _owners(items: Iterable[Item], ranks: int) -> dict[Item, int]:
     Tied items are counted apart from all others: every rank that shares them must come to the same result.
     """
     apart: dict[tuple[int, ...], list[Item]] = {}
-    for item in sorted(items, key=lambda one: one.name):
+    for item in sorted(items, key=lambda item: item.name):
         apart.setdefault(item.kind.owners, []).append(item)
     return {
         item: rank
         for group in apart.values()
-        for item, rank in zip(group, dealt([one.numel for one in group], ranks), strict=True)
+        for item, rank in zip(group, dealt([item.numel for item in group], ranks), strict=True)
     }
 
 

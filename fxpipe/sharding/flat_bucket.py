@@ -31,23 +31,33 @@ class InBucket:
     view: Tensor | None = None
     """Its gradient in the bucket."""
     present: bool = False
-    """Whether it has a gradient: while a call runs on this rank, behind it on any."""
-    had: bool = False
-    """Whether it has one of earlier calls that stands aside and is summed."""
+    """Whether it has a gradient: in a call, one on this rank that is not summed yet; after it, one on any rank."""
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The gradients that earlier calls have left, while a call runs that must not sum or scale them again.
+
+    ``values``: the whole buffer, or this rank's section. ``summed``: the names of the parameters whose gradients in it
+    are sums over all ranks; empty where they are not summed yet.
+    """
+
+    values: Tensor
+    summed: frozenset[str]
 
 
 class FlatBucket:
     """One bucket of this rank, from the first gradient that arrives to their sum over all replicas and owners.
 
-    Between calls everything lies in one place, the buffer or this rank's section of it: gradients that are summed, or
-    those of calls without synchronisation, which are not summed yet. In a call the earlier ones may stand aside.
+    Between calls all gradients lie in one tensor, the buffer or this rank's section of it. They are summed, or not yet
+    where calls ran without synchronisation. In a call, ``Earlier`` may hold those of the calls before it.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
         parameters: Sequence[nn.Parameter],
-        way: GradientSums,
+        sums: GradientSums,
         transport: Transport,
         claim: int,
     ) -> None:
@@ -55,22 +65,24 @@ class FlatBucket:
         self.dtype: torch.dtype = first.grad_dtype or first.dtype
         self.device = first.device
         self.stage, self.owners = layout.kind.stage, layout.kind.owners
-        self.size, self.root, self.way, self.transport, self.claim = layout.size, layout.root, way, transport, claim
+        self.size, self.root, self.sums, self.transport, self.claim = layout.size, layout.root, sums, transport, claim
         # begins to ends: this rank's section of the sum. _steps: the part of it that this rank steps.
-        self.begins, self.ends = self._steps = layout.section(way.rank, way.shards) if way.sharded else (0, self.size)
+        self.begins, self.ends = self._steps = (
+            layout.section(sums.rank, sums.shards) if sums.sharded else (0, self.size)
+        )
         # The owners of tied parameters have the same section of the sum. Each of them steps an equal part of it.
-        if way.sharded and transport.pipe_rank in self.owners and self.root is None:
+        if sums.sharded and transport.pipe_rank in self.owners and self.root is None:
             length = (self.ends - self.begins) // len(self.owners)
             begins = self.begins + self.owners.index(transport.pipe_rank) * length
             self._steps = begins, begins + length
         # One tensor holds all parameters, so that a single all-gather brings what every rank has stepped.
-        self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device) if way.sharded else None
+        self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device) if sums.sharded else None
         self.members: list[InBucket] = []
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if self.values is not None:
                 parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
             like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
-            mark = _Mark.of(like, f"zero={way.zero} {_IN_PARTS.format(slot.name)}", self.device)
+            mark = _Mark.of(like, f"zero={sums.zero} {_IN_PARTS.format(slot.name)}", self.device)
             self.members.append(InBucket(slot, parameter, mark))
         self.complete = False  # whether its sum is on its way, and takes no gradient any more
         self.awaited: set[str] | None = None  # what the backward that runs has still to give
@@ -89,76 +101,76 @@ class FlatBucket:
         """Drops all gradients; the buffers stay."""
         self.part: Tensor | None = None  # zero=1 and 2: this rank's section of the gradient
         self._summed = False  # whether what is here is the sum over all ranks
-        self._aside: Tensor | None = None  # in a call: what earlier calls have left
-        for one in self.members:
-            one.present = one.had = False
-            one.parameter.grad = None
+        self._earlier: Earlier | None = None
+        for member in self.members:
+            member.present = False
+            member.parameter.grad = None
 
     def begin(self, scales: bool) -> None:
         """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
-        for one in self.members:
-            if vars(one.mark).pop("cleared", False) and one.parameter.grad is one.mark:
-                one.parameter.grad = None
-        if all(one.parameter.grad is None for one in self.members):
+        for member in self.members:
+            if vars(member.mark).pop("cleared", False) and member.parameter.grad is member.mark:
+                member.parameter.grad = None
+        if all(member.parameter.grad is None for member in self.members):
             self.forget()
             return
-        for one in self.members:
-            if one.parameter.grad is None:  # the user has cleared it, of this parameter alone
+        for member in self.members:
+            if member.parameter.grad is None:  # the user has cleared it, of this parameter alone
                 if self.part is not None:
-                    self._overlap(one, self.part, (self.begins, self.ends)).zero_()
-                one.present = False
-            elif one.parameter.grad is one.mark:
-                one.parameter.grad = None
+                    self._overlap(member, self.part, (self.begins, self.ends)).zero_()
+                member.present = False
+            elif member.parameter.grad is member.mark:
+                member.parameter.grad = None
             else:
-                self.collect(one)
+                self.collect(member)
         # What is summed must not be summed again, and what is not of this call must not be scaled with it.
         if self._summed or scales:
-            self._aside = self._take()
-        if self._summed:  # gradients that are not summed yet count as used until they are
-            for one in self.members:
-                one.had, one.present = one.present, False
+            names = frozenset(member.slot.name for member in self.members if member.present and self._summed)
+            self._earlier = Earlier(self._take(), names)
+        for member in self.members:
+            member.present = member.present and not self._summed
         self._summed = False
 
     def _take(self) -> Tensor:
-        """What is here from earlier calls; what comes now is collected apart from it."""
-        if self.way.zero == 2 or (self.way.sharded and self._summed):
+        """The gradients of earlier calls. This call's are collected apart from them."""
+        if self.sums.zero == 2 or (self.sums.sharded and self._summed):
             content, self.part = self._content(self._summed), None
             return content
         content = self._collected().clone()
-        for one in self.members:
-            one.parameter.grad = None
+        for member in self.members:
+            member.parameter.grad = None
         return content
 
     # collecting
 
-    def collect(self, one: InBucket) -> None:
+    def collect(self, member: InBucket) -> None:
         """A gradient has arrived: it becomes a view into the bucket."""
-        gradient, view = one.parameter.grad, self._view(one)
+        gradient, view = member.parameter.grad, self._view(member)
         if gradient is not view and gradient is not None:
             if gradient.layout != torch.strided:
                 raise RunError(
-                    f"the gradient of {one.slot.name} is sparse, and cannot be summed over replicas; "
+                    f"the gradient of {member.slot.name} is sparse, and cannot be summed over replicas; "
                     "write nn.Embedding(..., sparse=False)"
                 )
             view.copy_(gradient.detach())
-            one.parameter.grad = view
-        one.present = True
+            member.parameter.grad = view
+        member.present = True
 
-    def _view(self, one: InBucket) -> Tensor:
+    def _view(self, member: InBucket) -> Tensor:
         if self._flat is None:
             self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        if one.view is None:
-            view = view_of(self._flat, one.slot, one.parameter)
-            one.view = held(view) if len(self.transport.ranks("pipe")) > 1 else view
-        return one.view
+        if member.view is None:
+            view = view_of(self._flat, member.slot, member.parameter)
+            member.view = held(view) if len(self.transport.ranks("pipe")) > 1 else view
+        return member.view
 
     def _collected(self) -> Tensor:
         """This rank's flat gradient; zero where there is none."""
-        for one in self.members:
-            if one.parameter.grad is None:
-                self._view(one).zero_()
-            elif one.parameter.grad is not one.view:  # a hook of the user's has put another in its place
-                self.collect(one)
+        for member in self.members:
+            if member.parameter.grad is None:
+                self._view(member).zero_()
+            elif member.parameter.grad is not member.view:  # a hook of the user's has put another in its place
+                self.collect(member)
         assert self._flat is not None
         return self._flat
 
@@ -171,13 +183,13 @@ class FlatBucket:
         """
         # A work keeps its buffers until it is waited for. With zero=2 each micro-batch has buffers of its own.
         flat = self._collected()
-        while self.way.zero == 2 and len(self._works) > 1:
+        while self.sums.zero == 2 and len(self._works) > 1:
             self._works.pop(0).wait()
-        self._go(self._to_section(flat, last) if self.way.sharded else self._in_place(flat))
-        if self.way.zero == 2:
+        self._go(self._to_section(flat, last) if self.sums.sharded else self._in_place(flat))
+        if self.sums.zero == 2:
             self._flat = None
-            for one in self.members:
-                one.view = one.parameter.grad = None
+            for member in self.members:
+                member.view = member.parameter.grad = None
 
     def start_across(self) -> None:
         """zero=2: what is left to do behind micro-batches that were not known to be the last."""
@@ -195,16 +207,16 @@ class FlatBucket:
 
     def _in_place(self, flat: Tensor) -> list[Collective]:
         """zero=0: all of it, in place."""
-        wire = self.way.on_wire(flat)
+        wire = self.sums.on_wire(flat)
         steps: list[Collective] = []
         # Across nodes only 1/shards of the bucket travels from each rank: scatter, sum the section across, gather.
-        if self.way.replicas > 1:
-            part = wire.new_empty(self.size // self.way.shards)
+        if self.sums.replicas > 1:
+            part = wire.new_empty(self.size // self.sums.shards)
             steps.append(Collective("reduce_scatter", "shard", part, wire))
             steps += self.all_reduces(part)
             steps.append(Collective("all_gather", "gather", wire, part))
         else:
-            if self.way.shards > 1:
+            if self.sums.shards > 1:
                 steps.append(Collective("all_reduce", "shard", wire))
             steps += self.all_reduces(wire)
         if wire is not flat:
@@ -213,8 +225,8 @@ class FlatBucket:
 
     def _to_section(self, flat: Tensor, last: bool) -> list[Collective]:
         """zero=1 and 2: the sum over the shard group; each rank adds its section to what it has."""
-        wire, root = self.way.on_wire(flat), self.root
-        if root is not None and root != self.way.rank:
+        wire, root = self.sums.on_wire(flat), self.root
+        if root is not None and root != self.sums.rank:
             return [Collective("reduce", "shard", wire, root=root)]
         # Sections of several micro-batches (zero=2) add up in the gradients' own type, not in the wire's.
         mine = wire[self.begins : self.ends]
@@ -222,7 +234,7 @@ class FlatBucket:
         if self.part is None:
             self.part = torch.empty_like(mine, dtype=self.dtype)
         part = self.part
-        received = torch.empty_like(mine) if self.way.shards > 1 and root is None else mine
+        received = torch.empty_like(mine) if self.sums.shards > 1 and root is None else mine
         fill, steps = self._across(part) if last else (None, [])
 
         def arrived() -> None:
@@ -230,7 +242,7 @@ class FlatBucket:
             if fill is not None:
                 fill()
 
-        if self.way.shards == 1:
+        if self.sums.shards == 1:
             arrived()
             return steps
         if root is not None:
@@ -242,7 +254,7 @@ class FlatBucket:
 
         It travels in a buffer of its own where the wire has another type: the call fills the buffer.
         """
-        dtype = self.way.on_wire(part[:0]).dtype
+        dtype = self.sums.on_wire(part[:0]).dtype
         if dtype == part.dtype:
             return lambda: None, self.all_reduces(part)
         wire = torch.empty_like(part, dtype=dtype)
@@ -253,7 +265,7 @@ class FlatBucket:
 
     def all_reduces(self, tensor: Tensor) -> list[Collective]:
         """Over the ranks of other nodes that hold the same section, and over the owners of tied parameters."""
-        scopes: list[Scope] = ["replica"] if self.way.replicas > 1 else []
+        scopes: list[Scope] = ["replica"] if self.sums.replicas > 1 else []
         scopes += [self.owners] if self.owners else []
         return [Collective("all_reduce", scope, tensor) for scope in scopes]
 
@@ -267,43 +279,47 @@ class FlatBucket:
     # behind a call
 
     def scale(self, factor: Tensor | None, summed: bool) -> None:
-        """Multiplies this call's gradients, ``summed`` or not; then those that were set aside join them."""
+        """Multiplies this call's gradients, ``summed`` or not; then adds those of earlier calls to them."""
         if factor is not None:
             self._content(summed).mul_(factor)
-        if self._aside is None:
+        if self._earlier is None:
             return
-        content, share = self._content(summed), 1.0
-        if any(one.had for one in self.members) and not summed:
+        content, earlier, share = self._content(summed), self._earlier.values, 1.0
+        if self._earlier.summed and not summed:
             # All ranks will be summed, so each gets a share: over shards, where each has all of it, nodes and owners.
-            shards = 1 if self.way.sharded else self.way.shards
-            share /= shards * self.way.replicas * max(len(self.owners), 1)
+            shards = 1 if self.sums.sharded else self.sums.shards
+            share /= shards * self.sums.replicas * max(len(self.owners), 1)
         # With zero=1 summed gradients are a section, and unsummed ones the whole buffer.
-        is_section = self._aside.numel() < content.numel()
-        (content[self.begins : self.ends] if is_section else content).add_(self._aside, alpha=share)
-        self._aside = None
+        is_section = earlier.numel() < content.numel()
+        (content[self.begins : self.ends] if is_section else content).add_(earlier, alpha=share)
         if content is self._flat:
-            for one in self.members:
-                one.parameter.grad = self._view(one) if one.present or one.had else None
+            for member in self.members:
+                member.parameter.grad = self._view(member) if self._has_gradient(member) else None
+
+    def _has_gradient(self, member: InBucket) -> bool:
+        """Whether a member has a gradient of this call, or a summed one of earlier calls."""
+        return member.present or (self._earlier is not None and member.slot.name in self._earlier.summed)
 
     def _content(self, summed: bool) -> Tensor:
         """Where this call's gradients are: the buffer, or this rank's section."""
-        if not self.way.sharded and summed:
+        if not self.sums.sharded and summed:
             assert self._flat is not None
             return self._flat
-        if not self.way.sharded or (self.way.zero == 1 and not summed):
+        if not self.sums.sharded or (self.sums.zero == 1 and not summed):
             return self._collected()
         if self.part is None:
             self.part = torch.zeros(self.ends - self.begins, dtype=self.dtype, device=self.device)
         return self.part
 
     def finish(self, summed: bool) -> None:
-        """Gives each parameter that has a gradient its own, or the mark that there is one."""
+        """Gives each parameter that has a gradient its own, or the mark that there is member."""
         self._summed, self.complete = summed, False
         # A sum that lies in sections is no tensor that .grad could show.
-        shows = not self.way.sharded or (self.way.zero == 1 and not summed)
-        for one in self.members:
-            one.present, one.had = one.present or one.had, False
-            one.parameter.grad = (self._view(one) if shows else one.mark) if one.present else None
+        shows = not self.sums.sharded or (self.sums.zero == 1 and not summed)
+        for member in self.members:
+            member.present = self._has_gradient(member)
+            member.parameter.grad = (self._view(member) if shows else member.mark) if member.present else None
+        self._earlier = None
 
     # for the optimizer
 
@@ -313,27 +329,27 @@ class FlatBucket:
         is_apart = not self.owners or self._steps != (self.begins, self.ends)
         counts = is_apart or self.owners[0] == self.transport.pipe_rank
         found = []
-        for one in self.members:
-            slot, parameter = one.slot, one.parameter
+        for member in self.members:
+            slot, parameter = member.slot, member.parameter
             start, stop = _within(slot, self._steps)
-            if start < stop or (self.root in (None, self.way.rank) and slot.start == slot.stop):
+            if start < stop or (self.root in (None, self.sums.rank) and slot.start == slot.stop):
                 data = self.values[start:stop] if self.values is not None and self.root is None else parameter.detach()
-                read = partial(self._gradient, one)
+                read = partial(self._gradient, member)
                 found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
         return found
 
-    def _gradient(self, one: InBucket) -> Tensor | None:
-        if not self.way.sharded:
-            return one.parameter.grad
-        if self.part is None or not one.present:
+    def _gradient(self, member: InBucket) -> Tensor | None:
+        if not self.sums.sharded:
+            return member.parameter.grad
+        if self.part is None or not member.present:
             return None
         if self.root is not None:
-            return view_of(self.part, one.slot, one.parameter)
-        return self._overlap(one, self.part, self._steps)
+            return view_of(self.part, member.slot, member.parameter)
+        return self._overlap(member, self.part, self._steps)
 
-    def _overlap(self, one: InBucket, part: Tensor, section: tuple[int, int]) -> Tensor:
+    def _overlap(self, member: InBucket, part: Tensor, section: tuple[int, int]) -> Tensor:
         """What of a parameter's gradient lies in a section, out of this rank's part."""
-        start, stop = _within(one.slot, section)
+        start, stop = _within(member.slot, section)
         return part[start - self.begins : stop - self.begins]
 
     def gather(self) -> None:
@@ -345,9 +361,9 @@ class FlatBucket:
         if self._steps != (self.begins, self.ends):
             section, mine = (self.values[slice(*ends)] for ends in ((self.begins, self.ends), self._steps))
             steps.append(Collective("all_gather", self.owners, section, mine))
-        if self.root is not None and self.way.shards > 1:
+        if self.root is not None and self.sums.shards > 1:
             steps.append(Collective("broadcast", "gather", self.values, root=self.root))
-        elif self.way.shards > 1:
+        elif self.sums.shards > 1:
             steps.append(Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends]))
         if steps:
             self.gathering = self.transport.start(steps, f"parameters of {self}")

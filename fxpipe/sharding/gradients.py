@@ -94,10 +94,10 @@ class Gradients(ABC):
         self,
         own: Mapping[str, nn.Parameter],
         transport: Transport,
-        way: GradientSums,
+        sums: GradientSums,
         tied: Mapping[tuple[int, ...], Sequence[str]],
     ) -> None:
-        self.way, self._own, self._transport = way, dict(own), transport
+        self.sums, self._own, self._transport = sums, dict(own), transport
         mine = {ranks: names for ranks, names in tied.items() if transport.pipe_rank in ranks}
         self._tied = {ranks: [name for name in names if name in self._own] for ranks, names in mine.items()}
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
@@ -107,7 +107,7 @@ class Gradients(ABC):
     @property
     def shards(self) -> bool:
         """Whether the ranks of a shard group have different pieces."""
-        return self.way.sharded and self.way.shards > 1
+        return self.sums.sharded and self.sums.shards > 1
 
     # a call
 

@@ -159,7 +159,7 @@ class Steps:
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
-            check_rows(self.transport, plan, self._gradients.way.zero)
+            check_rows(self.transport, plan, self._gradients.sums.zero)
         with self.failing.together():
             # its losses are of one form, or may be of another in each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
