@@ -101,7 +101,7 @@ def _take_own_part(
         release(planner.module, names, why_elsewhere(planner.first.graph, owners), device)
         for _, module, ranks in _stages_with_modules(planner):
             if rank not in ranks:  # what it shares with this rank's may have another name there
-                release(module, frozenset(name for name, one in all_tensors(module).items() if id(one) in own))
+                release(module, frozenset(name for name, tensor in all_tensors(module).items() if id(tensor) in own))
     return planner.with_tensors_of_module()
 
 

@@ -255,7 +255,9 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
         everyone = transport.gather_int("data", bits if training else ~bits)
         steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here gives none below 0
         if len(set(steps)) > 1:
-            trains, evaluates = ([replica for replica, one in enumerate(steps) if one is way] for way in (True, False))
+            trains, evaluates = (
+                [replica for replica, step in enumerate(steps) if step is way] for way in (True, False)
+            )
             raise RunError(
                 f"the replicas {trains} make a step and {evaluates} call evaluate, which all ranks call together: call "
                 "it on every rank, not under `if rank == 0`, and as often on each replica, with "
@@ -316,9 +318,9 @@ class ItemNumbers:
         mine, counts = int(number), items.counts_of(batches)
         mine_and_sums = mine, mine in counts, sum(counts[:1])
         everyone = self._transport.gather("data", mine_and_sums)
-        given = [one for one, _, _ in everyone]
+        given = [count for count, _, _ in everyone]
         whole = sum(count for _, _, count in everyone)
-        if len(set(given)) > 1 or any(is_own and one < whole for one, is_own, _ in everyone):
+        if len(set(given)) > 1 or any(is_own and count < whole for count, is_own, _ in everyone):
             raise RunError(
                 f"{ITEMS} is that of the whole batch, over all replicas, and the same on all; the replicas were given "
                 f"{given}, for {whole} labels in all. Leave it out, and it is counted; or add it up over the "
