@@ -1,4 +1,4 @@
-"""Flat bucket: a bucket's buffers. The gradients of several parameters in one tensor, and how it is summed."""
+"""Flat bucket: the gradients of several parameters in one tensor, and the collectives that sum it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxpipe.torch_compat import ZERO
 
 @dataclass
 class InBucket:
-    """A parameter of a bucket. ``mark``: what stands in its ``.grad`` for a gradient that lies in sections."""
+    """A parameter of a bucket. ``mark``: the tensor in ``.grad`` that stands for a gradient which lies in sections."""
 
     slot: Slot
     parameter: nn.Parameter
@@ -66,7 +66,7 @@ class FlatBucket:
         self.device = first.device
         self.stage, self.owners = layout.kind.stage, layout.kind.owners
         self.size, self.root, self.sums, self.transport, self.claim = layout.size, layout.root, sums, transport, claim
-        # begins to ends: this rank's section of the sum. _steps: the part of it that this rank steps.
+        # begins to ends: this rank's section of the sum. _steps: the part of the section that this rank steps.
         self.begins, self.ends = self._steps = (
             layout.section(sums.rank, sums.shards) if sums.sharded else (0, self.size)
         )
@@ -84,11 +84,11 @@ class FlatBucket:
             like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
             mark = _Mark.of(like, f"zero={sums.zero} {_IN_PARTS.format(slot.name)}", self.device)
             self.members.append(InBucket(slot, parameter, mark))
-        self.complete = False  # whether its sum is on its way, and takes no gradient any more
-        self.awaited: set[str] | None = None  # what the backward that runs has still to give
+        self.complete = False  # whether its sum has started, so that no gradient may come any more
+        self.awaited: set[str] | None = None  # the parameters whose gradients the running backward still owes
         self.stopwatch = Stopwatch()
         self._works: list[Work] = []
-        self.gathering: Work | None = None  # the values that others have stepped are under way
+        self.gathering: Work | None = None  # the all-gather of the values that other ranks have stepped
         self._flat: Tensor | None = None
         self.forget()
 
@@ -100,7 +100,7 @@ class FlatBucket:
     def forget(self) -> None:
         """Drops all gradients; the buffers stay."""
         self.part: Tensor | None = None  # zero=1 and 2: this rank's section of the gradient
-        self._summed = False  # whether what is here is the sum over all ranks
+        self._summed = False  # whether the gradients here are sums over all ranks
         self._earlier: Earlier | None = None
         for member in self.members:
             member.present = False
@@ -123,7 +123,7 @@ class FlatBucket:
                 member.parameter.grad = None
             else:
                 self.collect(member)
-        # What is summed must not be summed again, and what is not of this call must not be scaled with it.
+        # Sums must not be summed again, and gradients of earlier calls must not be scaled by this call's factor.
         if self._summed or scales:
             names = frozenset(member.slot.name for member in self.members if member.present and self._summed)
             self._earlier = Earlier(self._take(), names)
@@ -144,7 +144,7 @@ class FlatBucket:
     # collecting
 
     def collect(self, member: InBucket) -> None:
-        """A gradient has arrived: it becomes a view into the bucket."""
+        """Makes a gradient that has arrived a view into the bucket."""
         gradient, view = member.parameter.grad, self._view(member)
         if gradient is not view and gradient is not None:
             if gradient.layout != torch.strided:
@@ -165,11 +165,11 @@ class FlatBucket:
         return member.view
 
     def _collected(self) -> Tensor:
-        """This rank's flat gradient; zero where there is none."""
+        """This rank's flat gradient; zeros for parameters without a gradient."""
         for member in self.members:
             if member.parameter.grad is None:
                 self._view(member).zero_()
-            elif member.parameter.grad is not member.view:  # a hook of the user's has put another in its place
+            elif member.parameter.grad is not member.view:  # a user's hook has set another tensor
                 self.collect(member)
         assert self._flat is not None
         return self._flat
@@ -177,9 +177,9 @@ class FlatBucket:
     # summing
 
     def start(self, last: bool = True) -> None:
-        """Starts the sum of what has been collected; with zero=2 after each micro-batch, whose buffer it gives back.
+        """Starts the sum of the gradients so far; with zero=2 after each micro-batch, and then frees its buffer.
 
-        ``last``: nothing more comes in this call, so that the sum goes on to other nodes and to owners.
+        ``last``: no more gradients come in this call, so that the sum goes on to other nodes and to owners.
         """
         # A work keeps its buffers until it is waited for. With zero=2 each micro-batch has buffers of its own.
         flat = self._collected()
@@ -192,7 +192,7 @@ class FlatBucket:
                 member.view = member.parameter.grad = None
 
     def start_across(self) -> None:
-        """zero=2: what is left to do behind micro-batches that were not known to be the last."""
+        """zero=2: starts the sum over nodes and owners, after micro-batches that were not known to be the last."""
         if self.part is not None:
             fill, steps = self._across(self.part)
             fill()
@@ -206,7 +206,7 @@ class FlatBucket:
                 self._works.append(self.transport.start([*steps[:-1], last], what))
 
     def _in_place(self, flat: Tensor) -> list[Collective]:
-        """zero=0: all of it, in place."""
+        """zero=0: the collectives that sum the whole buffer, in place."""
         wire = self.sums.on_wire(flat)
         steps: list[Collective] = []
         # Across nodes only 1/shards of the bucket travels from each rank: scatter, sum the section across, gather.
@@ -224,11 +224,11 @@ class FlatBucket:
         return steps
 
     def _to_section(self, flat: Tensor, last: bool) -> list[Collective]:
-        """zero=1 and 2: the sum over the shard group; each rank adds its section to what it has."""
+        """zero=1 and 2: the collectives that sum over the shard group; each rank adds its section to ``part``."""
         wire, root = self.sums.on_wire(flat), self.root
         if root is not None and root != self.sums.rank:
             return [Collective("reduce", "shard", wire, root=root)]
-        # Sections of several micro-batches (zero=2) add up in the gradients' own type, not in the wire's.
+        # Sections of several micro-batches (zero=2) add up in the gradients' type, not in the wire's.
         mine = wire[self.begins : self.ends]
         is_first = self.part is None
         if self.part is None:
@@ -250,9 +250,9 @@ class FlatBucket:
         return [Collective("reduce_scatter", "shard", received, wire, then=arrived), *steps]
 
     def _across(self, part: Tensor) -> tuple[Callable[[], object], list[Collective]]:
-        """The sum of a section over nodes and owners: a call for when the section is complete, and then collectives.
+        """The sum of a section over nodes and owners: a function to call once the section is complete, and collectives.
 
-        It travels in a buffer of its own where the wire has another type: the call fills the buffer.
+        Where the wire has another type, the section travels in a buffer of its own, which the function fills.
         """
         dtype = self.sums.on_wire(part[:0]).dtype
         if dtype == part.dtype:
@@ -264,19 +264,19 @@ class FlatBucket:
         return lambda: wire.copy_(part), steps
 
     def all_reduces(self, tensor: Tensor) -> list[Collective]:
-        """Over the ranks of other nodes that hold the same section, and over the owners of tied parameters."""
+        """All-reduces over the ranks of other nodes with the same section, and over the owners of tied parameters."""
         scopes: list[Scope] = ["replica"] if self.sums.replicas > 1 else []
         scopes += [self.owners] if self.owners else []
         return [Collective("all_reduce", scope, tensor) for scope in scopes]
 
     def wait(self) -> None:
-        """Until what has been started is done."""
+        """Waits until all sums that were started are done."""
         with label("wait for a reduction"):
             for work in self._works:
                 work.wait()
         self._works.clear()
 
-    # behind a call
+    # after a call
 
     def scale(self, factor: Tensor | None, summed: bool) -> None:
         """Multiplies this call's gradients, ``summed`` or not; then adds those of earlier calls to them."""
@@ -301,7 +301,7 @@ class FlatBucket:
         return member.present or (self._earlier is not None and member.slot.name in self._earlier.summed)
 
     def _content(self, summed: bool) -> Tensor:
-        """Where this call's gradients are: the buffer, or this rank's section."""
+        """The tensor with this call's gradients: the buffer, or this rank's section."""
         if not self.sums.sharded and summed:
             assert self._flat is not None
             return self._flat
@@ -312,9 +312,9 @@ class FlatBucket:
         return self.part
 
     def finish(self, summed: bool) -> None:
-        """Gives each parameter that has a gradient its own, or the mark that there is member."""
+        """Sets ``.grad`` of each parameter with a gradient: to the gradient, or to the mark that stands for it."""
         self._summed, self.complete = summed, False
-        # A sum that lies in sections is no tensor that .grad could show.
+        # Where a sum lies in sections, .grad cannot show it.
         shows = not self.sums.sharded or (self.sums.zero == 1 and not summed)
         for member in self.members:
             member.present = self._has_gradient(member)
@@ -324,8 +324,8 @@ class FlatBucket:
     # for the optimizer
 
     def pieces(self) -> list[Piece]:
-        """What this rank steps."""
-        # Owners that step equal parts all count theirs; where each has all of it, the first one counts it.
+        """The pieces that this rank steps."""
+        # Owners that step equal parts all count them in norms. Where each owner steps all, the first counts.
         is_apart = not self.owners or self._steps != (self.begins, self.ends)
         counts = is_apart or self.owners[0] == self.transport.pipe_rank
         found = []
@@ -348,12 +348,12 @@ class FlatBucket:
         return self._overlap(member, self.part, self._steps)
 
     def _overlap(self, member: InBucket, part: Tensor, section: tuple[int, int]) -> Tensor:
-        """What of a parameter's gradient lies in a section, out of this rank's part."""
+        """The part of a parameter's gradient that lies in a section."""
         start, stop = _within(member.slot, section)
         return part[start - self.begins : stop - self.begins]
 
     def gather(self) -> None:
-        """Starts all-gathers over the owners and the shard group: each rank has stepped its section of the values."""
+        """Starts all-gathers over the owners and the shard group, after each rank has stepped its section of values."""
         if self.values is None:
             return
         # The owners' parts make a section, and the sections the bucket.
@@ -369,7 +369,7 @@ class FlatBucket:
             self.gathering = self.transport.start(steps, f"parameters of {self}")
 
     def settle(self) -> None:
-        """Until its values are what all ranks have stepped."""
+        """Waits until ``values`` has what all ranks have stepped."""
         if self.gathering is not None:
             self.gathering.wait()
         self.gathering = None
@@ -383,8 +383,8 @@ _IN_PARTS = (
 
 
 class _Mark(Elsewhere):
-    """What stands in ``.grad`` for a gradient that lies in parts over the ranks. Setting it to zero, as
-    ``zero_grad(set_to_none=False)`` of a module does, clears the gradient."""
+    """The tensor in ``.grad`` that stands for a gradient which lies in parts over the ranks. Setting it to zero, as a
+    module's ``zero_grad(set_to_none=False)`` does, clears the gradient."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -395,7 +395,7 @@ class _Mark(Elsewhere):
 
 
 def _within(slot: Slot, section: tuple[int, int]) -> tuple[int, int]:
-    """What of a parameter lies in a section, in elements of the bucket."""
+    """(start, stop) of the part of a parameter that lies in a section, in elements of the bucket."""
     begins, ends = section
     return max(slot.start, begins), max(min(slot.stop, ends), slot.start, begins)
 

@@ -1,14 +1,14 @@
 """Reducer: sums gradients over the data axis, and over the owners of tied parameters, while backward goes on.
 
-The parameters that a rank shares lie in flat buckets, in the reverse order of use. A bucket is on its way as soon as
-the last micro-batch's backward has completed it. What happens to it there follows from ``zero``:
+The parameters that a rank shares lie in flat buckets, in the reverse order of use. The sum of a bucket starts as soon
+as the last micro-batch's backward has completed it. ``zero`` says which collectives make it:
 
   zero=0   all-reduce; across nodes: reduce-scatter in the node, all-reduce across, all-gather in the node
   zero=1   reduce-scatter over the shard group, all-reduce of the section across nodes
-  zero=2   the same, but reduce-scattered behind every micro-batch, so that only the section is kept
+  zero=2   the same, but reduce-scattered after every micro-batch, so that a rank keeps only its section
 
-With zero=0 ``.grad`` is a view into the bucket. With 1 and 2 each rank has its section of the sum, and ``.grad`` only
-marks that there is one: any use of its values raises.
+With zero=0 ``.grad`` is a view into the bucket. With 1 and 2 each rank has its section of the sum, and ``.grad`` is a
+mark: any use of its values raises.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FIRST_BUCKET = 2**20
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that others hold, too. ``stages``: all that use it. ``owners``: its pipe ranks, if several.
-    ``turn``: its place in the order in which forward first uses them."""
+    """A parameter that other ranks hold, too. ``stages``: all stages that use it. ``owners``: its pipe ranks, if
+    several. ``turn``: its number in the order in which forward first uses parameters."""
 
     name: str
     parameter: nn.Parameter
@@ -49,7 +49,8 @@ class Shared:
 class Reducer(Gradients):
     """``Gradients`` of parameters that a rank holds whole.
 
-    ``shared``: the parameters that others hold, too, in the order in which their gradients come. ``alone``: the rest.
+    ``shared``: the parameters that other ranks hold, too, in the order in which their gradients come. ``alone``: the
+    rest.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class Reducer(Gradients):
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         """With ``whole``, parameters are balanced over the ranks by size.
 
-        RunError where gradients are there already: with zero=1 or 2 they would have to move to other ranks.
+        Raises:
+            RunError: there are gradients already, which with zero=1 or 2 would have to move to other ranks.
         """
         wanted, number = set(names), 0
         if self.sums.sharded:
-            # These parameters get buckets of their own. What is left in the ones that they leave is nobody's, claim 0.
+            # These parameters get buckets of their own. The rest of the buckets that they leave is unclaimed: claim 0.
             left = {self._home[name][0].claim for name in wanted & self._shared.keys()}
             moving = [each for each in self._shared.values() if self._home[each.name][0].claim in left]
             if any(each.parameter.grad is not None for each in moving):
@@ -121,7 +123,7 @@ class Reducer(Gradients):
         # Unsummed gradients of earlier calls must not be scaled with this call's. So nothing is summed until the factor
         # is known: this call's are scaled, the earlier ones join them, and one sum takes both.
         self._hold = sync and scales and self._unsummed
-        # what was frozen since a call that was not summed has gradients of it
+        # A parameter that was frozen after a call without synchronisation still has that call's gradients.
         self._live = [
             bucket
             for bucket in self._buckets
@@ -129,7 +131,7 @@ class Reducer(Gradients):
         ]
         self._lasts = last_backwards(row)
         self._queue = [bucket for bucket in self._live if not bucket.owners]
-        # What the call before has asked may not have been waited for: its flags are still under way.
+        # The call before may have left its question about used parameters under way.
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
@@ -143,10 +145,10 @@ class Reducer(Gradients):
             bucket.stopwatch = stopwatch
 
     def before(self, action: Action) -> None:
-        if not self._live:  # nothing is shared
+        if not self._live:  # no parameter is shared
             return
-        # With zero=2 every micro-batch's gradients are reduced, in a queue of this backward's buckets alone; otherwise
-        # those of the last one, in the queue of all.
+        # With zero=2 every micro-batch's gradients are reduced, in a queue of this backward's buckets. Otherwise the
+        # last micro-batch's are, in the queue of all buckets.
         self._last = self._lasts[action.stage] == action and self._sync and not self._hold
         if self.sums.zero == 2 or self._last:
             mine = [bucket for bucket in self._live if bucket.stage == action.stage]
@@ -168,19 +170,19 @@ class Reducer(Gradients):
         while self._queue and self._queue[0].awaited == set():
             bucket = self._queue.pop(0)
             bucket.awaited = None
-            # a sum over owners is for ``flush``: in an order that is the same on all pipe ranks
+            # ``flush`` starts sums over owners, in an order that is the same on all pipe ranks.
             bucket.complete = (self.sums.zero < 2 or self._last) and not bucket.owners
             bucket.start(bucket.complete)
 
     def after(self, action: Action) -> None:
-        """A backward is over, or was left out: what it has not filled goes unfilled."""
+        """A backward is over, or was left out: its buckets go as they are, also where gradients are missing."""
         for bucket in self._live:
             if bucket.stage == action.stage and bucket.awaited is not None:
                 bucket.awaited.clear()
         self._reduce_complete()
 
     def flush(self) -> None:
-        """Asks, too, who has used what."""
+        """Starts the sums that are left, and asks which parameters were used."""
         last = self._sync and not self._hold
         for bucket in self._live:
             bucket.awaited = None
@@ -214,7 +216,7 @@ class Reducer(Gradients):
                 bucket.start() if self.sums.zero < 2 else bucket.start_across()
             for bucket in self._live:
                 bucket.wait()
-        # waits only where this rank has not used all
+        # Waits only where this rank has not used all parameters.
         members = [member for bucket in self._live for member in bucket.members]
         if self._asked is not None and not all(member.present for member in members):
             used = self._asked.wait()
@@ -227,7 +229,7 @@ class Reducer(Gradients):
         self._leave_gradients()
 
     def _finish_own(self, factor: Tensor | None) -> None:
-        """What is in no bucket, and this rank's alone."""
+        """Ends a call for the parameters that are in no bucket."""
         self._scale(factor)
 
     def clear(self) -> None:
@@ -236,7 +238,7 @@ class Reducer(Gradients):
         for bucket in self._buckets:
             bucket.forget()
 
-    # behind the optimizer
+    # after the optimizer
 
     def publish(self, claim: OptimizerPieces) -> None:
         if claim.number not in self._claims:
@@ -246,8 +248,8 @@ class Reducer(Gradients):
                 bucket.gather()
 
     def _turn(self, bucket: FlatBucket) -> int:
-        """Where a bucket stands in the order of the next forward. Those of tied parameters come first: their owners see
-        different rows, and gather them in one order."""
+        """A bucket's number in the order of the next forward. Buckets of tied parameters come first: their owners run
+        different rows of the table, and gather in one order."""
         return -1 if bucket.owners else min(self._shared[member.slot.name].turn for member in bucket.members)
 
     def settle(self) -> None:
@@ -255,7 +257,7 @@ class Reducer(Gradients):
             bucket.settle()
 
     def awaited(self, stage: int) -> Waits:
-        # Each bucket is waited for where the next forward first uses it, so that gathers run beside what comes before.
+        # The next forward waits for a bucket where it first uses it, so that gathers overlap with earlier computing.
         under_way = [(bucket, member) for bucket in self._buckets if bucket.gathering for member in bucket.members]
         return {
             id(member.parameter): bucket.settle
@@ -290,8 +292,8 @@ def reducer_for(
     parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not is_dtensor(p)}
     spread = {name: parameter for name, parameter in module.named_parameters() if is_dtensor(parameter)}
     names = {id(parameter): name for name, parameter in reversed(parameters.items())}
-    # Gradients come stage by stage in the order of the last backwards in this row, and in a stage those of the last
-    # parameters first. Buckets are filled in that order.
+    # Gradients come stage by stage in the order of the last backwards in this row; within a stage, the last parameters'
+    # gradients come first. Buckets are filled in that order.
     ends = {action.stage: place for place, action in enumerate(row) if action.op is not Op.F}
     forwards = dict.fromkeys(action.stage for action in row if action.op is Op.F)
     reads = dict.fromkeys(id(parameter) for stage in forwards for parameter in graph[stage].parameters.values())
@@ -313,8 +315,8 @@ def reducer_for(
             shared.append(each)
         else:
             alone[each.name] = each.parameter
-    # What several stages use is complete behind all of them. Owners of tied parameters see different rows: they agree
-    # on the order of names.
+    # A gradient is complete after all stages that use the parameter. Owners of tied parameters run different rows of
+    # the table: they agree on the order of names.
     shared.sort(
         key=lambda each: (len(each.stages) != 1 or bool(each.owners), each.owners, each.name if each.owners else "")
     )
