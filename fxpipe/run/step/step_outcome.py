@@ -145,10 +145,10 @@ def conclude(
 
 
 class DetachedLoss(Tensor):
-    """A plain detached tensor, but for ``.backward()``, which says that it has been run.
+    """The loss of a step: a detached tensor whose ``.backward()`` raises, since the call has run the backward already.
 
-    So does what it is multiplied or divided by, as ``(loss / k).backward()`` and loss scalers have it. Whatever else is
-    made from it, copied or pickled is a plain tensor, and it says that its class is, for loggers that go by that.
+    A multiple of it is a ``DetachedLoss``, too, for ``(loss / k).backward()`` and loss scalers. All other results, and
+    its copies and pickles, are plain tensors.
     """
 
     # as torch's notes on extending it have it
@@ -171,6 +171,8 @@ class DetachedLoss(Tensor):
     def __truediv__(self, other: Any) -> Any:
         return detached(super().__truediv__(other))
 
+    # wandb decides by the names of x.__class__ and its module whether x is a torch tensor (wandb/util.py,
+    # get_full_typename), and would log a subclass from another module as text. No hook of a class changes that name.
     @property  # type: ignore[misc]
     def __class__(self) -> type[Tensor]:  # type: ignore[override]
         return Tensor
