@@ -17,7 +17,7 @@ from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import decode, encode
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
-from fxpipe.plan.inputs.batch import describe
+from fxpipe.plan.inputs.description import describe
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.seeds import RandomState

@@ -25,7 +25,7 @@ from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.capture.sizes import outline
-from fxpipe.plan.inputs.batch import check_objects
+from fxpipe.plan.inputs.description import check_objects
 from fxpipe.plan.inputs.label_count import Items
 from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.placement import check_replicated, place

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.graph.like import TensorLike
-from fxpipe.plan.inputs.batch import describe
+from fxpipe.plan.inputs.batch import Batch, joined, joined_description
 from fxpipe.plan.inputs.counts import counts_of
-from fxpipe.plan.inputs.cuts import joined, joined_description, split, split_description
+from fxpipe.plan.inputs.description import describe
 
 CU = torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)
 VALUES: dict[str, Any] = {
@@ -39,12 +39,12 @@ RULES: Any = {
     "pairs": Packed(2),
     "nested": {"whole": None, "boxes": Packed(lambda x: [0, 2, 3, 0])},
 }
-COUNTS = counts_of(VALUES, RULES)
-SIZES = [2, 1, 1]
+BATCH = Batch.of([describe(VALUES)], [counts_of(VALUES, RULES)], RULES, 3)
 
 
 def test_each_input_is_cut_by_its_rule() -> None:
-    first, second, third = split(VALUES, RULES, SIZES, COUNTS)
+    first, second, third = BATCH.split([VALUES])
+    assert BATCH.sizes == (2, 1, 1)
     assert first["words"].tolist() == [[0, 1, 2], [9, 10, 11]]
     assert [part["cu"].tolist() for part in (first, second, third)] == [[0, 3, 3], [0, 1], [0, 5]]
     assert first["cu"].dtype == torch.int32
@@ -60,9 +60,9 @@ def test_each_input_is_cut_by_its_rule() -> None:
 
 
 def test_a_part_is_described_as_it_is() -> None:
-    parts = split(VALUES, RULES, SIZES, COUNTS)
+    parts = BATCH.split([VALUES])
     for exact in (True, False):
-        found = split_description(describe(VALUES, exact), RULES, SIZES, COUNTS)
+        found = BATCH.describe_parts([describe(VALUES, exact)])
         for mine, part in zip(found, parts, strict=True):
             assert shapes_apart(mine) == shapes_apart(describe(part, exact))
 
@@ -80,16 +80,14 @@ def shapes_apart(description: Any) -> Any:
 
 
 def test_parts_put_together_are_the_whole_again() -> None:
-    whole = joined(split(VALUES, RULES, SIZES, COUNTS), RULES)
+    whole = joined(BATCH.split([VALUES]), RULES)
     assert list(whole) == list(VALUES)
     leaves, spec = pytree.tree_flatten(VALUES)
     assert pytree.tree_structure(whole) == spec
     for mine, its in zip(pytree.tree_leaves(whole), leaves, strict=True):
         assert torch.equal(mine, its) if isinstance(its, Tensor) else mine == its
     description = describe(VALUES, exact=True)
-    assert shapes_apart(joined_description(split_description(description, RULES, SIZES, COUNTS), RULES)) == (
-        shapes_apart(description)
-    )
+    assert shapes_apart(joined_description(BATCH.describe_parts([description]), RULES)) == (shapes_apart(description))
 
 
 def test_a_batch_put_beside_itself_is_as_dense_as_it_was() -> None:
@@ -105,4 +103,4 @@ def test_a_nested_tensor_is_refused_with_how_to_pack_it() -> None:
     with pytest.raises(
         RunError, match=r"'x' is a nested tensor, .* pass its values padded, .* or packed, with batch_dim="
     ):
-        split({"x": nested}, 0, [1, 1], {})
+        Batch.of([describe({"x": nested})], [{}], 0, 2).split([{"x": nested}])

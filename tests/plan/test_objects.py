@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import fxpipe
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.like import ObjectLike, ObjectValue
-from fxpipe.plan.inputs.batch import describe
+from fxpipe.plan.inputs.description import describe
 from fxpipe.plan.inputs.objects import like_of
 from tests.strict_transport import run_strict
 

@@ -9,9 +9,10 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from fxpipe import Offsets, Packed, RunError
-from fxpipe.plan.inputs.batch import describe
+from fxpipe.plan.inputs.batch import Batch
 from fxpipe.plan.inputs.counts import counts_of
-from fxpipe.plan.inputs.rows import pieces_of, row_count, whole_lists
+from fxpipe.plan.inputs.description import describe
+from fxpipe.plan.inputs.rows import row_count, whole_lists
 
 PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}
 
@@ -105,14 +106,14 @@ def test_lists_of_tensors_that_have_all_rows_are_cut_as_ever(values: Any, batch_
 def test_micro_batches_have_what_is_counted_for_their_rows() -> None:
     counts = {"grid": (1, 0, 2, 0), "patches": (4, 2, 3), "cu": (5, 5, 1, 1)}
     rules = PATCHES | {"pairs": Packed(2), "cu": Offsets(), "each": Packed(3, of="grid")}
-    assert pieces_of(rules, [1, 1, 2], counts) == {
+    assert Batch((), True, rules, counts, 4, (1, 1, 2)).part_sizes.counted == {
         "grid": (1, 0, 2),
         "patches": (4, 0, 5),
         "pairs": (2, 2, 4),
         "cu": (1, 1, 2),
         "each": (3, 0, 6),
     }
-    assert pieces_of(PATCHES, [1], {}) == {}  # neither was given
+    assert Batch((), True, PATCHES, {}, 1, (1,)).part_sizes.counted == {}  # neither was given
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -46,8 +46,8 @@ from fxpipe.plan.capture.sizes import (
     sizes_between,
     unlike,
 )
-from fxpipe.plan.inputs.batch import Description, example_of, for_any_words, known_by_type
-from fxpipe.plan.inputs.cuts import joined_description
+from fxpipe.plan.inputs.batch import joined_description
+from fxpipe.plan.inputs.description import Description, example_of, for_any_words, known_by_type
 from fxpipe.plan.inputs.objects import like_of
 from fxpipe.plan.inputs.pattern import GivenInputs, Pattern
 from fxpipe.progress import log, progress

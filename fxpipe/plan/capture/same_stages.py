@@ -22,8 +22,8 @@ from fxpipe.packed import BatchDim
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import Captured, Captures
 from fxpipe.plan.capture.on_fakes import shapes_of
-from fxpipe.plan.inputs.batch import Description, example_of
-from fxpipe.plan.inputs.cuts import joined, joined_description, with_rows
+from fxpipe.plan.inputs.batch import joined, joined_description, with_rows
+from fxpipe.plan.inputs.description import Description, example_of
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.inputs.rows import row_count
 

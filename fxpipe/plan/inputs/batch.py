@@ -1,218 +1,128 @@
-"""Batch: what one call was given, described, and agreed on between ranks."""
+"""Batch: what a call was given, described and counted, and how it is split into micro-batches."""
 
 from __future__ import annotations
 
-import inspect
-import numbers
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fxpipe.device import shared_name
-from fxpipe.errors import RunError, TraceError
-from fxpipe.graph.like import WORD, ObjectLike, ObjectValue, TensorLike
-from fxpipe.graph.plain_data import admitted
-from fxpipe.plan.inputs.objects import PLAIN, like_of
+from fxpipe.graph.like import TensorLike
+from fxpipe.packed import BatchDim, Offsets, counted
+from fxpipe.plan.inputs.counts import Counts
+from fxpipe.plan.inputs.description import Description, described, example_of
+from fxpipe.plan.inputs.rows import row_count, split_rows
+from fxpipe.plan.inputs.rules import InRows, PartSizes, rule_of
 from fxpipe.torch_compat import pytree
-from fxpipe.validation import is_list, is_mapping, shown
-
-_FIXED = (bool, str, bytes, torch.dtype, torch.device)
 
 
-@admitted
 @dataclass(frozen=True)
-class InputDescription:
-    """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
+class Batch:
+    """One batch, or the micro-batches that the caller has split it into.
 
-    ``detail``: the fixed value, or its ``ObjectValue``; or the container, and for each leaf a ``TensorLike``, or the
-    Python value that it is.
-    ``like``: an input with a ``TensorLike`` in place of each tensor.
+    ``given``: the description of the batch, or of each micro-batch. ``counts``: of the packed inputs of a batch.
+    ``rows``: None where no input decides how many there are. ``sizes``: the rows of each micro-batch, or else 1.
     """
 
-    kind: str
-    detail: Any = None
-    like: Any = field(default=None, compare=False)
+    given: tuple[Description, ...]
+    is_whole: bool
+    batch_dim: BatchDim
+    counts: Counts
+    rows: int | None
+    sizes: tuple[int, ...]
 
-    @property
-    def tensors(self) -> list[TensorLike]:
-        leaves = self.detail[1] if self.kind == "input" else ()
-        return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+    @staticmethod
+    def of(
+        given: Sequence[Description],
+        counts: Sequence[Counts],
+        batch_dim: BatchDim,
+        microbatches: int | None,
+        may_be_fewer: bool = False,
+    ) -> Batch:
+        """A call's batch. RunError where its inputs do not go together, or have too few rows.
 
-    @property
-    def objects(self) -> tuple[ObjectValue | None, ...]:
-        """The leaves that are objects; None for others."""
-        return tuple(leaf if isinstance(leaf, ObjectValue) else None for leaf in self.detail[1])
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [tensor.shape for tensor in self.tensors]
-
-
-Description = tuple[tuple[str, InputDescription], ...]
-
-
-def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it.
-
-    What ``*args`` takes has no name: TypeError where it is given any.
-    """
-    bound = signature.bind_partial(*args, **kwargs).arguments
-    values: dict[str, Any] = {}
-    for name, value in bound.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            raise TypeError(
-                f"forward takes *{name}, and {len(value)} inputs were given by place, which have no name by which "
-                "stages could ask for them; pass every input by its name, as in input_ids=..."
-            )
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            values |= dict(sorted(value.items()))
+        ``microbatches``: how many a batch is split into; None where ``given`` are micro-batches. ``may_be_fewer``: a
+        batch of fewer rows is split into these.
+        """
+        rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(given, counts, strict=True)]
+        if microbatches is None:
+            sizes = tuple(1 if count is None else count for count in rows)
         else:
-            values[name] = value
-    required = required_names(signature)
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise TypeError(f"missing inputs: {', '.join(missing)}")
-    return values
+            sizes = split_rows(rows[0], min(microbatches, rows[0] or microbatches) if may_be_fewer else microbatches)
+        total = sum(sizes) if any(count is not None for count in rows) else None
+        return Batch(tuple(given), microbatches is not None, batch_dim, counts[0], total, sizes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is one batch, to be split into several micro-batches."""
+        return self.is_whole and len(self.sizes) > 1
+
+    @cached_property
+    def part_sizes(self) -> PartSizes:
+        """How much of each input a micro-batch has."""
+        sizes, rules = PartSizes(self.sizes, {}), counted(self.batch_dim)
+        for path, rule in rules.items():
+            own = sizes.counted.get(rule.of) if rule.of in rules else self.sizes
+            if own is None:
+                continue  # the input whose rows it is counted for was not given, nor was this one
+            if isinstance(rule, Offsets):
+                sizes.counted[path] = own
+            elif isinstance(rule.counts, int):
+                sizes.counted[path] = tuple(rule.counts * size for size in own)
+            elif path in self.counts:
+                # A micro-batch takes the counts of its own rows, which lie one after another.
+                ends = zip(accumulate(own), own, strict=True)
+                sizes.counted[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
+        return sizes
+
+    def split(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of what a rank was given."""
+        if not self.is_whole:
+            return [dict(part) for part in given]
+        (values,) = given
+        columns = [rule_of(self.batch_dim, n, value).split(value, self.part_sizes) for n, value in values.items()]
+        return [dict(zip(values, parts, strict=True)) for parts in zip(*columns, strict=True)] or [
+            {} for _ in self.sizes
+        ]
+
+    def describe_parts(self, given: Sequence[Description] | None = None) -> list[Description]:
+        """The descriptions of the micro-batches. ``given``: of what one rank was given, in place of all ranks."""
+        given = self.given if given is None else given
+        if not self.is_whole:
+            return list(given)
+        return [_with_likes(given[0], part) for part in self.split([example_of(given[0])])]
 
 
-def check_calls(calls: Any) -> None:
-    """TypeError unless these are micro-batches that are split already, (args, kwargs) each."""
-    if not is_list(calls):
-        raise TypeError(f"microbatches is {shown(calls)}; it is a list of (args, kwargs)")
-    for call in calls:
-        if not (isinstance(call, (tuple, list)) and len(call) == 2 and is_list(call[0]) and is_mapping(call[1])):
-            raise TypeError(f"a micro-batch is (args, kwargs), as in ((x, y), {{}}), and this one is {shown(call)}")
+def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
+    """The inputs of several micro-batches in a row; of an input that has no rows, or is not split, the first's."""
+    return {name: joined_input(name, [batch[name] for batch in batches], batch_dim) for name in batches[0]}
 
 
-def required_names(signature: inspect.Signature) -> list[str]:
-    """The inputs that every call must give."""
-    return [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+def joined_input(name: str, parts: Sequence[Any], batch_dim: BatchDim) -> Any:
+    """An input of several micro-batches in a row."""
+    return parts[0] if len(parts) == 1 else rule_of(batch_dim, name, parts[0]).join(parts)
 
 
-def describe(
-    values: Mapping[str, Any], exact: bool = False, objects: dict[ObjectValue, Any] | None = None
-) -> Description:
-    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on.
-    ``objects``: where the objects among them are put."""
-    return tuple((name, described(value, exact, objects)) for name, value in values.items())
+def joined_description(descriptions: Sequence[Description], batch_dim: BatchDim) -> Description:
+    """The description of several micro-batches in a row."""
+    return _with_likes(descriptions[0], joined(list(map(example_of, descriptions)), batch_dim))
 
 
-def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
-    """One input; its tensors may be ``TensorLike`` already."""
-    if value is None:
-        return InputDescription("none")
-    if type(value) in _FIXED:
-        return InputDescription("fixed", value)
-    # What a capture may depend on (container, shapes, types) is compared; ``like`` goes with it, to be cut as the
-    # values are.
-    leaves, spec = pytree.tree_flatten(value)
-    likes = [_like(leaf, objects) for leaf in leaves]
-    if spec.is_leaf() and isinstance(likes[0], ObjectValue):
-        return InputDescription("fixed", likes[0])
-    described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
-    try:
-        like = pytree.tree_unflatten(likes, spec)
-    except Exception as error:  # a container that looks at what it is made of, such as PackedSequence
-        raise RunError(
-            f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "
-            f"tensors, and make it of them in forward ({type(error).__name__}: {error})"
-        ) from error
-    return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), like)
+def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
+    """The description of a batch of so many rows; packed inputs stay unchanged."""
+    likes = example_of(description)
+    for name, like in likes.items():
+        if type(rule := rule_of(batch_dim, name, like)) is InRows:
+            likes[name] = pytree.tree_map_only(TensorLike, partial(TensorLike.resized, dim=rule.dim, size=rows), like)
+    return _with_likes(description, likes)
 
 
-def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
-    if isinstance(leaf, Tensor):
-        return TensorLike.of(leaf)
-    # NumPy's numbers are described as Python's
-    leaf = leaf.item() if isinstance(leaf, numbers.Number) and hasattr(leaf, "item") else leaf
-    if isinstance(leaf, (TensorLike, ObjectLike, ObjectValue)) or type(leaf) in PLAIN:
-        return leaf
-    # Other ranks cannot be sent objects.
-    like = like_of(leaf)
-    if objects is not None and isinstance(like, ObjectValue):
-        objects[like] = leaf
-    return like
-
-
-def _named(leaf: Any, exact: bool) -> Any:
-    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ; of an
-    object what stands for it."""
-    if isinstance(leaf, (ObjectLike, ObjectValue)):
-        return leaf
-    name = type(leaf).__name__
-    value = shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
-    return (name, value) if exact and isinstance(leaf, PLAIN) else name
-
-
-def example_of(description: Description) -> dict[str, Any]:
-    """The inputs that are neither None nor fixed, each with a ``TensorLike`` for each tensor."""
-    return {name: given.like for name, given in description if given.kind == "input"}
-
-
-def for_any_words(description: Description) -> Description:
-    """The description with a ``WORD`` in place of each string in a container: what a capture has for it."""
-
-    def without(given: InputDescription) -> InputDescription:
-        if given.kind != "input":
-            return given
-        container, leaves = given.detail
-        words = [leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") for leaf in leaves]
-        return replace(
-            given, detail=(container, tuple(WORD if w else leaf for w, leaf in zip(words, leaves, strict=True)))
-        )
-
-    return tuple((name, without(given)) for name, given in description)
-
-
-def known_by_type(description: Description) -> Iterator[str]:
-    """The inputs with a leaf that is no tensor, and that the description gives the type of alone."""
-    for name, given in description:
-        if given.kind == "input" and any(type(leaf) is str for leaf in given.detail[1]):
-            yield name
-
-
-def check_objects(description: Description) -> None:
-    """TraceError for an object that forward may branch on, and of whose value nothing is known."""
-    for name, given in description:
-        for leaf in given.detail[1] if given.kind == "input" else ():
-            if isinstance(leaf, ObjectLike) and not leaf.is_data:
-                raise TraceError(
-                    f"input {name!r} is or holds {leaf}, which is neither a tensor nor plain data, and of which fxpipe "
-                    "cannot see whether another one is equal to it, on another rank or in a later call; pass tensors, "
-                    "numbers, strings, an Enum's member or a dataclass of these, or make it an attribute of the model"
-                )
-
-
-def merge(descriptions: Sequence[Description]) -> Description:
-    """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
-    # A rank may be given None for what its stages do not read, as another rank has it.
-    merged: dict[str, tuple[int, InputDescription]] = {}
-    for rank, description in enumerate(descriptions):
-        for name, given in description:
-            known = merged.get(name)
-            if known is None or known[1].kind == "none":
-                merged[name] = rank, given
-            elif given.kind != "none" and _kind(given) != _kind(known[1]):
-                raise RunError(
-                    f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
-                    f"{known[1].shapes or known[1].detail}, rank {rank} has {given.shapes or given.detail}; all of "
-                    "them pass the same batch"
-                )
-    return tuple((name, given) for name, (_, given) in merged.items())
-
-
-def _kind(given: InputDescription) -> Any:
-    """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
-    if given.kind != "input":
-        return given
-    container, leaves = given.detail
-    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
+def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
+    """The description with these inputs in place of its own."""
+    return tuple(
+        (name, described(likes[name], any(isinstance(leaf, tuple) for leaf in given.detail[1])))
+        if name in likes
+        else (name, given)
+        for name, given in description
+    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.inputs.batch import Description, described
+from fxpipe.plan.inputs.description import Description, described
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list
 

@@ -12,7 +12,7 @@ from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
-from fxpipe.plan.inputs.batch import Description, for_any_words
+from fxpipe.plan.inputs.description import Description, for_any_words
 from fxpipe.trace.request import target_of
 
 

@@ -16,9 +16,9 @@ from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
 from fxpipe.packed import BatchDim, rule_at
-from fxpipe.plan.inputs.cuts import joined_input
+from fxpipe.plan.inputs.batch import joined_input
+from fxpipe.plan.inputs.objects import PLAIN
 from fxpipe.plan.plan import digest_of
-from fxpipe.run.step.batch_check import Digest
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
@@ -65,7 +65,7 @@ class GroupInputs:
                     "have others; use it in front of the boundary, and gather what comes of it, or write "
                     'gather="batch"'
                 )
-            return joined_input(parts, along)
+            return joined_input(name, parts, self._batch_dim)
 
         def place_of(_: int, column: Sequence[Any]) -> int | None:
             if along is not None and isinstance(column[0], Tensor) and column[0].dim():
@@ -251,11 +251,19 @@ def _in_a_row(text: str, column: Sequence[Any], place: int | None) -> Any:
 
 
 def _check_whole(name: str, column: Sequence[Any]) -> None:
-    """RunError where micro-batches were given other values of what a group takes once."""
-    first, *others = (Digest([{name: part}]).numbers() for part in column)
+    """RunError where micro-batches were given other values of an input that a group takes once."""
     # The number of items of a micro-batch is its share of the whole: it differs where shares differ.
-    if name != ITEMS and any(other != first for other in others):
+    if name != ITEMS and not all(_are_equal(column[0], other) for other in column):
         raise RunError(
             f"input {name!r} has no rows and is not the same for all micro-batches, but a stage that runs once for all "
             "of them takes it; pass one value for all, or one with a row for each row of the batch"
         )
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Whether two values are one, or equal tensors of one type, or equal plain values, or objects of one class."""
+    if value is other or not isinstance(value, (Tensor, *PLAIN)):
+        return type(value) is type(other)
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return repr(value) == repr(other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
+from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
-from fxpipe.plan.inputs.rows import is_entries
+from fxpipe.plan.inputs.batch import Batch
+from fxpipe.plan.inputs.rows import rules_in
+from fxpipe.plan.inputs.rules import InEntries, InPackedRows, InRows, is_entries
 from fxpipe.progress import log
 from fxpipe.run.actions.group_inputs import beside, shapes_of
 from fxpipe.run.step.step_outcome import differing
@@ -31,27 +34,13 @@ class Entries:
     values: Sequence[Any]
 
 
-@dataclass
-class OutputRows:
-    """Where outputs have their rows, where the sizes of an earlier step have left no doubt of it."""
-
-    dims: dict[tuple[Where, int], int] = field(default_factory=dict)
-    """(where, number of dimensions) → the dimension of rows."""
-    entries: dict[Where, bool] = field(default_factory=dict)
-    """Whether lists have an entry for each row."""
-    apart: set[Where] = field(default_factory=set)
-    """What is given as a list, a tensor for each micro-batch: once shapes have shown that its rows are in no place that
-    could be meant, always."""
-
-
 @dataclass(frozen=True)
-class RowsOf:
-    """How many rows each of the outputs has that are put together, and in which dimensions they may be: the inputs',
-    and the first; where all inputs are packed, ``along`` is empty.
+class OutputRows:
+    """How many rows the outputs of each micro-batch, or group of them, have, and in which dimensions rows may be.
 
-    ``packed``: (dimension, sizes) of packed inputs: an output may have as many rows as one of them, such as tokens.
-    ``in_lists``: whether an input is a list with an entry for each row, so that lists of outputs may be so, too;
-    lists of dicts may always.
+    ``along``: the inputs' dimensions of rows, beside dimension 0; empty where all inputs are packed. ``packed``:
+    (dimension, sizes) of packed inputs: an output may have as many rows as one of them, such as tokens. ``in_lists``:
+    whether an input is a list with an entry for each row, so that an output may be one; a list of dicts always may.
     """
 
     sizes: Sequence[int]
@@ -59,8 +48,18 @@ class RowsOf:
     packed: Sequence[tuple[int, Sequence[int]]] = ()
     in_lists: bool = False
 
+    @staticmethod
+    def of(batch: Batch, group: int, sizes: Sequence[int]) -> OutputRows:
+        """The rows of the outputs of a batch, each of a ``group`` of so many micro-batches."""
+        rules = list(rules_in(batch.given[0], batch.batch_dim).values())
+        along = {rule.dim for rule, like in rules if type(rule) is InRows and rule.length(like) is not None}
+        packed, counted = [rule for rule, _ in rules if type(rule) is InPackedRows], batch.part_sizes.counted
+        in_lists = any(isinstance(rule, InEntries) for rule, _ in rules)
+        several = [(rule.dim, of_groups(counted[rule.path], group)) for rule in packed]
+        return OutputRows(sizes, sorted(along), several, in_lists)
+
     def dims_in(self, column: Sequence[Tensor]) -> list[int]:
-        """The dimensions in which the parts have their micro-batches' rows, or those of a packed input."""
+        """The dimensions in which all parts have their micro-batches' rows, or those of a packed input."""
         packed = [dim for dim, sizes in self.packed if _are(column, dim, sizes)]
         own = [dim for dim in (*self.along, 0) if _are(column, dim, self.sizes)] if self.along or not packed else []
         return list(dict.fromkeys(dim % column[0].dim() for dim in (*own, *packed)))
@@ -71,22 +70,22 @@ class RowsOf:
         return as_rows and (self.in_lists or all(is_mapping(entry) for part in parts for entry in part))
 
     def are_entries(self, parts: Sequence[Sequence[Any]]) -> bool | None:
-        """Whether lists, one of each micro-batch, have an entry for each row; None in doubt.
+        """Whether lists, one for each micro-batch, have an entry for each row; None in doubt.
 
-        Else each is a container: of one structure in all micro-batches, of tensors with their rows, or of one shape.
+        A list without an entry for each row is a container: its tensors have all rows, or one shape in all parts.
         """
-        if not self.may_be_entries(parts):
-            return False
+        if not self.may_be_entries(parts) or len(parts) == 1:  # the only part's list is what it is
+            return self.may_be_entries(parts)
         # Lists of different lengths or structures cannot be containers of the same tensors: each entry is a row's.
         if len(set(self.sizes)) > 1 or len({str(pytree.tree_structure(part)) for part in parts}) > 1:
             return True
         columns = list(zip(*map(pytree.tree_leaves, parts), strict=True))
-        tensors = [column for column in columns if all(isinstance(one, Tensor) for one in column)]
-        tall = [column for column in tensors if all(one.dim() for one in column)]
+        tensors = [column for column in columns if all(isinstance(leaf, Tensor) for leaf in column)]
+        tall = [column for column in tensors if all(leaf.dim() for leaf in column)]
         if not tall:
             return None if tensors else self.in_lists and isinstance(parts[0], list)
         without_rows = [column for column in tall if not self.dims_in(column)]
-        if len(without_rows) == len(tall) or any(len({one.shape for one in column}) > 1 for column in without_rows):
+        if len(without_rows) == len(tall) or any(len({leaf.shape for leaf in column}) > 1 for column in without_rows):
             return True
         if self.in_lists and self.sizes[0] == 1 and all(map(is_mapping, parts[0])):
             return True  # what detectors return, if with one box for each image
@@ -102,19 +101,20 @@ def without_entries(output: Any) -> Any:
 
 @dataclass(frozen=True)
 class Joining:
-    """Puts together the outputs of one call. ``known``: what earlier calls have shown of where outputs have their
-    rows. ``where``, in its methods: where the values are in the output."""
+    """Puts together the outputs of one call.
+
+    ``logged``: the values that a log line has named as given in a list. ``where``, in methods: the path of the values.
+    """
 
     shares: Sequence[float]
-    rows: RowsOf
-    known: OutputRows
+    rows: OutputRows
+    logged: set[Where]
 
     def join(self, outputs: Sequence[Any], where: Where = ()) -> Any:
         """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
-        A list with an entry for each row is put together as one, in ``Entries``; tensors whose rows are in no place
-        that could be meant, as a row for each image, are a list of them.
-        RunError for an output whose rows are in more than one place that could be meant.
+        A list with an entry for each row is put together as one, in ``Entries``. Tensors that have the rows neither in
+        dimension 0 nor in the inputs' become a list of them. RunError where two dimensions may be meant.
         """
         first = outputs[0]
         if all(map(is_entries, outputs)) and self._are_entries(outputs, where):
@@ -140,13 +140,9 @@ class Joining:
         return pytree.tree_unflatten(joined, spec)
 
     def _are_entries(self, parts: Sequence[Sequence[Any]], where: Where) -> bool:
-        """Whether lists, one of each micro-batch, have an entry for each row. RunError in doubt."""
-        if len(parts) == 1:  # it is what it is
-            return self.rows.may_be_entries(parts)
-        found = self.rows.are_entries(parts)
-        if found is not None:
-            self.known.entries[where] = found
-        if where not in self.known.entries:
+        """Whether lists, one for each micro-batch, have an entry for each row. RunError in doubt."""
+        are_entries = self.rows.are_entries(parts)
+        if are_entries is None:
             shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
             raise RunError(
                 f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
@@ -154,7 +150,7 @@ class Joining:
                 "have an entry for each row, or all rows in each of its tensors; make them differ, with another "
                 "number of micro-batches or rows; or return a dict of tensors where each has all rows"
             )
-        return self.known.entries[where]
+        return are_entries
 
     def _join_leaf(self, column: Sequence[Any], where: Where) -> Any:
         first = column[0]
@@ -168,7 +164,8 @@ class Joining:
             # A part without weight may be nan, as the mean of no rows is: 0 · nan would be nan.
             weighted = [part * share for part, share in zip(column, self.shares, strict=True) if share]
             return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
-        # Its rows are in no place that could be meant.
+        if len(column) == 1:
+            return first
         along = self._rows_along(column, where)
         if along is None:
             return Entries(list(column))
@@ -182,54 +179,28 @@ class Joining:
         return torch.cat(list(column), along)
 
     def _rows_along(self, column: Sequence[Tensor], where: Where) -> int | None:
-        """The dimension of an output that holds its micro-batch's rows: that of the inputs, or else the first; None
-        where there is none.
-
-        Or the first, where it holds rows and another dimension in one: rows × tokens, as many for each row everywhere.
-        """
-        if where in self.known.apart:
-            return None
-        fits, key, sizes = self.rows.dims_in(column), (where, column[0].dim()), list(self.rows.sizes)
-        if len(fits) == 1:
-            self.known.dims[key] = fits[0]
-        if fits:
-            # One call may leave a doubt where sizes happen to be equal, and an earlier one may have shown the
-            # dimension.
-            along = self.known.dims.get(key)
-            if len(column) > 1 and along not in fits:
-                raise RunError(
-                    f"{_called(where)} has shapes {shapes_of(column)} for micro-batches of {sizes} rows, so that "
-                    f"dimensions {fits[0]} and {fits[1]} could both be that of its rows, or of those of a packed "
-                    "input; make them differ: with another number of micro-batches or rows, or by .unsqueeze(0) where "
-                    "its rows are in dimension 0"
-                )
-            return fits[0] if along is None else along
+        """The dimension in which each part has its micro-batch's rows: the inputs', or 0. None where neither has."""
+        fits, sizes = self.rows.dims_in(column), list(self.rows.sizes)
+        if len(fits) > 1:
+            raise RunError(
+                f"{_called(where)} has shapes {shapes_of(column)} for micro-batches of {sizes} rows, so that "
+                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows, or of those of a packed "
+                "input; make them differ: with another number of micro-batches or rows, or by .unsqueeze(0) where "
+                "its rows are in dimension 0"
+            )
         if len({part.dim() for part in column}) > 1:
             raise RunError(
                 f"{_called(where)} has as many dimensions as rows allow, shapes {shapes_of(column)} for micro-batches "
                 f"of {sizes} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which "
                 "dimension is meant"
             )
-        # Rows × tokens in one dimension: each row must have as many in all micro-batches, without a remainder.
-        per_row = {divmod(tensor.shape[0], size) for tensor, size in zip(column, sizes, strict=True)}
-        if len(per_row) == 1 and per_row.pop()[1] == 0:
-            # what a recurrent network returns is times × rows
-            several = [sizes, *(each for _, each in self.rows.packed)]
-            dims = [dim for dim in range(1, column[0].dim()) for each in several if _are(column, dim, each)]
-            if dims and len(column) > 1 and any(part.shape[dims[0]] != 1 for part in column):
-                raise RunError(
-                    f"{_called(where)} of shapes {shapes_of(column)} has as many in dimension {dims[0]} as there are "
-                    "rows, which are looked for in dimension 0: return it transposed, with its rows there; or, where "
-                    "it has several for each row, with .unflatten(0, (-1, several)); or leave it out: "
-                    'evaluate(outputs="loss")'
-                )
-            return 0
-        self.known.apart.add(where)
-        log(
-            f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes_of(column)} "
-            f"for micro-batches of {sizes} rows"
-        )
-        return None
+        if not fits and where not in self.logged:
+            self.logged.add(where)
+            log(
+                f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: "
+                f"{shapes_of(column)} for micro-batches of {sizes} rows"
+            )
+        return fits[0] if fits else None
 
 
 def _called(where: Where) -> str:

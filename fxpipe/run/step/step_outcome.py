@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -201,8 +201,6 @@ def detached(value: Any) -> Any:
 
 # --- Shares: each micro-batch's part of the weight of a step, over all replicas ---
 
-N = TypeVar("N", int, float)
-
 
 def weights_of(
     transport: Transport,
@@ -235,11 +233,6 @@ def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any
     if not all(0 <= weight < math.inf for weight in weights):
         return f"loss_weight returned {shown(given)}; weights are finite and not negative"
     return weights
-
-
-def of_groups(numbers: Sequence[N], size: int) -> tuple[N, ...]:
-    """The sum of each group of so many."""
-    return tuple(sum(numbers[start : start + size]) for start in range(0, len(numbers), size))
 
 
 def shares_of(transport: Transport, weights: Sequence[float], training: bool, over_replicas: bool) -> tuple[float, ...]:

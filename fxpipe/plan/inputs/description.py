@@ -1,0 +1,218 @@
+"""Batch: what one call was given, described, and agreed on between ranks."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.device import shared_name
+from fxpipe.errors import RunError, TraceError
+from fxpipe.graph.like import WORD, ObjectLike, ObjectValue, TensorLike
+from fxpipe.graph.plain_data import admitted
+from fxpipe.plan.inputs.objects import PLAIN, like_of
+from fxpipe.torch_compat import pytree
+from fxpipe.validation import is_list, is_mapping, shown
+
+_FIXED = (bool, str, bytes, torch.dtype, torch.device)
+
+
+@admitted
+@dataclass(frozen=True)
+class InputDescription:
+    """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
+
+    ``detail``: the fixed value, or its ``ObjectValue``; or the container, and for each leaf a ``TensorLike``, or the
+    Python value that it is.
+    ``like``: an input with a ``TensorLike`` in place of each tensor.
+    """
+
+    kind: str
+    detail: Any = None
+    like: Any = field(default=None, compare=False)
+
+    @property
+    def tensors(self) -> list[TensorLike]:
+        leaves = self.detail[1] if self.kind == "input" else ()
+        return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+
+    @property
+    def objects(self) -> tuple[ObjectValue | None, ...]:
+        """The leaves that are objects; None for others."""
+        return tuple(leaf if isinstance(leaf, ObjectValue) else None for leaf in self.detail[1])
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in self.tensors]
+
+
+Description = tuple[tuple[str, InputDescription], ...]
+
+
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it.
+
+    What ``*args`` takes has no name: TypeError where it is given any.
+    """
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    values: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise TypeError(
+                f"forward takes *{name}, and {len(value)} inputs were given by place, which have no name by which "
+                "stages could ask for them; pass every input by its name, as in input_ids=..."
+            )
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            values |= dict(sorted(value.items()))
+        else:
+            values[name] = value
+    required = required_names(signature)
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise TypeError(f"missing inputs: {', '.join(missing)}")
+    return values
+
+
+def check_calls(calls: Any) -> None:
+    """TypeError unless these are micro-batches that are split already, (args, kwargs) each."""
+    if not is_list(calls):
+        raise TypeError(f"microbatches is {shown(calls)}; it is a list of (args, kwargs)")
+    for call in calls:
+        if not (isinstance(call, (tuple, list)) and len(call) == 2 and is_list(call[0]) and is_mapping(call[1])):
+            raise TypeError(f"a micro-batch is (args, kwargs), as in ((x, y), {{}}), and this one is {shown(call)}")
+
+
+def required_names(signature: inspect.Signature) -> list[str]:
+    """The inputs that every call must give."""
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def describe(
+    values: Mapping[str, Any], exact: bool = False, objects: dict[ObjectValue, Any] | None = None
+) -> Description:
+    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on.
+    ``objects``: where the objects among them are put."""
+    return tuple((name, described(value, exact, objects)) for name, value in values.items())
+
+
+def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
+    """One input; its tensors may be ``TensorLike`` already."""
+    if value is None:
+        return InputDescription("none")
+    if type(value) in _FIXED:
+        return InputDescription("fixed", value)
+    # What a capture may depend on (container, shapes, types) is compared; ``like`` goes with it, to be cut as the
+    # values are.
+    leaves, spec = pytree.tree_flatten(value)
+    likes = [_like(leaf, objects) for leaf in leaves]
+    if spec.is_leaf() and isinstance(likes[0], ObjectValue):
+        return InputDescription("fixed", likes[0])
+    described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
+    try:
+        like = pytree.tree_unflatten(likes, spec)
+    except Exception as error:  # a container that looks at what it is made of, such as PackedSequence
+        raise RunError(
+            f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "
+            f"tensors, and make it of them in forward ({type(error).__name__}: {error})"
+        ) from error
+    return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), like)
+
+
+def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorLike.of(leaf)
+    # NumPy's numbers are described as Python's
+    leaf = leaf.item() if isinstance(leaf, numbers.Number) and hasattr(leaf, "item") else leaf
+    if isinstance(leaf, (TensorLike, ObjectLike, ObjectValue)) or type(leaf) in PLAIN:
+        return leaf
+    # Other ranks cannot be sent objects.
+    like = like_of(leaf)
+    if objects is not None and isinstance(like, ObjectValue):
+        objects[like] = leaf
+    return like
+
+
+def _named(leaf: Any, exact: bool) -> Any:
+    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ; of an
+    object what stands for it."""
+    if isinstance(leaf, (ObjectLike, ObjectValue)):
+        return leaf
+    name = type(leaf).__name__
+    value = shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
+    return (name, value) if exact and isinstance(leaf, PLAIN) else name
+
+
+def example_of(description: Description) -> dict[str, Any]:
+    """The inputs that are neither None nor fixed, each with a ``TensorLike`` for each tensor."""
+    return {name: given.like for name, given in description if given.kind == "input"}
+
+
+def for_any_words(description: Description) -> Description:
+    """The description with a ``WORD`` in place of each string in a container: what a capture has for it."""
+
+    def without(given: InputDescription) -> InputDescription:
+        if given.kind != "input":
+            return given
+        container, leaves = given.detail
+        words = [leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") for leaf in leaves]
+        return replace(
+            given, detail=(container, tuple(WORD if w else leaf for w, leaf in zip(words, leaves, strict=True)))
+        )
+
+    return tuple((name, without(given)) for name, given in description)
+
+
+def known_by_type(description: Description) -> Iterator[str]:
+    """The inputs with a leaf that is no tensor, and that the description gives the type of alone."""
+    for name, given in description:
+        if given.kind == "input" and any(type(leaf) is str for leaf in given.detail[1]):
+            yield name
+
+
+def check_objects(description: Description) -> None:
+    """TraceError for an object that forward may branch on, and of whose value nothing is known."""
+    for name, given in description:
+        for leaf in given.detail[1] if given.kind == "input" else ():
+            if isinstance(leaf, ObjectLike) and not leaf.is_data:
+                raise TraceError(
+                    f"input {name!r} is or holds {leaf}, which is neither a tensor nor plain data, and of which fxpipe "
+                    "cannot see whether another one is equal to it, on another rank or in a later call; pass tensors, "
+                    "numbers, strings, an Enum's member or a dataclass of these, or make it an attribute of the model"
+                )
+
+
+def merge(descriptions: Sequence[Description]) -> Description:
+    """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
+    # A rank may be given None for what its stages do not read, as another rank has it.
+    merged: dict[str, tuple[int, InputDescription]] = {}
+    for rank, description in enumerate(descriptions):
+        for name, given in description:
+            known = merged.get(name)
+            if known is None or known[1].kind == "none":
+                merged[name] = rank, given
+            elif given.kind != "none" and _kind(given) != _kind(known[1]):
+                raise RunError(
+                    f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
+                    f"{known[1].shapes or known[1].detail}, rank {rank} has {given.shapes or given.detail}; all of "
+                    "them pass the same batch"
+                )
+    return tuple((name, given) for name, (_, given) in merged.items())
+
+
+def _kind(given: InputDescription) -> Any:
+    """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
+    if given.kind != "input":
+        return given
+    container, leaves = given.detail
+    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
