@@ -80,11 +80,9 @@ class Batch:
         """The micro-batches of what a rank was given."""
         if not self.is_whole:
             return [dict(part) for part in given]
-        (values,) = given
-        columns = [rule_of(self.batch_dim, n, value).split(value, self.part_sizes) for n, value in values.items()]
-        return [dict(zip(values, parts, strict=True)) for parts in zip(*columns, strict=True)] or [
-            {} for _ in self.sizes
-        ]
+        rules = {name: rule_of(self.batch_dim, name, value) for name, value in given[0].items()}
+        columns = {name: rule.split(given[0][name], self.part_sizes) for name, rule in rules.items()}
+        return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]
 
     def describe_parts(self, given: Sequence[Description] | None = None) -> list[Description]:
         """The descriptions of the micro-batches. ``given``: of what one rank was given, in place of all ranks."""

@@ -64,34 +64,39 @@ class OutputRows:
         own = [dim for dim in (*self.along, 0) if _are(column, dim, self.sizes)] if self.along or not packed else []
         return list(dict.fromkeys(dim % column[0].dim() for dim in (*own, *packed)))
 
-    def may_be_entries(self, parts: Sequence[Sequence[Any]]) -> bool:
-        """Whether lists are as long as there are rows, and of a kind that is returned for each row."""
-        as_rows = [len(part) for part in parts] == list(self.sizes)
-        return as_rows and (self.in_lists or all(is_mapping(entry) for part in parts for entry in part))
-
-    def are_entries(self, parts: Sequence[Sequence[Any]]) -> bool | None:
-        """Whether lists, one for each micro-batch, have an entry for each row; None in doubt.
+    def are_entries(self, parts: Sequence[Sequence[Any]], where: Where) -> bool:
+        """Whether lists, one for each micro-batch, have an entry for each row. RunError in doubt.
 
         A list without an entry for each row is a container: its tensors have all rows, or one shape in all parts.
         """
-        if not self.may_be_entries(parts) or len(parts) == 1:  # the only part's list is what it is
-            return self.may_be_entries(parts)
+        is_of_rows = self.in_lists or all(is_mapping(entry) for part in parts for entry in part)
+        if not is_of_rows or [len(part) for part in parts] != list(self.sizes):
+            return False
         # Lists of different lengths or structures cannot be containers of the same tensors: each entry is a row's.
-        if len(set(self.sizes)) > 1 or len({str(pytree.tree_structure(part)) for part in parts}) > 1:
+        structures = {str(pytree.tree_structure(part)) for part in parts}
+        if len(parts) == 1 or len(set(self.sizes)) > 1 or len(structures) > 1:
             return True
         columns = list(zip(*map(pytree.tree_leaves, parts), strict=True))
         tensors = [column for column in columns if all(isinstance(leaf, Tensor) for leaf in column)]
+        if not tensors:
+            return self.in_lists and isinstance(parts[0], list)
         tall = [column for column in tensors if all(leaf.dim() for leaf in column)]
-        if not tall:
-            return None if tensors else self.in_lists and isinstance(parts[0], list)
         without_rows = [column for column in tall if not self.dims_in(column)]
-        if len(without_rows) == len(tall) or any(len({leaf.shape for leaf in column}) > 1 for column in without_rows):
+        have_none = tall and len(without_rows) == len(tall)
+        if have_none or any(len({leaf.shape for leaf in column}) > 1 for column in without_rows):
             return True
-        if self.in_lists and self.sizes[0] == 1 and all(map(is_mapping, parts[0])):
+        if tall and self.in_lists and self.sizes[0] == 1 and all(map(is_mapping, parts[0])):
             return True  # what detectors return, if with one box for each image
         # Entries have tensors of the same shapes; a container, such as logits beside hidden states, has others.
-        entries_differ = all(len(set(map(_shapes_in, part))) > 1 for part in parts)
-        return False if entries_differ and not without_rows else None
+        if tall and not without_rows and all(len(set(map(_shapes_in, part))) > 1 for part in parts):
+            return False
+        shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
+        raise RunError(
+            f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
+            f"{self.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an "
+            "entry for each row, or all rows in each of its tensors; make them differ, with another number of "
+            "micro-batches or rows; or return a dict of tensors where each has all rows"
+        )
 
 
 def without_entries(output: Any) -> Any:
@@ -117,7 +122,7 @@ class Joining:
         dimension 0 nor in the inputs' become a list of them. RunError where two dimensions may be meant.
         """
         first = outputs[0]
-        if all(map(is_entries, outputs)) and self._are_entries(outputs, where):
+        if all(map(is_entries, outputs)) and self.rows.are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
 
         def children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -138,19 +143,6 @@ class Joining:
         names = list(first) if is_mapping(first) and len(first) == len(columns) else range(len(columns))
         joined = [self.join(column, (*where, name)) for name, column in zip(names, columns, strict=True)]
         return pytree.tree_unflatten(joined, spec)
-
-    def _are_entries(self, parts: Sequence[Sequence[Any]], where: Where) -> bool:
-        """Whether lists, one for each micro-batch, have an entry for each row. RunError in doubt."""
-        are_entries = self.rows.are_entries(parts)
-        if are_entries is None:
-            shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
-            raise RunError(
-                f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
-                f"{self.rows.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could "
-                "have an entry for each row, or all rows in each of its tensors; make them differ, with another "
-                "number of micro-batches or rows; or return a dict of tensors where each has all rows"
-            )
-        return are_entries
 
     def _join_leaf(self, column: Sequence[Any], where: Where) -> Any:
         first = column[0]
