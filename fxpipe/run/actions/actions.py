@@ -98,7 +98,7 @@ def bind(
     """The calls of a rank; None: of all."""
     kind = BoundFor(plan, runs, training, autocast)
     ranks = range(len(plan.instructions)) if rank is None else [rank]
-    binders = {one: _Binder(executor_of(kind, one)) for one in ranks}
+    binders = {pipe_rank: _Binder(executor_of(kind, pipe_rank)) for pipe_rank in ranks}
     # One process runs the rows of all ranks in an order in which each message is sent before it is taken.
     order = plan.order if rank is None else [(rank, instruction) for instruction in plan.instructions[rank]]
     calls, receives = list[tuple[Instruction, Call]](), list[Port]()
@@ -234,7 +234,7 @@ class ForwardAction(_BoundAction):
         training = executor.kind.training
         self.keeps = training and self.stage.has_backward and executor.runs(Op.B, action.microbatch)
         tensors = list(self.stage.tensors.items())
-        self._buffers = [one for _, one in tensors if not isinstance(one, nn.Parameter)]
+        self._buffers = [tensor for _, tensor in tensors if not isinstance(tensor, nn.Parameter)]
         # other ranks run this stage, too, and would not have what it writes into its tensors
         self._unwritten = tensors if training and len(executor.graph.ranks(action.stage)) > 1 else []
         self.takes = self.bound_inputs()
@@ -476,7 +476,7 @@ def without_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def give_own_memory(parameters: Iterable[nn.Parameter], passing: Any) -> None:
     """A backward has run, which may have made these parameters' ``.grad``. ``passing``: the gradients that it was given
     and has returned, in any container."""
-    made = [(one, one.grad) for one in parameters if one.grad is not None]
+    made = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not made:
         return
     taken = {storage_id(local(leaf)) for leaf in pytree.tree_leaves(passing) if _has_memory(leaf)}

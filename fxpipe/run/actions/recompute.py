@@ -45,14 +45,14 @@ class Kept:
         self.inputs = [without_graph(value) for value in inputs]
         # Versions tell without a copy whether a tensor was written between F and R.
         self._versions = _versions(self.inputs)
-        self._parameters = [(one, version_of(one)) for one in stage.parameters.values()]
+        self._parameters = [(parameter, version_of(parameter)) for parameter in stage.parameters.values()]
         self._start, self._others = effects.state(device), effects.versions()
 
     def first(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of the first run, without its graph."""
         outputs, _ = self._without_saving(run, inputs)
-        written = [version_of(one) != version for one, version in self._parameters]
-        self._written = [one for (one, _), was in zip(self._parameters, written, strict=True) if was]
+        written = [version_of(parameter) != version for parameter, version in self._parameters]
+        self._written = [parameter for (parameter, _), was in zip(self._parameters, written, strict=True) if was]
         self._parameters = [each for each, was in zip(self._parameters, written, strict=True) if not was]
         self._bumped = self._start.bumped()
         if self._effects.is_known:
@@ -86,14 +86,14 @@ class Kept:
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
                 "it out of place (x = x + 1 for x += 1), or leave the stage out of recompute="
             )
-        if any(version_of(one) != version for one, version in self._parameters):
+        if any(version_of(parameter) != version for parameter, version in self._parameters):
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: its parameters were written since its forward, as a "
                 "hook does that makes an optimizer's step in backward; make it behind forward_backward(...), or leave "
                 "the stage out of recompute="
             )
         # nn.Embedding(max_norm=) writes its parameter, in the second run, too
-        copies = [(one, one.detach().clone()) for one in self._written]
+        copies = [(parameter, parameter.detach().clone()) for parameter in self._written]
         # R writes buffers and draws random numbers once more: what they are now is put back behind it.
         now = self._effects.state(self._device)
         self._start.restore(self._bumped)
@@ -168,7 +168,9 @@ class SideEffects:
         self.is_known = False
         held = (tensor for tensor in self._snapshot().tensors() if not isinstance(tensor, nn.Parameter))
         # all of them until the step's first forward has shown which it writes
-        self._writes = [one for one in held if type(one) is Tensor and _has_numbers(one) and not one.is_inference()]
+        self._writes = [
+            tensor for tensor in held if type(tensor) is Tensor and _has_numbers(tensor) and not tensor.is_inference()
+        ]
         self._others: list[Tensor] = []
 
     def _snapshot(self) -> Snapshot:
@@ -193,16 +195,16 @@ class SideEffects:
         known = statistics | set(self._written)
         now, before.numbers = before.numbers, []
         unseen = list[Tensor]()
-        for one in now:
-            if id(one.tensor) in known or one.was_bumped:
-                before.numbers.append(one)
+        for numbers in now:
+            if id(numbers.tensor) in known or numbers.was_bumped:
+                before.numbers.append(numbers)
             # On a GPU comparing numbers waits for them: only the first step does so.
-            elif self._is_new or one.tensor.is_cpu:
-                before.numbers += [one] if one.was_written else []
+            elif self._is_new or numbers.tensor.is_cpu:
+                before.numbers += [numbers] if numbers.was_written else []
             else:
-                unseen.append(one.differs())
+                unseen.append(numbers.differs())
         self._unseen = (stage, to_host([torch.stack(unseen).any()])) if unseen else None
-        self._written = {id(one.tensor): one.tensor for one in before.numbers}
+        self._written = {id(numbers.tensor): numbers.tensor for numbers in before.numbers}
         self._others = [tensor for tensor in self._writes if id(tensor) not in self._written]
         self._writes, self.is_known, self._is_new = list(self._written.values()), True, False
 
