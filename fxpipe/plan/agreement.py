@@ -17,25 +17,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.counts import Counts, check_cut, counts_of, merge_counts
+from fxpipe.batch.description import Description, bind, check_calls, describe, for_any_words, merge
+from fxpipe.batch.label_count import with_number
+from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
+from fxpipe.batch.rows import whole_lists
 from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Ambient
-from fxpipe.graph.plain_data import admitted, encode
+from fxpipe.graph.plain_data import admitted, digest_of, encode, number_of
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for, written
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, MOST
-from fxpipe.plan.inputs.batch import Batch
-from fxpipe.plan.inputs.counts import Counts, check_cut, counts_of, merge_counts
-from fxpipe.plan.inputs.description import Description, bind, check_calls, describe, for_any_words, merge
-from fxpipe.plan.inputs.label_count import with_number
-from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
-from fxpipe.plan.inputs.rows import whole_lists
-from fxpipe.plan.plan import Plan, digest_of, number_of
+from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.together import plan_together
 from fxpipe.progress import log

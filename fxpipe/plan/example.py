@@ -10,6 +10,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.counts import check_cut, counts_of
+from fxpipe.batch.description import bind, describe, required_names
+from fxpipe.batch.label_count import with_number
+from fxpipe.batch.pattern import GivenInputs, Pattern, pattern_of
 from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.question import Answers, Unanswered
@@ -17,11 +22,6 @@ from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.plan.capture.capture_check import Sample
-from fxpipe.plan.inputs.batch import Batch
-from fxpipe.plan.inputs.counts import check_cut, counts_of
-from fxpipe.plan.inputs.description import bind, describe, required_names
-from fxpipe.plan.inputs.label_count import with_number
-from fxpipe.plan.inputs.pattern import GivenInputs, Pattern, pattern_of
 from fxpipe.plan.planner import Planner
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace import Request

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.group_inputs import GroupInputs
+from fxpipe.batch.outputs import Joining, OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
@@ -34,13 +36,11 @@ from fxpipe.plan.planner import Planner
 from fxpipe.plan.together import check_rows
 from fxpipe.run.actions.actions import Bound, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
-from fxpipe.run.actions.group_inputs import GroupInputs
 from fxpipe.run.actions.recompute import EffectsOf
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.outputs import Joining, OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from fxpipe.batch.label_count import Items, as_number
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.collective import Collective, Work
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.agreement import AgreedBatch
-from fxpipe.plan.inputs.label_count import Items, as_number
-from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
@@ -36,15 +35,6 @@ class StepOutcome:
     factor: Tensor | None
     metrics: Mapping[str, Tensor]
     kind: LossKind
-
-
-def differing(transport: Transport, fact: Any) -> list[Any]:
-    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
-
-    A collective call of the data axis.
-    """
-    is_one = len(set(transport.gather_int("data", digest_of([repr(fact)])))) == 1
-    return [] if is_one else transport.gather("data", fact)
 
 
 class LossMessage:

@@ -8,12 +8,12 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
+from fxpipe.batch.counts import Counts
+from fxpipe.batch.description import Description, described, example_of
+from fxpipe.batch.rows import row_count, split_rows
+from fxpipe.batch.rules import InRows, PartSizes, rule_of
 from fxpipe.graph.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, counted
-from fxpipe.plan.inputs.counts import Counts
-from fxpipe.plan.inputs.description import Description, described, example_of
-from fxpipe.plan.inputs.rows import row_count, split_rows
-from fxpipe.plan.inputs.rules import InRows, PartSizes, rule_of
 from fxpipe.torch_compat import pytree
 
 

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.transport import Transport, member
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.group_inputs import beside, shapes_of
+from fxpipe.batch.rows import rules_in
+from fxpipe.batch.rules import InEntries, InPackedRows, InRows, is_entries
+from fxpipe.distributed.transport import Transport, differing, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
-from fxpipe.plan.inputs.batch import Batch
-from fxpipe.plan.inputs.rows import rules_in
-from fxpipe.plan.inputs.rules import InEntries, InPackedRows, InRows, is_entries
 from fxpipe.progress import log
-from fxpipe.run.actions.group_inputs import beside, shapes_of
-from fxpipe.run.step.step_outcome import differing
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_mapping, shown
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.batch.objects import PLAIN, like_of
 from fxpipe.device import shared_name
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.like import WORD, ObjectLike, ObjectValue, TensorLike
 from fxpipe.graph.plain_data import admitted
-from fxpipe.plan.inputs.objects import PLAIN, like_of
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from fxpipe import Offsets, Packed, RunError
-from fxpipe.plan.inputs.batch import Batch
-from fxpipe.plan.inputs.counts import counts_of
-from fxpipe.plan.inputs.description import describe
-from fxpipe.plan.inputs.rows import row_count, whole_lists
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.counts import counts_of
+from fxpipe.batch.description import describe
+from fxpipe.batch.rows import row_count, whole_lists
 
 PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}
 

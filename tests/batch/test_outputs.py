@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError
-from fxpipe.run.step.outputs import Joining, OutputRows, without_entries
+from fxpipe.batch.outputs import Joining, OutputRows, without_entries
 
 LISTS = OutputRows((2, 2), (), in_lists=True)
 TENSORS = OutputRows((2, 2), (0,))

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe import Offsets, Packed, RunError
+from fxpipe.batch.batch import Batch, joined, joined_description
+from fxpipe.batch.counts import counts_of
+from fxpipe.batch.description import describe
 from fxpipe.graph.like import TensorLike
-from fxpipe.plan.inputs.batch import Batch, joined, joined_description
-from fxpipe.plan.inputs.counts import counts_of
-from fxpipe.plan.inputs.description import describe
 
 CU = torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)
 VALUES: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError, Topology
+from fxpipe.batch.group_inputs import SCOPE, GroupInputs
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.graph.gathering import Places
-from fxpipe.run.actions.group_inputs import SCOPE, GroupInputs
 from fxpipe.torch_compat import pytree
 from tests.strict_transport import StrictTransport, current_seat, run_strict
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from fxpipe import Offsets, Packed, RunError
-from fxpipe.plan.inputs.batch import Batch
-from fxpipe.plan.inputs.counts import check_cut, counts_of, merge_counts
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.counts import check_cut, counts_of, merge_counts
 
 RULES: Any = {"patches": Packed(lambda lengths, twice=1: lengths * twice), "words": Packed("cu"), "cu": Offsets()}
 

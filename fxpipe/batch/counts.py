@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.batch.rules import rule_of
 from fxpipe.errors import RunError
 from fxpipe.packed import BatchDim, Offsets, Packed, counted, read_by, rule_at, written
-from fxpipe.plan.inputs.rules import rule_of
 from fxpipe.validation import is_mapping, shown
 
 Numbers = tuple[int, ...]

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.batch.batch import joined_input
+from fxpipe.batch.objects import PLAIN
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
+from fxpipe.graph.plain_data import digest_of
 from fxpipe.packed import BatchDim, rule_at
-from fxpipe.plan.inputs.batch import joined_input
-from fxpipe.plan.inputs.objects import PLAIN
-from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
