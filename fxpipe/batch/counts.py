@@ -60,10 +60,10 @@ def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_di
 
 def _at(values: Mapping[str, Any], path: str) -> Any:
     """An input, or what a dict input has at "batch.images"; None where there is none."""
-    found: Any = values
+    value: Any = values
     for name in path.split("."):
-        found = found.get(name) if is_mapping(found) else None
-    return found
+        value = value.get(name) if is_mapping(value) else None
+    return value
 
 
 def _numbers(path: str, given: Any) -> Numbers:
@@ -106,10 +106,10 @@ def merge_counts(everyone: Sequence[Counts]) -> Counts:
     merged: dict[str, tuple[int, Numbers]] = {}
     for rank, counts in enumerate(everyone):
         for path, numbers in counts.items():
-            known, mine = merged.setdefault(path, (rank, numbers))
-            if numbers != mine:
+            first, its = merged.setdefault(path, (rank, numbers))
+            if numbers != its:
                 raise RunError(
-                    f"the counts of {path!r} differ between the ranks of a pipe group: rank {known} counts "
-                    f"{shown(mine)}, rank {rank} {shown(numbers)}; all of them pass the same batch"
+                    f"the counts of {path!r} differ between the ranks of a pipe group: rank {first} counts "
+                    f"{shown(its)}, rank {rank} {shown(numbers)}; all of them pass the same batch"
                 )
     return {path: numbers for path, (_, numbers) in merged.items()}

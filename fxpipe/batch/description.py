@@ -198,13 +198,13 @@ def merge(descriptions: Sequence[Description]) -> Description:
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, given in description:
-            known = merged.get(name)
-            if known is None or known[1].kind == "none":
+            first, its = merged.get(name, (rank, given))
+            if its.kind == "none" or name not in merged:
                 merged[name] = rank, given
-            elif given.kind != "none" and _kind(given) != _kind(known[1]):
+            elif given.kind != "none" and _kind(given) != _kind(its):
                 raise RunError(
-                    f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
-                    f"{known[1].shapes or known[1].detail}, rank {rank} has {given.shapes or given.detail}; all of "
+                    f"input {name!r} differs between the ranks of a pipe group: rank {first} has "
+                    f"{its.shapes or its.detail}, rank {rank} has {given.shapes or given.detail}; all of "
                     "them pass the same batch"
                 )
     return tuple((name, given) for name, (_, given) in merged.items())

@@ -68,8 +68,8 @@ def _text_of(value: Any, around: tuple[int, ...]) -> str:
 def _code_text(code: CodeType) -> str:
     """A hash of what a function does: of one that is defined anew under its name, as in a notebook, it is another."""
     inside = [
-        _code_text(one) if isinstance(one, CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else one
-        for one in code.co_consts
+        _code_text(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else c
+        for c in code.co_consts
     ]
     text = repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, inside))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

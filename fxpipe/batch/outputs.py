@@ -23,12 +23,12 @@ from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_mapping, shown
 
 Where = tuple[Any, ...]
-"""Where a value is in an output: its key, or its place, in each container around it."""
+"""The path of a value in an output: its key, or its index, in each container around it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """A list that has an entry for each row: each holds what is that row's alone, numbers too. A leaf for pytree."""
+    """A list that has an entry for each row: an entry's tensors and numbers are that row's alone. A leaf for pytree."""
 
     values: Sequence[Any]
 
@@ -99,7 +99,7 @@ class OutputRows:
 
 
 def without_entries(output: Any) -> Any:
-    """With lists in place of ``Entries``."""
+    """The output, with lists in place of ``Entries``."""
     return pytree.tree_map_only(Entries, lambda entries: entries.values, output)
 
 
@@ -125,8 +125,8 @@ class Joining:
             return Entries(type(first)(entry for part in outputs for entry in part))
 
         def children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
-            found, spec = pytree.tree_flatten(output, is_leaf=lambda node: node is not output or isinstance(node, Sum))
-            return found, spec
+            leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: node is not output or isinstance(node, Sum))
+            return leaves, spec
 
         flat = [children(output) for output in outputs]
         spec = flat[0][1]
@@ -138,7 +138,7 @@ class Joining:
             )
         if spec.is_leaf():
             return self._join_leaf(outputs, where)
-        columns = list(zip(*(found for found, _ in flat), strict=True))
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
         names = list(first) if is_mapping(first) and len(first) == len(columns) else range(len(columns))
         joined = [self.join(column, (*where, name)) for name, column in zip(names, columns, strict=True)]
         return pytree.tree_unflatten(joined, spec)
@@ -236,7 +236,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
         return (leaf,) if is_number else ()
 
     numbers = [number for leaf in leaves for number in numbers_in(leaf)]
-    kinds = [str(one.dtype) if isinstance(one, Tensor) else type(one).__name__ for one in numbers]
+    kinds = [str(number.dtype) if isinstance(number, Tensor) else type(number).__name__ for number in numbers]
     if everyone := differing(transport, f"{spec} of {', '.join(kinds)}" if numbers else "none"):
         raise RunError(
             f"the replicas' outputs have different numbers, which cannot be averaged: {'; '.join(everyone)}. "
@@ -245,13 +245,13 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     if not numbers:
         return output
     # One all-reduce for all of them: complex128 holds each type, integers up to 2^53 exactly.
-    tensors = [torch.as_tensor(one).to(transport.device, torch.complex128) for one in numbers]
+    tensors = [torch.as_tensor(number).to(transport.device, torch.complex128) for number in numbers]
     message = torch.view_as_real(torch.stack(tensors))
     transport.all_reduce("data", message)
     sums = iter(map(_of_type, numbers, message))
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if totals := [next(sums) for _ in numbers_in(leaf)]:
-            leaves[place] = Sum(*totals) if isinstance(leaf, Sum) else totals[0]
+            leaves[index] = Sum(*totals) if isinstance(leaf, Sum) else totals[0]
     return pytree.tree_unflatten(leaves, spec)
 
 

@@ -75,9 +75,9 @@ def _check_lists(likes: Mapping[str, Any], rows: Mapping[str, int]) -> None:
 
 
 def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> list[str]:
-    """The lists, without tensors, that have as many entries as the batch has rows, where nobody has said what for.
+    """The lists without tensors that have as many entries as the batch has rows, and that ``batch_dim`` does not name.
 
-    As a ``DataLoader`` makes them of strings, which it puts into tuples. A tuple of numbers is a shape, or a mean.
+    A ``DataLoader`` makes such lists, and puts strings into tuples. A tuple of numbers is a shape, or a mean.
     """
     return [
         path
@@ -100,7 +100,8 @@ def _is_named(path: str, batch_dim: BatchDim) -> bool:
 
 
 def _may_be_rows(listed: Sequence[Any], rows: int, is_alone: bool) -> bool:
-    """Dicts are. Tensors may be if there are as many as rows, or if they are images, and the only inputs with rows."""
+    """Whether a list may have an entry for each row: dicts do; tensors may, where there are as many as rows, or where
+    they are images, and the only inputs with rows."""
     if any(map(is_mapping, listed)):
         return True
     dims = {len(entry.shape) for entry in listed}
@@ -110,9 +111,8 @@ def _may_be_rows(listed: Sequence[Any], rows: int, is_alone: bool) -> bool:
 
 
 def _check_counts(lengths: Mapping[str, int | None], rows: int | None, counts: Counts, batch_dim: BatchDim) -> None:
-    """RunError where counts are not one for each row, or do not sum to what they count."""
-    # Rows come first, then what is packed for rows of the batch, then what is packed for rows of that, as counted() has
-    # them in order.
+    """RunError where there is not a count for each row, or counts do not sum to the length of their input."""
+    # counted() has inputs that are packed for the batch's rows in front of those that are packed for rows of these.
     rules = counted(batch_dim)
     for path, rule in rules.items():
         length = lengths.get(path)
@@ -158,4 +158,4 @@ def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
             f"a batch of {rows} rows cannot be cut into {microbatches} micro-batches; "
             f"pass at least {microbatches} rows, or compile with microbatches={max(rows, 1)}"
         )
-    return tuple(rows // microbatches + (place < rows % microbatches) for place in range(microbatches))
+    return tuple(rows // microbatches + (number < rows % microbatches) for number in range(microbatches))
