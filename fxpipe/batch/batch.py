@@ -81,8 +81,10 @@ class Batch:
         if not self.is_whole:
             return [dict(part) for part in given]
         rules = {name: rule_of(self.batch_dim, name, value) for name, value in given[0].items()}
-        columns = {name: rule.split(given[0][name], self.part_sizes) for name, rule in rules.items()}
-        return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]
+        return [
+            {name: rule.part(given[0][name], number, self.part_sizes) for name, rule in rules.items()}
+            for number in range(len(self.sizes))
+        ]
 
     def describe_parts(self, given: Sequence[Description] | None = None) -> list[Description]:
         """The descriptions of the micro-batches. ``given``: of what one rank was given, in place of all ranks."""

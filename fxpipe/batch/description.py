@@ -161,16 +161,15 @@ def example_of(description: Description) -> dict[str, Any]:
 def for_any_words(description: Description) -> Description:
     """The description with a ``WORD`` in place of each string in a container: what a capture has for it."""
 
-    def without(given: InputDescription) -> InputDescription:
-        if given.kind != "input":
-            return given
-        container, leaves = given.detail
-        words = [leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") for leaf in leaves]
-        return replace(
-            given, detail=(container, tuple(WORD if w else leaf for w, leaf in zip(words, leaves, strict=True)))
-        )
+    def without(leaf: Any) -> Any:
+        return WORD if leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") else leaf
 
-    return tuple((name, without(given)) for name, given in description)
+    return tuple(
+        (name, replace(given, detail=(given.detail[0], tuple(map(without, given.detail[1])))))
+        if given.kind == "input"
+        else (name, given)
+        for name, given in description
+    )
 
 
 def known_by_type(description: Description) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,22 +40,24 @@ class OutputRows:
     ``along``: the inputs' dimensions of rows, beside dimension 0; empty where all inputs are packed. ``packed``:
     (dimension, sizes) of packed inputs: an output may have as many rows as one of them, such as tokens. ``in_lists``:
     whether an input is a list with an entry for each row, so that an output may be one; a list of dicts always may.
+    ``logged``: the paths of outputs of which a log line has said that they are given in a list.
     """
 
     sizes: Sequence[int]
     along: Sequence[int]
     packed: Sequence[tuple[int, Sequence[int]]] = ()
     in_lists: bool = False
+    logged: set[Where] = field(default_factory=set)
 
     @staticmethod
-    def of(batch: Batch, group: int, sizes: Sequence[int]) -> OutputRows:
+    def of(batch: Batch, group: int, sizes: Sequence[int], logged: set[Where]) -> OutputRows:
         """The rows of the outputs of a batch, each of a ``group`` of so many micro-batches."""
         rules = list(rules_in(batch.given[0], batch.batch_dim).values())
         along = {rule.dim for rule, like in rules if type(rule) is InRows and rule.length(like) is not None}
         packed, counted = [rule for rule, _ in rules if type(rule) is InPackedRows], batch.part_sizes.counted
         in_lists = any(isinstance(rule, InEntries) for rule, _ in rules)
         several = [(rule.dim, of_groups(counted[rule.path], group)) for rule in packed]
-        return OutputRows(sizes, sorted(along), several, in_lists)
+        return OutputRows(sizes, sorted(along), several, in_lists, logged)
 
     def dims_in(self, column: Sequence[Tensor]) -> list[int]:
         """The dimensions in which all parts have their micro-batches' rows, or those of a packed input."""
@@ -97,31 +99,15 @@ class OutputRows:
             "micro-batches or rows; or return a dict of tensors where each has all rows"
         )
 
-
-def without_entries(output: Any) -> Any:
-    """The output, with lists in place of ``Entries``."""
-    return pytree.tree_map_only(Entries, lambda entries: entries.values, output)
-
-
-@dataclass(frozen=True)
-class Joining:
-    """Puts together the outputs of one call.
-
-    ``logged``: the values that a log line has named as given in a list. ``where``, in methods: the path of the values.
-    """
-
-    shares: Sequence[float]
-    rows: OutputRows
-    logged: set[Where]
-
-    def join(self, outputs: Sequence[Any], where: Where = ()) -> Any:
+    def join(self, outputs: Sequence[Any], shares: Sequence[float], where: Where = ()) -> Any:
         """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
 
+        ``shares``: of the micro-batches in means. ``where``: the path of the outputs in those of the model.
         A list with an entry for each row is put together as one, in ``Entries``. Tensors that have the rows neither in
         dimension 0 nor in the inputs' become a list of them. RunError where two dimensions may be meant.
         """
         first = outputs[0]
-        if all(map(is_entries, outputs)) and self.rows.are_entries(outputs, where):
+        if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
 
         def children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -137,13 +123,13 @@ class Joining:
                 "tensors with rows"
             )
         if spec.is_leaf():
-            return self._join_leaf(outputs, where)
+            return self._join_leaf(outputs, shares, where)
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
         names = list(first) if is_mapping(first) and len(first) == len(columns) else range(len(columns))
-        joined = [self.join(column, (*where, name)) for name, column in zip(names, columns, strict=True)]
+        joined = [self.join(column, shares, (*where, name)) for name, column in zip(names, columns, strict=True)]
         return pytree.tree_unflatten(joined, spec)
 
-    def _join_leaf(self, column: Sequence[Any], where: Where) -> Any:
+    def _join_leaf(self, column: Sequence[Any], shares: Sequence[float], where: Where) -> Any:
         first = column[0]
         if isinstance(first, Sum):
             return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
@@ -153,7 +139,7 @@ class Joining:
             if not _is_mean(first):
                 return torch.stack(list(column)).sum()
             # A part without weight may be nan, as the mean of no rows is: 0 · nan would be nan.
-            weighted = [part * share for part, share in zip(column, self.shares, strict=True) if share]
+            weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
             return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
         if len(column) == 1:
             return first
@@ -171,7 +157,7 @@ class Joining:
 
     def _rows_along(self, column: Sequence[Tensor], where: Where) -> int | None:
         """The dimension in which each part has its micro-batch's rows: the inputs', or 0. None where neither has."""
-        fits, sizes = self.rows.dims_in(column), list(self.rows.sizes)
+        fits, sizes = self.dims_in(column), list(self.sizes)
         if len(fits) > 1:
             raise RunError(
                 f"{_called(where)} has shapes {shapes_of(column)} for micro-batches of {sizes} rows, so that "
@@ -192,6 +178,11 @@ class Joining:
                 f"{shapes_of(column)} for micro-batches of {sizes} rows"
             )
         return fits[0] if fits else None
+
+
+def without_entries(output: Any) -> Any:
+    """The output, with lists in place of ``Entries``."""
+    return pytree.tree_map_only(Entries, lambda entries: entries.values, output)
 
 
 def _called(where: Where) -> str:

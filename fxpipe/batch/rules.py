@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,11 @@ class PartSizes(NamedTuple):
 
     rows: Sequence[int]
     counted: dict[str, tuple[int, ...]]
+
+    def span(self, path: str, number: int) -> tuple[int, int, int]:
+        """Where the part of a micro-batch begins in an input, its size, and that of all parts."""
+        own = self.counted.get(path, self.rows)
+        return sum(own[:number]), own[number], sum(own)
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,9 @@ class NotSplit:
         """The number of rows of a batch whose input has that length; None where the input does not decide it."""
         return None
 
-    def part(self, value: Any, start: int, size: int) -> Any:
-        """A part of so many rows or entries: a view, or a copy of offsets."""
+    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
+        """The part of the micro-batch of that number: a view, or a copy of offsets."""
         return value
-
-    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
-        """The part of each micro-batch."""
-        own = sizes.counted.get(self.path, sizes.rows)
-        return [self.part(value, start, size) for start, size in zip(accumulate(own, initial=0), own, strict=False)]
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The value whose parts these are."""
@@ -105,13 +104,16 @@ class InRows(NotSplit):
     def rows(self, length: int) -> int | None:
         return length
 
-    def part(self, value: Any, start: int, size: int) -> Any:
-        return pytree.tree_map(partial(self._part_of, start=start, size=size), value)
+    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
+        start, size, rows = sizes.span(self.path, number)
+        return pytree.tree_map(partial(self._part_of, start=start, size=size, rows=rows), value)
 
-    def _part_of(self, leaf: Any, start: int, size: int) -> Any:
+    def _part_of(self, leaf: Any, start: int, size: int, rows: int) -> Any:
         if isinstance(leaf, TensorLike):
             return leaf.of_size(self.dim, size)
-        if (block_mask_rows(leaf) or 1) > 1:
+        if (block_rows := block_mask_rows(leaf) or 1) > 1:
+            if block_rows != rows:
+                raise RunError(f"input {self.path!r} is a BlockMask of {block_rows} rows, and the batch has {rows}")
             return block_mask_part(leaf, start, size)
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
@@ -122,13 +124,6 @@ class InRows(NotSplit):
                 f"{written(self.path, 'None')} if each micro-batch takes all of it"
             )
         return leaf.narrow(self.dim, start, size)
-
-    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
-        rows = sum(sizes.counted.get(self.path, sizes.rows))
-        for block_rows in filter(None, map(block_mask_rows, pytree.tree_leaves(value))):
-            if block_rows not in (1, rows):
-                raise RunError(f"input {self.path!r} is a BlockMask of {block_rows} rows, and the batch has {rows}")
-        return super().split(value, sizes)
 
     def join(self, parts: Sequence[Any]) -> Any:
         return pytree.tree_map(self._join_leaves, *parts)
@@ -171,7 +166,8 @@ class InEntries(InPackedRows):
     def length(self, like: Any) -> int:
         return len(like)
 
-    def part(self, value: Any, start: int, size: int) -> Any:
+    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
+        start, size, _ = sizes.span(self.path, number)
         return value[start : start + size]
 
     def join(self, parts: Sequence[Any]) -> Any:
@@ -191,7 +187,8 @@ class ByOffsets(InRows):
     def rows(self, length: int) -> int | None:
         return length if self.of is None else None
 
-    def part(self, value: Any, start: int, size: int) -> Any:
+    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
+        start, size, _ = sizes.span(self.path, number)
         if isinstance(value, TensorLike):
             return replace(value, shape=(size + 1,), stride=(1,))
         return value[start : start + size + 1] - value[start]
@@ -231,9 +228,8 @@ class InDict(NotSplit):
             for name, inner in value.items():
                 self._rule(name, inner).check(inner)
 
-    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
-        columns = [self._rule(name, inner).split(inner, sizes) for name, inner in value.items()]
-        return [_with_values(value, parts) for parts in zip(*columns, strict=True)]
+    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
+        return _with_values(value, [self._rule(n, inner).part(inner, number, sizes) for n, inner in value.items()])
 
     def join(self, parts: Sequence[Any]) -> Any:
         first = parts[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError
-from fxpipe.batch.outputs import Joining, OutputRows, without_entries
+from fxpipe.batch.outputs import OutputRows, without_entries
 
 LISTS = OutputRows((2, 2), (), in_lists=True)
 TENSORS = OutputRows((2, 2), (0,))
@@ -21,8 +22,8 @@ def of(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.rand(shape) for shape in shapes]
 
 
-def put_together(parts: Sequence[Any], rows: OutputRows, logged: Any = None) -> Any:
-    return without_entries(Joining([0.5] * len(parts), rows, set() if logged is None else logged).join(parts))
+def put_together(parts: Sequence[Any], rows: OutputRows) -> Any:
+    return without_entries(rows.join(parts, [0.5] * len(parts)))
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -112,9 +113,9 @@ def test_rows_are_in_dimension_0_or_the_inputs(shapes: Any, rows: OutputRows, al
 def test_an_output_without_its_rows_there_is_a_list(
     shapes: Any, rows: OutputRows, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    parts, logged = of(*shapes), set[Any]()
+    parts, rows = of(*shapes), replace(rows, logged=set())
     for _ in range(2):
-        tensors = put_together([{"images": part} for part in parts], rows, logged)["images"]
+        tensors = put_together([{"images": part} for part in parts], rows)["images"]
         assert list(map(id, tensors)) == list(map(id, parts))
     assert capfd.readouterr().err.count("evaluate gives output 'images' as a list") == 1
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.batch.group_inputs import GroupInputs
-from fxpipe.batch.outputs import Joining, OutputRows, Where, from_rank, over_replicas, without_entries
+from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
@@ -402,8 +402,7 @@ class Steps:
                 sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
-            rows = OutputRows.of(agreed.call.batch, plan.group, sizes)
-            joined = Joining(shares, rows, self._in_lists).join(ordered)
+            joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)
             output = without_entries(over_replicas(transport, joined, is_of_all))
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count
