@@ -53,11 +53,6 @@ class Batch:
         total = sum(sizes) if any(count is not None for count in rows) else None
         return Batch(tuple(given), microbatches is not None, batch_dim, counts[0], total, sizes)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether it is one batch, to be split into several micro-batches."""
-        return self.is_whole and len(self.sizes) > 1
-
     @cached_property
     def part_sizes(self) -> PartSizes:
         """How much of each input a micro-batch has."""
@@ -81,10 +76,8 @@ class Batch:
         if not self.is_whole:
             return [dict(part) for part in given]
         rules = {name: rule_of(self.batch_dim, name, value) for name, value in given[0].items()}
-        return [
-            {name: rule.part(given[0][name], number, self.part_sizes) for name, rule in rules.items()}
-            for number in range(len(self.sizes))
-        ]
+        columns = {name: rule.split(given[0][name], self.part_sizes) for name, rule in rules.items()}
+        return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]
 
     def describe_parts(self, given: Sequence[Description] | None = None) -> list[Description]:
         """The descriptions of the micro-batches. ``given``: of what one rank was given, in place of all ranks."""

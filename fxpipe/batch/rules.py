@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +25,9 @@ class PartSizes(NamedTuple):
     rows: Sequence[int]
     counted: dict[str, tuple[int, ...]]
 
-    def span(self, path: str, number: int) -> tuple[int, int, int]:
-        """Where the part of a micro-batch begins in an input, its size, and that of all parts."""
-        own = self.counted.get(path, self.rows)
-        return sum(own[:number]), own[number], sum(own)
+    def of(self, path: str) -> Sequence[int]:
+        """The rows, or the counts, of each micro-batch in one input."""
+        return self.counted.get(path, self.rows)
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ class NotSplit:
         """The number of rows of a batch whose input has that length; None where the input does not decide it."""
         return None
 
-    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
-        """The part of the micro-batch of that number: a view, or a copy of offsets."""
-        return value
+    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
+        """The part of each micro-batch: views, and copies of offsets."""
+        return [value] * len(sizes.rows)
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The value whose parts these are."""
@@ -104,26 +103,27 @@ class InRows(NotSplit):
     def rows(self, length: int) -> int | None:
         return length
 
-    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
-        start, size, rows = sizes.span(self.path, number)
-        return pytree.tree_map(partial(self._part_of, start=start, size=size, rows=rows), value)
+    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
+        leaves, spec = pytree.tree_flatten(value)
+        columns = [self._split_leaf(leaf, sizes.of(self.path)) for leaf in leaves]
+        return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes.rows))]
 
-    def _part_of(self, leaf: Any, start: int, size: int, rows: int) -> Any:
+    def _split_leaf(self, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
         if isinstance(leaf, TensorLike):
-            return leaf.of_size(self.dim, size)
+            return [leaf.of_size(self.dim, size) for size in sizes]
         if (block_rows := block_mask_rows(leaf) or 1) > 1:
-            if block_rows != rows:
+            if block_rows != (rows := sum(sizes)):
                 raise RunError(f"input {self.path!r} is a BlockMask of {block_rows} rows, and the batch has {rows}")
-            return block_mask_part(leaf, start, size)
+            return [block_mask_part(leaf, start, size) for start, size in _spans(sizes)]
         if not isinstance(leaf, Tensor) or not leaf.dim():
-            return leaf
+            return [leaf] * len(sizes)
         if leaf.is_nested:
             raise RunError(
                 f"input {self.path!r} is a nested tensor, which torch cannot cut into rows; pass its values padded, "
                 f"with a mask or lengths, or packed, with {written(self.path, 'fxpipe.Packed(counts)')}; or write "
                 f"{written(self.path, 'None')} if each micro-batch takes all of it"
             )
-        return leaf.narrow(self.dim, start, size)
+        return torch.split(leaf, list(sizes), self.dim)
 
     def join(self, parts: Sequence[Any]) -> Any:
         return pytree.tree_map(self._join_leaves, *parts)
@@ -166,9 +166,8 @@ class InEntries(InPackedRows):
     def length(self, like: Any) -> int:
         return len(like)
 
-    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
-        start, size, _ = sizes.span(self.path, number)
-        return value[start : start + size]
+    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
+        return [value[start : start + size] for start, size in _spans(sizes.of(self.path))]
 
     def join(self, parts: Sequence[Any]) -> Any:
         return type(parts[0])(entry for part in parts for entry in part)
@@ -187,11 +186,11 @@ class ByOffsets(InRows):
     def rows(self, length: int) -> int | None:
         return length if self.of is None else None
 
-    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
-        start, size, _ = sizes.span(self.path, number)
+    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
+        spans = _spans(sizes.of(self.path))
         if isinstance(value, TensorLike):
-            return replace(value, shape=(size + 1,), stride=(1,))
-        return value[start : start + size + 1] - value[start]
+            return [replace(value, shape=(size + 1,), stride=(1,)) for _, size in spans]
+        return [value[start : start + size + 1] - value[start] for start, size in spans]
 
     def join(self, parts: Sequence[Any]) -> Any:
         if isinstance(parts[0], TensorLike):
@@ -228,8 +227,9 @@ class InDict(NotSplit):
             for name, inner in value.items():
                 self._rule(name, inner).check(inner)
 
-    def part(self, value: Any, number: int, sizes: PartSizes) -> Any:
-        return _with_values(value, [self._rule(n, inner).part(inner, number, sizes) for n, inner in value.items()])
+    def split(self, value: Any, sizes: PartSizes) -> list[Any]:
+        columns = [self._rule(name, inner).split(inner, sizes) for name, inner in value.items()]
+        return [_with_values(value, parts) for parts in zip(*columns, strict=True)]
 
     def join(self, parts: Sequence[Any]) -> Any:
         first = parts[0]
@@ -272,6 +272,11 @@ def lists_in(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     for inner, listed in sequences_in(path, like):
         if all(isinstance(entry, TensorLike) or is_mapping(entry) for entry in listed):
             yield inner, listed
+
+
+def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each of the parts begins, and its size."""
+    return zip(accumulate(sizes, initial=0), sizes, strict=False)
 
 
 def _with_values(mapping: Any, values: Sequence[Any]) -> Any:

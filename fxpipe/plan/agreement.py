@@ -298,7 +298,7 @@ class Agreement:
         merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
         counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
         batch = self._batch(proposals[0], merged, list(map(merge_counts, counted)))
-        is_cut = batch.is_cut and batch.rows is not None
+        is_cut = batch.is_whole and len(batch.sizes) > 1 and batch.rows is not None
         for path in whole_lists(merged[0], batch.batch_dim, sum(batch.sizes)) if is_cut else ():
             if path not in self._lists:
                 self._lists.add(path)
@@ -426,7 +426,7 @@ class Agreement:
         fixed = replace(pattern.for_any_shape(), given=pattern.given[:1])
         captures = plan.captures or (None,) * len(reported.batch.sizes)
         keys = [
-            (plan.graph.edges, fixed, reported.batch.is_cut, who, *each)
+            (plan.graph.edges, fixed, reported.batch.is_whole, who, *each)
             for each in zip(captures, plan.halved, *parts, strict=True)
         ]
         return tuple(self._layouts.setdefault(key, next(self._new_layouts)) for key in keys)
