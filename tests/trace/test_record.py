@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError, passes
+from fxpipe.batch.description import describe
 from fxpipe.graph.modes import Autocast, enter_modes, leave_modes
 from fxpipe.graph.program import Program, is_boundary
 from fxpipe.passes import split
 from fxpipe.passes.chain import chain
-from fxpipe.plan.inputs.batch import describe
 from fxpipe.trace import Request, capture
 from fxpipe.trace.fake import is_fake
 from tests.capturing import run_stages
