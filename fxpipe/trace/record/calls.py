@@ -1,4 +1,4 @@
-"""Calls that a recorder sees as wholes: submodules, methods of them, regions, autograd and checkpointed functions.
+"""Calls that a recorder sees as wholes: submodules, opaque regions, autograd and checkpointed functions.
 
 torch offers no way to see the calls of ``torch.utils.checkpoint.checkpoint`` and of what ``torch.vmap`` returns, which
 models bind long before a capture: the functions inside of them that are patched here, and the autograd function of
@@ -12,15 +12,13 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import (
     CHECKPOINT_GENERATOR,
@@ -35,8 +33,8 @@ from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import backward_hooks, noting, patched, refuse_backward
 from fxpipe.trace.record.emit import effects_of
-from fxpipe.trace.record.frame import Frame, PythonState, held_by
-from fxpipe.trace.record.opaque import Applied, Method, Name, method_in
+from fxpipe.trace.record.frame import Frame, PythonState
+from fxpipe.trace.record.opaque import Applied
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
 from fxpipe.trace.record.tape import Args, Checkpoint, Kwargs, Touched, tensors
@@ -54,15 +52,13 @@ class RunPlan:
     ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
     ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time, as
     transformers' models install the hooks that collect their outputs. ``watch``: what opaque calls change, as hooks in
-    them do, is to be found out, which takes time. ``methods``: those of submodules with a boundary
-    that are opaque, and why they cannot be recorded.
+    them do, is to be found out, which takes time.
     """
 
     descend: frozenset[str] = frozenset()
     limit: int | None = None
     settled: bool = False
     watch: bool = False
-    methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class Calls:
@@ -78,7 +74,7 @@ class Calls:
         self.in_call: set[str] = set()
         """Attributes that forward sets before it reads them."""
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
-        self._root, self._cuts = request.module, frozenset(request.cuts)
+        self._root = request.module
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
         # The class in which each class's outermost __call__ is written. A class may define its own, and call
         # super().__call__() in it: only the outermost call is a call of the submodule.
@@ -105,9 +101,6 @@ class Calls:
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         for owner in dict.fromkeys([nn.Module, *self._owners.values()]):
             yield owner, "__call__", self._call_of(owner)
-        for path, name in self._plan.methods:
-            owner = type(self._root.get_submodule(path))
-            yield owner, name, self._method_of(owner, name)
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
         yield checkpointing, CHECKPOINT_GENERATOR, self._generator_of(vars(checkpointing)[CHECKPOINT_GENERATOR])
         yield vmap_home, "vmap_impl", self._vmap_of(vars(vmap_home)["vmap_impl"])
@@ -226,38 +219,6 @@ class Calls:
             for name, tensor in table.items()
         )
 
-    # methods
-
-    def note_method(self, error: NeedsValues) -> None:
-        """Notes in an error which method it has come through."""
-        error.method = error.method or method_in(error, self._paths)
-
-    def _method_of(self, owner: type[nn.Module], name: str) -> Call:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self._paths.get(id(vars(module)), "")
-            if (path, name) not in self._plan.methods or not self._is_ours():
-                return original(module, *args, **kwargs)
-            return self._call_method(path, module, name, args, kwargs)
-
-        return call
-
-    def _call_method(self, path: str, module: nn.Module, name: str, args: Args, kwargs: Kwargs) -> Any:
-        """A method that cannot be recorded, as one call; NeedsValues where it cannot be that, either."""
-        target = f"{name}_{len(self.opaque)}"
-        part = self.opaque[target] = Method(module, name, path, self._cuts)
-        frame = Frame(self._recorder, f"{path}.{name}".lstrip("."), part, args, kwargs)
-        needs = NeedsValues(self._plan.methods[path, name])  # as an earlier run has met it
-        needs.method = path, name
-        try:
-            return self._rehearsed(frame, part, args, kwargs, target, needs)
-        except NeedsValues as error:
-            if error is needs or isinstance(error.__cause__, FxpipeError):
-                raise
-            raise needs from error  # it needs more than is left of the submodule
-
     # regions
 
     def rehearses(self) -> bool:
@@ -346,7 +307,6 @@ class Calls:
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
         """The result of a call that cannot run on fake tensors; the error where it cannot be opaque either."""
         recorder = self._recorder
-        self.note_method(error)
         again = error.tried and not error.asked  # an error of the user's would be met again and again
         if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
             raise error
@@ -368,18 +328,13 @@ class Calls:
             if not error.asked:
                 raise error from failure
             fact = f"{frame.path} cannot run by itself on made-up inputs, either: {failure}"
-            both = NeedsValues(f"{error}\n{fact}")
-            both.method = error.method
-            raise both from failure
+            raise NeedsValues(f"{error}\n{fact}") from failure
         touched = found.touched
         if not frame.is_untouched() or frame.writes_elsewhere(touched):
             raise error
         touched.is_stateful |= is_stateful
         # another branch may draw: a vector quantiser puts random rows in place of codes that died
         touched.draws_random |= bool(touched.reads & recorder.storages.keys())
-        if isinstance(frame.module, Method):  # of the parts that it uses, it may use more another time
-            used = (part for part in frame.module.parts.children() if held_by(part) & touched.reads)
-            touched.reads |= set().union(*map(held_by, used))
         result = self._faked(frame, found)
         effects = effects_of(touched, frame.tensors, result, recorder.storages)
         shares = tuple(sorted({*effects.shares, *found.shares.values()}))

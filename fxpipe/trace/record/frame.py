@@ -1,4 +1,4 @@
-"""Frames: calls of submodules, methods and autograd functions while they run, and which may become one operation."""
+"""Frames: calls of submodules and autograd functions while they run, and which may become one operation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PythonState:
 class Frame:
     """One call while it runs, and where the recorder stood when it began.
 
-    ``module``: the submodule that is called; what stands for it of a method; None for a region or an autograd function.
+    ``module``: the submodule that is called; None for a region or an autograd function.
     """
 
     def __init__(self, recorder: Recorder, path: str, module: nn.Module | None, args: Args, kwargs: Kwargs) -> None:

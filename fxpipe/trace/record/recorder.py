@@ -63,8 +63,6 @@ class NeedsValues(TraceError):
     def __init__(self, message: str, asked: bool = True) -> None:
         super().__init__(message)
         self.asked = asked
-        self.method: tuple[str, str] | None = None
-        """The innermost method that it happened in, if any: the path of its submodule, its name."""
         self.tried = False
         """Whether a submodule was run on made-up inputs in vain."""
 

@@ -25,7 +25,7 @@ from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, RunPlan
 from fxpipe.trace.record.emit import Emitter
-from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
+from fxpipe.trace.record.recorder import Recorder, SetAttribute
 from fxpipe.trace.record.tape import PLAIN, ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.snapshot import Snapshot
@@ -44,7 +44,7 @@ def record(request: Request) -> Program:
     plan = RunPlan()
     try:
         with within(request.autocast):
-            # each plan knows more than the one before: descend and methods only grow, so this ends
+            # each plan knows more than the one before: descend only grows, so this ends
             while True:
                 found = _capture(request, plan)
                 if isinstance(found, Program):
@@ -72,10 +72,6 @@ def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
             run.forward()
             changed = [name for snapshot in before for name in snapshot.changes()]
             return run.better_plan(changed, earlier) or run.program()
-        except NeedsValues as error:
-            if error.method is None or error.method in plan.methods:
-                raise
-            return replace(plan, methods={**plan.methods, error.method: str(error)})
         finally:
             for snapshot in untouched:
                 snapshot.restore()
@@ -121,9 +117,6 @@ class _RecordedRun:
                 calls.write_buffers()
                 recorder.check_random()
                 result = pytree.tree_map(lambda leaf: _leaf(recorder, leaf), output)
-        except NeedsValues as error:
-            calls.note_method(error)
-            raise
         except FxpipeError:
             raise
         except Exception as error:
