@@ -320,6 +320,18 @@ def test_assertions_on_values_between_submodules_are_in_nobodys_way() -> None:
     assert_trains(Asserting, [vectors(0), vectors(1)], ["layers.1", "layers.3"], 3, tracer="record")
 
 
+class Predicts(Layers):
+    """As transformers' InformerForPrediction: the loss is a negative log-likelihood, and torch checks its arguments."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.run(x)
+        return -torch.distributions.StudentT(3.0, h, 1 + h.square()).log_prob(y).mean()
+
+
+def test_a_distributions_checks_are_in_nobodys_way() -> None:
+    assert_trains(Predicts, [vectors(0), vectors(1)], ["layers.1", "layers.3"], 3, tracer="record")
+
+
 class Sees(nn.Module):
     """As Idefics 3: pictures that are nothing but padding are dropped, and the others take the places of some rows."""
 

@@ -145,10 +145,11 @@ _NOT_USERS = sys.stdlib_module_names - {"__main__"} | {"torch", "fxpipe", "funct
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
-    """While it is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is. Python's makes a
-    number of it: CLIP's loss asks for ``torch.arange(len(logits))``.
+    """While it is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is.
 
-    It stands in the modules and not in ``builtins``: torch._dynamo keeps what it finds there in tables, for good.
+    transformers' ``CLIPModel`` needs it: its loss asks for ``torch.arange(len(logits))``. No method of a tensor can
+    give it a symbol: Python's ``len()`` makes an int of what ``__len__`` returns. It stands in the modules and not in
+    ``builtins``, since torch._dynamo keeps for good what it finds there.
     """
     modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
     users = [home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS]

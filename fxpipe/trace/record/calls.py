@@ -22,6 +22,7 @@ from torch.utils import checkpoint as checkpointing
 from fxpipe.graph.like import TensorLike
 from fxpipe.torch_compat import (
     CHECKPOINT_GENERATOR,
+    DISTRIBUTION_CHECKS,
     BackwardHookFunction,
     checkpoint_options,
     function_apply,
@@ -112,6 +113,7 @@ class Calls:
         yield torch.autograd, "backward", refuse_backward
         # assertions on the values of tensors are not a part of the program
         yield torch, "_check_tensor_all_with", lambda *_: None
+        yield *DISTRIBUTION_CHECKS, False
 
     def write_buffers(self) -> None:
         """Writes the buffers that forward has set."""
