@@ -32,7 +32,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import backward_hooks, noting, patched, refuse_backward
+from fxpipe.trace.patching import Key, backward_hooks, handled, noting, patched, refuse_backward
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, PythonState
 from fxpipe.trace.record.opaque import Applied
@@ -77,10 +77,6 @@ class Calls:
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
         self._root = request.module
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
-        # The class in which each class's outermost __call__ is written. A class may define its own, and call
-        # super().__call__() in it: only the outermost call is a call of the submodule.
-        kinds = {type(part) for part in self._root.modules()}
-        self._owners = {kind: next(base for base in kind.__mro__ if "__call__" in vars(base)) for kind in kinds}
         # as they are before the run, by which functional_call is found
         self._tables = {id(table): dict(table) for part in self._root.modules() for table in _tables(part)}
         self._set: set[str] = set()  # the names of attributes that forward has set
@@ -93,6 +89,8 @@ class Calls:
         with contextlib.ExitStack() as stack:
             for owner, name, value in self._patches():
                 stack.enter_context(patched(owner, name, value))
+            parts = [(part, "__call__") for part in self._root.modules() if part is not self._root]
+            stack.enter_context(handled(parts, self._call_module))
             stack.callback(self._buffers.put_back)
             stack.enter_context(watching_attributes(self._paths, self._note_attribute, self.own))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -100,8 +98,6 @@ class Calls:
             self._check_backward_hooks("", self._root)
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        for owner in dict.fromkeys([nn.Module, *self._owners.values()]):
-            yield owner, "__call__", self._call_of(owner)
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
         yield checkpointing, CHECKPOINT_GENERATOR, self._generator_of(vars(checkpointing)[CHECKPOINT_GENERATOR])
         yield vmap_home, "vmap_impl", self._vmap_of(vars(vmap_home)["vmap_impl"])
@@ -143,20 +139,11 @@ class Calls:
 
     # submodules
 
-    def _call_of(self, owner: type[nn.Module]) -> Call:
-        original = vars(owner)["__call__"]
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner = functools.partial(original, module)
-            path = self._paths.get(id(vars(module)))
-            if not path or self._owners.get(type(module)) is not owner or not self._is_ours():
-                return inner(*args, **kwargs)
-            return self._call_module(path, module, inner, args, kwargs)
-
-        return call
-
-    def _call_module(self, path: str, module: nn.Module, inner: Call, args: Args, kwargs: Kwargs) -> Any:
-        recorder = self._recorder
+    def _call_module(self, key: Key, inner: Call, args: Args, kwargs: Kwargs) -> Any:
+        if not self._is_ours():
+            return inner(*args, **kwargs)
+        recorder, path = self._recorder, self._paths[key[0]]
+        module = self._root.get_submodule(path)
         try:
             with patched(recorder, "stack", {**recorder.stack, path: type(module)}):
                 frame = Frame(recorder, path, module, args, kwargs)
@@ -338,6 +325,7 @@ class Calls:
         # another branch may draw: a vector quantiser puts random rows in place of codes that died
         touched.draws_random |= bool(touched.reads & recorder.storages.keys())
         result = self._faked(frame, found)
+        self.whole.add(frame.path)
         effects = effects_of(touched, frame.tensors, result, recorder.storages)
         shares = tuple(sorted({*effects.shares, *found.shares.values()}))
         effects = replace(effects, shares=shares, is_rehearsed=True)

@@ -141,7 +141,7 @@ class _RecordedRun:
         if not recorder.boundaries and plan.limit is None:
             held = sum(tensor.numel() * tensor.element_size() for tensor in self._real.values())
             return replace(plan, limit=held // _FINE)
-        model, opaque = self._request.module, self._opaque()
+        model, opaque = self._request.module, tuple(f"{path}." for path in calls.whole)
         sets = [*earlier, *recorder.sets]
         # opaque calls set theirs in every step, as in the model; what is set before it is read is a value of one call
         excused = (recorder.set_inside - {one.name for one in sets}) | calls.in_call
@@ -154,12 +154,6 @@ class _RecordedRun:
             if is_other and name.startswith(opaque):
                 raise TraceError(_RESET.format(name=name, line=line or definition(model.forward)))
         return None
-
-    def _opaque(self) -> tuple[str, ...]:
-        """What the names of attributes begin with that submodules hold which are called as a whole."""
-        entries = (entry for entry in self.recorder.tape if isinstance(entry, Operation))
-        called = {str(entry.target) for entry in entries if entry.kind == "call_module"}
-        return tuple(f"{path}." for path in called | self._calls.whole)
 
     def program(self) -> Program:
         """The program, once no better plan is needed."""
