@@ -78,9 +78,9 @@ class Decisions(TorchFunctionMode):
         """An index with the places that a mask picks in place of the mask: inputs may decide how many these are,
         whatever is picked from."""
         found: list[Any] = []
-        for one in index if isinstance(index, tuple) else (index,):
-            is_mask = isinstance(one, Tensor) and one.dtype == torch.bool and one.dim() and _is_asked(one)
-            places = one.nonzero(as_tuple=True) if is_mask else (one,)
+        for part in index if isinstance(index, tuple) else (index,):
+            is_mask = isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() and _is_asked(part)
+            places = part.nonzero(as_tuple=True) if is_mask else (part,)
             self._note_sizes(places if is_mask else ())
             found += places
         return tuple(found)
@@ -111,7 +111,7 @@ class Decisions(TorchFunctionMode):
                 return original(symbol)
             if kind == "truth" and (known := known_truth(symbol)) is not None:
                 return known
-            text = _SYMBOL.sub(lambda one: self._symbols.get(one[0]) or "?", str(symbol.node.expr))
+            text = _SYMBOL.sub(lambda match: self._symbols.get(match[0]) or "?", str(symbol.node.expr))
             return self._asked(symbol, kind, "" if "?" in text else text)
 
         return ask

@@ -182,7 +182,7 @@ class _Observer:
 
 def _are_words(value: Any) -> bool:
     """Whether it is a list of strings, which has as many as a batch has rows, say."""
-    return isinstance(value, (list, tuple)) and any(isinstance(one, str) for one in value)
+    return isinstance(value, (list, tuple)) and any(isinstance(part, str) for part in value)
 
 
 def _check_sets(region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:

@@ -48,7 +48,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How to run forward, by what earlier runs have taught.
+    """How to run forward; each run that fails teaches the next one.
 
     ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
     ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time, as
@@ -211,12 +211,12 @@ class Calls:
     # regions
 
     def rehearses(self) -> bool:
-        """Whether calls run on made-up numbers now. A submodule that holds a region is marked: it may not be opaque."""
+        """Whether a rehearsal runs now. It is marked then, since a call that holds a region cannot be one operation."""
         self._recorder.marks += self._recorder.paused
         return self._recorder.paused
 
     def keep_region(self, call: RegionCall) -> tuple[Tensor, ...]:
-        """What stands for the tensors that an opaque call returns, as the user has asked for."""
+        """Fake tensors for the results of a region's call, which is one operation."""
         recorder, reads = self._recorder, set(call.seen.reads)
         call.kept.of_one_type = True
         frame = Frame(recorder, call.region.name, None, tuple(call.values), {})
@@ -291,10 +291,10 @@ class Calls:
             )
         return result
 
-    # what looks at values
+    # calls that look at values
 
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
-        """The result of a call that cannot run on fake tensors; the error where it cannot be opaque either."""
+        """The result of a call that cannot run on fake tensors, by a rehearsal. Raises the error where that fails."""
         recorder = self._recorder
         again = error.tried and not error.asked  # an error of the user's would be met again and again
         if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
@@ -333,7 +333,7 @@ class Calls:
         return result
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:
-        """What a rehearsed call returns; with the memory of an argument where it may share that."""
+        """The result of a rehearsed call: fake tensors, views of the arguments whose memory they may share."""
 
         def faked(number: int, like: TensorLike) -> Tensor:
             shared = frame.tensors[found.shares[number]] if number in found.shares else None

@@ -26,10 +26,11 @@ from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal has shown. ``result``: with a ``TensorLike`` in place of each tensor.
+    """The facts that a rehearsal shows. ``result``: the call's result, with a ``TensorLike`` for each tensor.
 
-    ``touched``: memory of the model's tensors and of the arguments, by the identity of what stands for them in the
-    capture. ``shares``: which leaf of the result may share memory with which tensor argument, by their places.
+    ``touched``: the memory that the call uses of the model's tensors and of its arguments, by the identity of the
+    memory of their fake tensors. ``shares``: the place of a leaf of the result → the place of the tensor argument whose
+    memory it may share.
     """
 
     result: Any
@@ -97,8 +98,8 @@ def _run(
         with mode, mode.noting() as touched:
             result = function(*args, **kwargs)
     # from the memory of copies to that of the fake tensors, by which the recorder knows the model
-    places = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
-    reads, writes = ({places[one] for one in memory & places.keys()} for memory in (touched.reads, touched.writes))
+    fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
+    reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
     arguments = {storage_of(tensor): place for place, tensor in enumerate(given)}
     memory = {
         number: storage_of(leaf) for number, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)

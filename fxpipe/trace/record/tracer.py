@@ -144,12 +144,12 @@ class _RecordedRun:
         model, opaque = self._request.module, tuple(f"{path}." for path in calls.whole)
         sets = [*earlier, *recorder.sets]
         # opaque calls set theirs in every step, as in the model; what is set before it is read is a value of one call
-        excused = (recorder.set_inside - {one.name for one in sets}) | calls.in_call
+        excused = (recorder.set_inside - {change.name for change in sets}) | calls.in_call
         lost = [name for name in changed if name not in excused and not name.startswith(opaque)]
         if lost and not plan.watch:
             return replace(plan, settled=True, watch=plan.settled)
         if lost:
-            refuse_changes(model, lost, _KEEP_IT, next((one.line for one in sets if one.name == lost[0]), ""))
+            refuse_changes(model, lost, _KEEP_IT, next((change.line for change in sets if change.name == lost[0]), ""))
         for name, line, is_other in sets:
             if is_other and name.startswith(opaque):
                 raise TraceError(_RESET.format(name=name, line=line or definition(model.forward)))
