@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from fxpipe.graph.like import TensorLike
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.torch_compat import (
     CHECKPOINT_GENERATOR,
     DISTRIBUTION_CHECKS,
@@ -78,7 +79,7 @@ class Calls:
         self._root = request.module
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
         # as they are before the run, by which functional_call is found
-        self._tables = {id(table): dict(table) for part in self._root.modules() for table in _tables(part)}
+        self._tensors = all_tensors(self._root)
         self._set: set[str] = set()  # the names of attributes that forward has set
         self._thread = threading.get_ident()
         self._buffers, self.own = AssignedBuffers(), CallAttributes()
@@ -199,14 +200,8 @@ class Calls:
 
     def _is_swapped(self, frame: Frame) -> bool:
         """Whether the submodule holds other tensors than the model has given it: ``torch.func.functional_call``."""
-        return any(
-            tensor is not self._tables.get(id(table), {}).get(name)
-            and f"{self._paths[id(vars(part))]}.{name}" not in self._set  # a buffer that is set
-            for part in (frame.module.modules() if frame.module is not None else ())
-            if id(vars(part)) in self._paths
-            for table in _tables(part)
-            for name, tensor in table.items()
-        )
+        now = {} if frame.module is None else all_tensors(frame.module, frame.path)
+        return any(tensor is not self._tensors.get(name) and name not in self._set for name, tensor in now.items())
 
     # regions
 
@@ -300,19 +295,10 @@ class Calls:
         if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
             raise error
         error.tried = True
-        is_stateful = False
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_stateful
-            state = None if frame.module is None else PythonState(frame.module)
-            result = inner(*args, **kwargs)
-            is_stateful |= state is not None and state.has_changed()
-            return result
-
         try:
             # nothing is recorded while it runs on real numbers
             with patched(recorder, "paused", True):
-                found = rehearse(watched, args, kwargs, frame.module, self._numbers)
+                found = rehearse(inner, args, kwargs, frame.module, self._numbers)
         except Exception as failure:
             if not error.asked:
                 raise error from failure
@@ -321,7 +307,6 @@ class Calls:
         touched = found.touched
         if not frame.is_untouched() or frame.writes_elsewhere(touched):
             raise error
-        touched.is_stateful |= is_stateful
         # another branch may draw: a vector quantiser puts random rows in place of codes that died
         touched.draws_random |= bool(touched.reads & recorder.storages.keys())
         result = self._faked(frame, found)
@@ -347,7 +332,3 @@ class Calls:
         leaves, spec = pytree.tree_flatten(found.result)
         made = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
         return pytree.tree_unflatten(made, spec)
-
-
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers

@@ -20,6 +20,7 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.trace.fake import outside
+from fxpipe.trace.record.frame import PythonState
 from fxpipe.trace.record.tape import Args, Kwargs, Touched, TouchedMode
 from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
@@ -94,9 +95,11 @@ def _run(
     given = list(map(copy_of, tensors_in((args, kwargs))))
     with contextlib.nullcontext() if module is None else _copies_in(module, copy_of):
         args, kwargs = pytree.tree_map_only(Tensor, copy_of, (args, kwargs))
+        python = None if module is None else PythonState(module)
         mode = TouchedMode()
         with mode, mode.noting() as touched:
             result = function(*args, **kwargs)
+        is_stateful = python is not None and python.has_changed()
     # from the memory of copies to that of the fake tensors, by which the recorder knows the model
     fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
     reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
@@ -106,7 +109,7 @@ def _run(
     }
     return Rehearsed(
         pytree.tree_map(_described, result),
-        Touched(reads, writes, touched.draws_random),
+        Touched(reads, writes, touched.draws_random, is_stateful),
         {number: arguments[storage] for number, storage in memory.items() if storage in arguments},
     )
 
