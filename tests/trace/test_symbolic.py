@@ -58,7 +58,7 @@ class Victim(nn.Module):
         return self.body(self, x)
 
 
-def class_of_a_value(m: Any, x: Tensor) -> Any:
+def class_of_a_value(m: Any, x: Tensor) -> Any:  # as torchvision's GeneralizedRCNN asks for its features'
     h = m.a(x)
     return h if isinstance(h, Tensor) else -h  # here
 
