@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -260,7 +259,8 @@ def search(
         better.append(_climbed(judge, best, best.layout, _exchanges, until))
     exact = judge if few == microbatches else Judge(work, family, microbatches, memory, judge.again)
     ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
-    kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
+    fitting = [outcome.layout for outcome in ranked if exact.estimate(outcome.layout) is not None]
+    kept = sorted(filter(None, map(exact.outcome, fitting)), key=_merit)
     if not kept:
         raise _no_fit(exact)
     found = Found(kept[0], tuple(kept[1:]))
@@ -274,7 +274,7 @@ def search(
             return None
 
         for layout in on_all_ranks(work, ranks, best_of):
-            if (outcome := exact.fitting(layout)) is not None:
+            if exact.estimate(layout) is not None and (outcome := exact.outcome(layout)) is not None:
                 found = Found(outcome, ()).unless(found, GAIN)
     return found
 
@@ -301,9 +301,7 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
         first = layout is firsts[layout.origin]
         if found and not first and judge.lower_bound(layout) >= (1 - LITTLE) * found[0].seconds:
             break
-        alike = [other.seconds for other in found if other.layout.origin == layout.origin]
-        below = alike[IMPROVED - 1] if len(alike) >= IMPROVED else math.inf
-        if (outcome := judge.fitting(layout, below)) is not None:
+        if (outcome := judge.estimate(layout)) is not None:
             found = sorted([*found, outcome], key=_merit)
     return found
 
@@ -345,7 +343,7 @@ def _climbed(
     others = iter(neighbours(here))
     while judge.actions < until and (pair := next(others, None)) is not None:
         other, layout = pair
-        outcome = judge.fitting(layout, best.seconds) if judge.lower_bound(layout) < best.seconds else None
+        outcome = judge.estimate(layout) if judge.lower_bound(layout) < best.seconds else None
         if outcome is not None and _merit(outcome) < _merit(best):
             best, others = outcome, iter(neighbours(other))
     return best
