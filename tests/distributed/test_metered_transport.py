@@ -209,15 +209,20 @@ def random_call(draw: random.Random, transport: Metered) -> tuple[Any, ...]:
     """Makes a call; its operation, its scope, and the bytes that this rank sends by the formulas."""
     scope = draw.choice(["shard", "replica", "gather", "flags", "all", "data", "pipe", (0, 1)])
     ranks, numbers = len(transport.ranks(scope)), 24 * draw.randint(1, 9)
-    kind = draw.choice([*RING, "blocking", "gather", "gather_int", "send", "receive"])
+    kind = draw.choice(
+        [*RING, "all_reduce, blocking", "broadcast, blocking", "gather", "gather_int", "send", "receive"]
+    )
     if kind in RING:
         whole, part = filled(numbers), filled(numbers // ranks)
         buffers = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}.get(kind, (whole, None))
         transport.start([Collective(kind, scope, *buffers)], "it").wait()  # type: ignore[arg-type]
         return kind, scope, RING[kind] * 4 * numbers * (ranks - 1) / ranks
-    if kind == "blocking":
+    if kind == "all_reduce, blocking":
         transport.all_reduce(scope, filled(numbers))
         return "all_reduce", scope, 2 * 4 * numbers * (ranks - 1) / ranks
+    if kind == "broadcast, blocking":
+        transport.broadcast(scope, filled(numbers), 0)
+        return "broadcast", scope, 4 * numbers * (ranks - 1) / ranks
     if kind == "gather":
         transport.gather(scope, "anything")
         return kind, scope, 0  # objects are counted without their bytes
