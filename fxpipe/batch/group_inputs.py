@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.batch.batch import joined_input
+from fxpipe.batch.batch import joined
 from fxpipe.batch.objects import PLAIN
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
@@ -65,7 +65,7 @@ class GroupInputs:
                     "have others; use it in front of the boundary, and gather what comes of it, or write "
                     'gather="batch"'
                 )
-            return joined_input(name, parts, self._batch_dim)
+            return joined([{name: part} for part in parts], self._batch_dim)[name]
 
         def dim_of(_: int, column: Sequence[Any]) -> int | None:
             if along is not None and isinstance(column[0], Tensor) and column[0].dim():
