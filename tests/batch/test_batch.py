@@ -1,4 +1,4 @@
-"""Batch: how many rows it has, and counts that do not fit; its parts are as described, and joined are the batch."""
+"""Batch: how many rows it has, and counts that do not fit; its parts as described, joined, are the batch."""
 
 from __future__ import annotations
 

@@ -235,7 +235,8 @@ def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
         if reached[before] != reached[behind]:
             borders.append(position)
     ends = sorted({*cheapest.values(), *borders, len(work)})
-    return _numbered(connected(work, segments_of(line.order, ends)))
+    segment_of = segments_of(line.order, ends)
+    return _numbered(connected(work, [segment_of[block] for block in range(len(work))]))
 
 
 @dataclass

@@ -77,8 +77,8 @@ def _reading_of(cls: type, is_open: bool = False) -> _Reading:
     items = None if container is None else _entries if container is dict else _iterated(container)
     # what torch and Python keep in their objects is their own affair; users set the attributes of their own classes
     users = [base for base in cls.__mro__ if is_open or not is_library(base.__module__)]
-    declared = [one for base in users if "__slots__" in vars(base) for one in vars(base).values()]
-    slots = tuple(one for one in declared if isinstance(one, types.MemberDescriptorType))
+    declared = [member for base in users if "__slots__" in vars(base) for member in vars(base).values()]
+    slots = tuple(member for member in declared if isinstance(member, types.MemberDescriptorType))
     return _Reading(items, cls.__dictoffset__ != 0 and bool(users or cls in _SETTINGS), slots)
 
 
@@ -140,18 +140,18 @@ def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[
     # Breadth first, since ``MOST`` ends it: forward reads what is near more often than what lies deep inside.
     for depth in range(DEEP + 1):
         below: list[Any] = []
-        for one in level:
-            reading = read(type(one))
+        for inner in level:
+            reading = read(type(inner))
             if reading.is_leaf:
-                yield Inner(one)
-            elif id(one) in seen:
+                yield Inner(inner)
+            elif id(inner) in seen:
                 # two names for one object, or a cycle
-                yield Inner(seen[id(one)])
+                yield Inner(seen[id(inner)])
             else:
-                seen[id(one)] = len(seen)
-                parts = reading.parts(one)
+                seen[id(inner)] = len(seen)
+                parts = reading.parts(inner)
                 is_entered = depth < DEEP and count + len(parts) <= MOST
-                yield Inner(one, parts, is_entered)
+                yield Inner(inner, parts, is_entered)
                 if is_entered:
                     count += len(parts)
                     below += parts
@@ -173,16 +173,16 @@ def described_values(name: str, value: Any, deep: int = DEEP) -> Iterator[tuple[
         yield from described_values(path, part, deep - 1)
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(first: Any, other: Any) -> bool:
     """Whether two ``contents`` are the same."""
-    if one is other:
+    if first is other:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(other):
         return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(first, tuple):
+        return len(first) == len(other) and all(map(alike, first, other))
     # nan is unequal to itself, and has not changed
-    return isinstance(one, _PLAIN) and bool(one == other or (one != one and other != other))
+    return isinstance(first, _PLAIN) and bool(first == other or (first != first and other != other))
 
 
 class Taken:
@@ -205,7 +205,7 @@ class Taken:
         # a tensor that an object caches during a capture has no numbers, and so counts as a change
         new = (now[name] for name in now.keys() - before.keys())
         is_same = kept and alike(tuple(self._items), tuple(self._items_now()))
-        return not is_same or any(isinstance(part.value, Tensor) for one in new for part in walk(one))
+        return not is_same or any(isinstance(part.value, Tensor) for value in new for part in walk(value))
 
     def put_back(self) -> None:
         value, items = self._value, self._items
