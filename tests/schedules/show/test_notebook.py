@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fxpipe.formats.html_page import MOST_CELLS
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.show.html_page import MOST_CELLS
 from tests.graphs import FAMILIES, WORKED, chain
 
 

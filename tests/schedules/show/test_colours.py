@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from fxpipe.formats import svg_picture as colours
 from fxpipe.schedules.action import Op
+from fxpipe.schedules.show import svg_picture as colours
 
 
 def test_many_stages_have_colours_of_their_own() -> None:
