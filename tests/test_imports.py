@@ -29,6 +29,7 @@ FLOORS = """
     options
     graph schedules
     distributed passes trace
+    batch
     parameters plan
     sharding
     run

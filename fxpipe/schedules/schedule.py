@@ -158,7 +158,7 @@ class Schedule:
         return tuple(Link(*edge) for edge in self.edges)
 
     @cached_property
-    def recomputed(self) -> frozenset[Half]:
+    def _recomputed(self) -> frozenset[Half]:
         """The forwards that the table has again, as R."""
         return frozenset((action.stage, action.microbatch) for row in self.rows for action in row if action.op is Op.R)
 

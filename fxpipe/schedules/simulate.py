@@ -193,7 +193,7 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
 def held(schedule: Schedule, action: Action) -> int:
     """How many micro-batches more a stage holds with this action, a negative number where it lets go of them."""
     if action.op is Op.F:
-        recomputed = (action.stage, action.microbatch) in schedule.recomputed
+        recomputed = (action.stage, action.microbatch) in schedule._recomputed
         return action.count if schedule.backward[action.stage] and not recomputed else 0
     return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
 
@@ -216,7 +216,7 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     What has arrived for a forward that has not run yet is not in it.
     """
     # The peak may lie inside an action, which holds more while it runs than before or after it.
-    recomputed = schedule.recomputed
+    recomputed = schedule._recomputed
     peaks = []
     for row in schedule.rows:
         now = peak = 0.0

@@ -21,7 +21,18 @@ from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.segments import Cuts, Line, Order, balanced, depth_first, entries, orders, segments_of
+from fxpipe.plan.balance.segments import (
+    Cuts,
+    Line,
+    Order,
+    balanced,
+    between,
+    depth_first,
+    entries,
+    orders,
+    partition,
+    segments_of,
+)
 from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Limited
 
@@ -137,9 +148,12 @@ def on_all_ranks(
 ) -> Iterator[StageLayout]:
     """Layouts with a part on all ranks, as one or several stages; of all cuts of the rest that of the least bound."""
     for part in _shareable(work):
+        line = Line(work, tuple(block for block in depth_first(work) if block in part))
+        seconds = between(line.time)
         for count in (count for count in STAGES if count <= len(part) and ranks <= len(work) - len(part)):
             beside = f", beside {'a stage' if count == 1 else f'{count} stages'} on all ranks"
-            shared = _cut(work, part, count)
+            cuts = partition(([seconds] * count).__getitem__, count) or ()
+            shared = tuple(line.order[start:end] for start, end in itertools.pairwise((0, *cuts)))
             found = (
                 layout_of(work, replace(recipe, shared=shared, origin=recipe.origin + beside))
                 for recipe in recipes(work, ranks, microbatches, memory, part)
@@ -163,17 +177,6 @@ def _shareable(work: BlockGraph) -> list[frozenset[int]]:
         found = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
     fitting = [part for part in found if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
     return sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]
-
-
-def _cut(work: BlockGraph, part: frozenset[int], count: int) -> tuple[Order, ...]:
-    """The part's blocks in so many segments of equal time."""
-    found, before, whole = [list[int]() for _ in range(count)], 0.0, work.seconds(part)
-    for block in depth_first(work):
-        if block in part:
-            middle = before + work.blocks[block].seconds / 2
-            found[min(int(count * middle / whole), count - 1)].append(block)
-            before += work.blocks[block].seconds
-    return tuple(map(tuple, found))
 
 
 ACTIONS = 100_000
