@@ -361,7 +361,7 @@ class Timeline:
         """What no table that splits the same backwards in halves could undercut at these costs."""
         from fxpipe.schedules.simulate import lower_bound
 
-        return lower_bound(self.schedule, self.costs)
+        return lower_bound(self.schedule, self.costs, self.schedule.groups, self.schedule.rows)
 
     def cause(self, action: Action) -> Cause | None:
         """The last thing that had to happen before an action could begin; None where nothing had to.

@@ -221,10 +221,7 @@ class Staged:
     @cached_property
     def lower_bound(self) -> float:
         """What no table of this layout could undercut."""
-        # The bound depends on stages, edges and ranks alone, so a table without actions will do.
-        empty: tuple[tuple[()], ...] = ((),) * rank_count(self._rank_of)
-        table = Schedule(empty, self.edges, self._rank_of, self.backward, self.microbatches)
-        return lower_bound(table, self.costs, self.problem.groups) + self.tied_seconds
+        return lower_bound(self.problem, self.costs, self.problem.groups) + self.tied_seconds
 
 
 class Judge:
