@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fxpipe.formats.svg_picture import lanes
-from fxpipe.formats.words import IN_WORDS, headline, numbers, unit_of, waited
 from fxpipe.schedules.schedule import Timeline, ran
+from fxpipe.schedules.show.svg_picture import lanes
+from fxpipe.schedules.show.words import IN_WORDS, headline, numbers, unit_of, waited
 from fxpipe.schedules.simulate import held
 from fxpipe.schedules.step_breakdown import BETWEEN, COMPUTE, WAITING
 
