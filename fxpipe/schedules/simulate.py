@@ -7,7 +7,7 @@ to R it keeps the inputs alone. A group counts as all of its micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
@@ -202,18 +202,22 @@ def recomputed_in(schedule: Schedule) -> frozenset[Half]:
     return frozenset((action.stage, action.microbatch) for action in actions if action.op is Op.R)
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds, on any of its ranks."""
+def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
+    """Action → the number of micro-batches that its stage holds more after it; negative where it frees them."""
     recomputed = recomputed_in(schedule)
 
     def change(action: Action) -> int:
-        """The number of micro-batches that the stage holds more after an action; negative where it frees them."""
         if action.op is Op.F:
             is_held = schedule.backward[action.stage] and (action.stage, action.microbatch) not in recomputed
             return action.count if is_held else 0
         return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
 
-    peaks = [0] * len(schedule.placement)
+    return change
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most micro-batches that each stage holds, on any of its ranks."""
+    peaks, change = [0] * len(schedule.placement), changes_in_flight(schedule)
     for row in schedule.rows:
         in_flight = [0] * len(peaks)
         for action in row:
