@@ -93,7 +93,7 @@ def test_each_step_of_a_job_has_a_port_of_its_own() -> None:
     assert places[3].job == "1234567.3"
 
 
-NO_LIST = r"SLURM_STEP_NODELIST is .* MASTER_ADDR"
+NO_HOSTS, NO_LIST = ("", ",node1", "node[1-]", "node[1]x[", "a b"), r"SLURM_STEP_NODELIST is .* MASTER_ADDR"
 NO_GPU = ProcessPlace(7, 8, 5, "host0", 29500, gpu_may_be_private=True)
 NO_PLACE: list[tuple[Callable[[], object], str]] = [
     (
@@ -101,8 +101,7 @@ NO_PLACE: list[tuple[Callable[[], object], str]] = [
         'WORLD_SIZE is "4", but RANK is not set: start the script',
     ),
     (lambda: _gpu(NO_GPU, 4), "local rank 5 has no GPU, for this process sees 4"),
-    *((partial(first_host, hosts, "SLURM_STEP_NODELIST"), NO_LIST) for hosts in ("", ",node1", "node[1-]", "a b")),
-    (partial(first_host, "node[1]x[", "SLURM_STEP_NODELIST"), NO_LIST),
+    *((partial(first_host, hosts, "SLURM_STEP_NODELIST"), NO_LIST) for hosts in NO_HOSTS),
 ]
 
 

@@ -136,23 +136,17 @@ def test_behind_a_failure_groups_are_aborted_for_nccl_waits_for_what_is_under_wa
         assert not not_aborted
 
 
-def closed_after_torch_distributed() -> None:
-    transport = opened()
-    dist.destroy_process_group()
-    transport.close()
-
-
-def test_torch_distributed_may_have_ended_before(pool: Pool) -> None:
-    pool.run(closed_after_torch_distributed, ranks=2)
-
-
 def gathered_under_a_default_device() -> tuple[int, ...]:
+    """What is gathered so, by a transport that is closed behind torch.distributed."""
     transport = opened()
     with torch.device("meta"):
-        return transport.gather_int("pipe", 5 + dist.get_rank())
+        numbers = transport.gather_int("pipe", 5 + dist.get_rank())
+    dist.destroy_process_group()
+    transport.close()
+    return numbers
 
 
-def test_a_default_device_changes_nothing(pool: Pool) -> None:
+def test_a_default_device_changes_nothing_and_torch_distributed_may_end_first(pool: Pool) -> None:
     assert pool.run(gathered_under_a_default_device, ranks=2) == [(5, 6), (5, 6)]
 
 

@@ -55,29 +55,28 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
 
 
+def run_script(folder: Path, text: str, *launch: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text)
+    return run(*launch, "-m", "tests.simulated_gpu", str(folder / "script.py"))
+
+
 def test_a_script_may_end_right_behind_a_backward(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDS_BEHIND_A_BACKWARD)
-    ends = [run("-m", "tests.simulated_gpu", str(script)) for _ in range(10)]
+    ends = [run_script(tmp_path, ENDS_BEHIND_A_BACKWARD) for _ in range(10)]
     assert [(end.returncode, end.stderr) for end in ends] == [(0, "")] * 10
 
 
 def test_ranks_may_end_with_a_message_under_way(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDS_BEHIND_A_COLLECTIVE)
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    end = run(*launch, "-m", "tests.simulated_gpu", str(script))
+    end = run_script(tmp_path, ENDS_BEHIND_A_COLLECTIVE, *launch)
     assert end.stdout.count("[4.0, 4.0, 4.0]") == 2
     assert end.returncode == 0, end.stderr
 
 
 def test_a_script_with_a_race_fails_and_says_where(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(RACES)
-    end = run("-m", "tests.simulated_gpu", str(script))
+    end = run_script(tmp_path, RACES)
     assert end.returncode == 1
     assert "race     aten::add.out writes on stream 1 of device 0" in end.stderr
-    assert f"{script}:5" in end.stderr
+    assert "script.py:5" in end.stderr
 
 
 def test_a_process_that_has_imported_torch_has_no_device_and_is_told() -> None:
