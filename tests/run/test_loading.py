@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
-from fxpipe.distributed.gathering import agreed
+from fxpipe.checkpoint.files.commands import export
+from fxpipe.checkpoint.files.manifest import MANIFEST
+from fxpipe.checkpoint.gathering import agreed
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.commands import export
-from fxpipe.parameters.checkpoint.manifest import MANIFEST
-from fxpipe.run.checkpoint import loading
+from fxpipe.run import loading
 from fxpipe.torch_compat import default_store
 from tests.pool import Pool
 

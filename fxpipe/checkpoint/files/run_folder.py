@@ -19,8 +19,8 @@ import warnings
 import weakref
 from pathlib import Path
 
+from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest
 
 LATEST = "latest"
 PARTIAL, REMOVED = ".partial", ".removed"

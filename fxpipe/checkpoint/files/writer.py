@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from fxpipe.checkpoint.files.manifest import PIECE, Written
+from fxpipe.checkpoint.files.pieces import in_parts
+from fxpipe.checkpoint.files.plain import from_plain, to_plain
 from fxpipe.device import to_host
-from fxpipe.parameters.checkpoint.manifest import PIECE, Written
-from fxpipe.parameters.checkpoint.plain import from_plain, in_parts, to_plain
 from fxpipe.torch_compat import storage_info
 
 Message = list[Any]

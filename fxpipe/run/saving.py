@@ -28,16 +28,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.manifest import Manifest, write_text, written_of
+from fxpipe.checkpoint.files.plain import PLAIN as KINDS
+from fxpipe.checkpoint.files.run_folder import FolderLock, lock_of
+from fxpipe.checkpoint.files.writer import RankPlan
+from fxpipe.checkpoint.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
+from fxpipe.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
 from fxpipe.distributed.activity import announced
-from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
 from fxpipe.errors import CheckpointError, describe_error
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.manifest import Manifest, write_text, written_of
-from fxpipe.parameters.checkpoint.plain import PLAIN as KINDS
-from fxpipe.parameters.checkpoint.run_folder import FolderLock, lock_of
-from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.ownership import own_buffers
-from fxpipe.run.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from fxpipe.checkpoint.files.manifest import Manifest, Piece, natural, pieces_of
+from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, natural, pieces_of
-from fxpipe.parameters.checkpoint.plain import in_parts
 from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
 from fxpipe.small_file import Budget, read_small

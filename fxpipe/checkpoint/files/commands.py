@@ -17,10 +17,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.manifest import Manifest
+from fxpipe.checkpoint.files.reader import MODEL, FolderReader, ModelValues
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues
 from fxpipe.torch_compat import bytes_of
 
 _SHOWN = 40

@@ -18,17 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.activity import announced
-from fxpipe.distributed.gathering import TransportGathering, agreed
-from fxpipe.errors import CheckpointError, printable
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.plain import is_parts
-from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues, own_key
-from fxpipe.parameters.dtensors import is_dtensor
-from fxpipe.parameters.ownership import own_buffers, tensors_of
-from fxpipe.precision import converts
-from fxpipe.run.checkpoint.run_state import (
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.manifest import Manifest
+from fxpipe.checkpoint.files.pieces import is_parts
+from fxpipe.checkpoint.files.reader import MODEL, FolderReader, ModelValues, own_key
+from fxpipe.checkpoint.gathering import TransportGathering, agreed
+from fxpipe.checkpoint.run_state import (
     BUFFERS,
     PLAIN,
     STATE,
@@ -40,8 +35,13 @@ from fxpipe.run.checkpoint.run_state import (
     tensors_for,
     value_of,
 )
-from fxpipe.run.checkpoint.saving import continues, path_of, wait_for_saves, wait_for_writes
+from fxpipe.distributed.activity import announced
+from fxpipe.errors import CheckpointError, printable
+from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.ownership import own_buffers, tensors_of
+from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
+from fxpipe.run.saving import continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, seed_all, seed_of

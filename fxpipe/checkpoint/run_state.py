@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.files.plain import Tree, from_plain, to_plain
 from fxpipe.distributed.grid import shape
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.plain import Tree, from_plain, to_plain
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.optimizer_class import Entry, initial_state, is_initial
 from fxpipe.sharding.optimizer_state import check_saves_all
