@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,24 +49,24 @@ def in_parts(value: Any, what: str, piece: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: in_parts(inner, f"{what}.{key}".removeprefix("."), piece) for key, inner in value.items()}
     if type(value) is list:
-        return [in_parts(inner, f"{what}.{place}", piece) for place, inner in enumerate(value)]
+        return [in_parts(inner, f"{what}.{index}", piece) for index, inner in enumerate(value)]
     if not isinstance(value, Tensor):
         for inner in tensors_in(value):  # of a tuple, which is saved as one value
             plain_of(inner, what)
         return value
     with torch.no_grad():
-        held = local(value)
-    if hasattr(held, "__create_write_items__"):  # a Slice, which says itself what of it is stored
+        shard = local(value)
+    if hasattr(shard, "__create_write_items__"):  # a Slice, which says itself what of it is stored
         return value
-    names, metadata = getattr(held, "__tensor_flatten__", lambda: ((), None))()
+    names, metadata = getattr(shard, "__tensor_flatten__", lambda: ((), None))()
     words = pytree.tree_map(lambda leaf: "device" if isinstance(leaf, torch.device) else leaf, metadata)
     if not names or not all(isinstance(leaf, _METADATA) for leaf in pytree.tree_leaves(words)):
-        plain = plain_of(held, what)
+        plain = plain_of(shard, what)
         return value if is_dtensor(value) else plain
     if is_dtensor(value):
         piece = f" {description_of(value)}, at {value.device_mesh.get_coordinate()}"
-    inside = {name: in_parts(getattr(held, name), f"{what}.{name}") for name in names}
-    return {f"<{type(held).__qualname__} {words}{piece}>": inside}
+    inside = {name: in_parts(getattr(shard, name), f"{what}.{name}") for name in names}
+    return {f"<{type(shard).__qualname__} {words}{piece}>": inside}
 
 
 def is_parts(value: Any) -> bool:
@@ -83,48 +83,42 @@ def out_of_parts(like: Any, parts: Any, what: str) -> Any:
             raise CheckpointError(f"{what} has shape {list(like.shape)}, the state dict has {list(parts.shape)}")
         return torch.empty_like(like).copy_(parts)
     names, metadata = like.__tensor_flatten__()
-    given = dict.fromkeys(names, parts) if is_dtensor(like) else next(iter(parts.values()))
-    inner = {name: out_of_parts(getattr(like, name), given[name], what) for name in names}
+    saved = dict.fromkeys(names, parts) if is_dtensor(like) else next(iter(parts.values()))
+    inner = {name: out_of_parts(getattr(like, name), saved[name], what) for name in names}
     return like.__tensor_unflatten__(inner, metadata, like.shape, like.stride())
 
 
-def pairs(into: Tensor, given: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What is copied for the one to become the other, to the bit: of a subclass its parts, where both are alike."""
-    to, source = (getattr(tensor, "__tensor_flatten__", lambda: ((), None))() for tensor in (into, given))
-    if type(into) is not type(given) or not to[0] or to != source:
-        return [(into, given)]
-    return [pair for name in to[0] for pair in pairs(getattr(into, name), getattr(given, name))]
+def pairs(into: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The copies, (into, source), by which a tensor becomes another to the bit: those of the inner tensors of two
+    subclasses of one form."""
+    form, other = (getattr(tensor, "__tensor_flatten__", lambda: ((), None))() for tensor in (into, source))
+    if type(into) is not type(source) or not form[0] or form != other:
+        return [(into, source)]
+    return [pair for name in form[0] for pair in pairs(getattr(into, name), getattr(source, name))]
 
 
 # --- slices: runs of a tensor's elements
 
 
-class Box(NamedTuple):
-    """A part of a tensor: where it begins, and how long it is, by dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements ``start`` to ``stop`` of a row-major tensor as boxes, each of them a run, in this order.
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements ``start`` to ``stop`` of a row-major tensor as boxes, (offsets, sizes), each a run, in this order.
 
     >>> boxes((4, 3), 2, 10)
-    [Box(offsets=(0, 2), sizes=(1, 1)), Box(offsets=(1, 0), sizes=(2, 3)), Box(offsets=(3, 0), sizes=(1, 1))]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
     if not shape:
-        return [Box((), ())] * (start < stop)
+        return [((), ())] * (start < stop)
     lengths = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # of a row, in elements
-    found = []
+    run = []
     while start < stop:
-        # Whole rows of the outermost dimension in which one begins here: as many as end before the run, and in one row
-        # of the dimension outside of it.
+        # Whole rows of the outermost dimension in which a row begins here: as many as end before the run, and in one
+        # row of the dimension outside of it.
         offsets = tuple(start // length % size for length, size in zip(lengths, shape, strict=True))
-        dim, length = next(one for one in enumerate(lengths) if start % one[1] == 0 and start + one[1] <= stop)
+        dim, length = next(each for each in enumerate(lengths) if start % each[1] == 0 and start + each[1] <= stop)
         rows = min((stop - start) // length, shape[dim] - offsets[dim])
-        found.append(Box(offsets, (*[1] * dim, rows, *shape[dim + 1 :])))
+        run.append((offsets, (*[1] * dim, rows, *shape[dim + 1 :])))
         start += rows * length
-    return found
+    return run
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -148,9 +142,9 @@ class Slice(Tensor):
     order: tuple[int, ...]
 
     def __new__(cls, local: Tensor, start: int, shape: Sequence[int], order: Sequence[int]) -> Slice:
-        made: Slice = wrapper(cls, shape, local.dtype, local.device)
-        made.local, made.start, made.order = local, start, tuple(order)
-        return made
+        part: Slice = wrapper(cls, shape, local.dtype, local.device)
+        part.local, part.start, part.order = local, start, tuple(order)
+        return part
 
     __torch_function__ = plain_results
 
@@ -158,17 +152,17 @@ class Slice(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What a checkpoint does with tensors on its way to a file."""
         # Copies of the local part alone: whatever else torch computes would need the whole tensor, and is refused.
-        one, *others = args
+        part, *others = args
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
         if func in _COPIES:
-            return one.alike(func(one.local, **kwargs))
-        if func is torch.ops.aten.new_empty.default and tuple(others[0]) == tuple(one.shape):
-            return one.alike(one.local.new_empty(one.local.shape, **kwargs))  # torch's staging fills it
+            return part.alike(func(part.local, **kwargs))
+        if func is torch.ops.aten.new_empty.default and tuple(others[0]) == tuple(part.shape):
+            return part.alike(part.local.new_empty(part.local.shape, **kwargs))  # torch's staging fills it
         source = others[0] if func is torch.ops.aten.copy_.default else None
-        if not isinstance(source, Slice) or (source.start, source.shape) != (one.start, one.shape):
-            raise NotImplementedError(f"{func} on {one!r}, a part of a tensor; write .local")
-        one.local.copy_(source.local, *others[1:])
-        return one
+        if not isinstance(source, Slice) or (source.start, source.shape) != (part.start, part.shape):
+            raise NotImplementedError(f"{func} on {part!r}, a part of a tensor; write .local")
+        part.local.copy_(source.local, *others[1:])
+        return part
 
     def alike(self, local: Tensor) -> Slice:
         """The same elements with other values."""

@@ -69,7 +69,7 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
-        return {"tensor": _kept(value, what, tensors)}
+        return {"tensor": _name_of(value, what, tensors)}
     # JSON has string keys alone, so that a dict is a list of pairs. OrderedDicts and defaultdicts come back as dicts.
     if isinstance(value, dict):
         for key in value:
@@ -78,7 +78,7 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
         kind = "counter" if type(value) is Counter else "dict"  # as MultiStepLR's milestones
         return {kind: [[key, _to_plain(inner, f"{what}[{key!r}]", tensors)] for key, inner in value.items()]}
     if type(value) in (list, tuple):
-        inner = [_to_plain(each, f"{what}[{place}]", tensors) for place, each in enumerate(value)]
+        inner = [_to_plain(each, f"{what}[{index}]", tensors) for index, each in enumerate(value)]
         return inner if type(value) is list else {"tuple": inner}
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise CheckpointError(
@@ -87,11 +87,11 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
     )
 
 
-def _kept(tensor: Tensor, what: str, tensors: dict[str, Tensor]) -> str:
+def _name_of(tensor: Tensor, what: str, tensors: dict[str, Tensor]) -> str:
     tensor = plain_of(tensor, what)
     # Named by its content: a value that all ranks have is written once.
-    kept = tensor.detach().to("cpu", copy=True).contiguous()
-    digest = hashlib.blake2b(f"{kept.dtype} {list(kept.shape)} ".encode(), digest_size=16)
-    digest.update(bytes_of(kept))
-    tensors[digest.hexdigest()] = kept
+    copy = tensor.detach().to("cpu", copy=True).contiguous()
+    digest = hashlib.blake2b(f"{copy.dtype} {list(copy.shape)} ".encode(), digest_size=16)
+    digest.update(bytes_of(copy))
+    tensors[digest.hexdigest()] = copy
     return digest.hexdigest()
