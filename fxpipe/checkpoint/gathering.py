@@ -39,11 +39,9 @@ class TransportGathering:
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        everyone = self._transport.gather("all", json.dumps(mine).encode())
-        return [json.loads(message) for message in everyone]
+        return [json.loads(message) for message in self._transport.gather("all", json.dumps(mine))]
 
     to_first = gather
-    """All ranks' values, by rank, on the first one."""
 
     def from_first(self, mine: Any) -> Any:
         """The first rank's value on all."""
@@ -59,6 +57,7 @@ class StoreGathering:
         self._since = time.monotonic()
 
     def to_first(self, mine: Any) -> list[Any]:
+        """Every rank's value, by rank, on the first rank."""
         self._store.set(f"part {self.rank}", json.dumps(mine))
         self._since = time.monotonic()
         return [json.loads(self._get(f"part {rank}", rank)) for rank in self._ranks] if self.rank == 0 else []
