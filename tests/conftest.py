@@ -26,7 +26,6 @@ SLOW = """
     distributed/test_topology.py::test_the_mesh
     distributed/test_topology.py::test_the_data_mesh
     schedules/show/test_svg_picture.py::test_a_long_table
-    parameters/test_materialise.py::test_compile_needs
     parameters/test_materialise.py::test_a_rank_needs
     distributed/test_collective.py::test_what_fails_beside_a_gpu
     parameters/test_materialise_hf.py
@@ -52,12 +51,10 @@ SLOW = """
     simulated_gpu/test_scripts.py
     test_command_line.py
     test_doctor.py
-    test_options.py::test_what_functions
     test_imports.py::test_any_name
     trace/test_every_tracer.py
     trace/test_hidden_values.py
     trace/test_operations.py
-    trace/test_record.py::test_without
     trace/test_record.py::test_a_checkpointed
     trace/test_symbolic.py::test_torch_compile_works
     whole/
