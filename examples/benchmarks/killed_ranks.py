@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import socket
 import warnings
 from collections.abc import Callable, Iterable
@@ -33,7 +32,7 @@ class Ranks:
     def kill(self, ranks: Iterable[int]) -> None:
         """Sends SIGKILL to these ranks, and waits for none."""
         for rank in ranks:
-            os.kill(self._processes[rank].pid or 0, signal.SIGKILL)
+            self._processes[rank].kill()
 
     def end(self) -> None:
         """Ends all ranks, and waits for them."""

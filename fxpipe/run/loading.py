@@ -246,18 +246,15 @@ class _Loading:
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
-    """A state dict to be filled, with a place of the saved type for what is kept rounded: its master is not; and one
-    of its own for what repeats its memory."""
-    wide = {name: values.tensors.get(name, (tensor.shape, tensor.dtype))[1] for name, tensor in state.items()}
-    return {
-        name: torch.empty_like(tensor, dtype=wide[name])
-        if not is_dtensor(tensor)
-        and (
-            0 in tensor.stride() or (converts(wide[name], tensor.dtype) and wide[name].itemsize > tensor.dtype.itemsize)
-        )
-        else tensor
-        for name, tensor in state.items()
-    }
+    """A state dict to be filled, with a tensor of the saved type for each that is kept rounded, since its master is not
+    rounded, and with a dense tensor for each that repeats its memory."""
+    unrounded = dict(state)
+    for name, tensor in state.items():
+        dtype = values.tensors.get(name, (tensor.shape, tensor.dtype))[1]
+        is_finer = converts(dtype, tensor.dtype) and dtype.itemsize > tensor.dtype.itemsize
+        if not is_dtensor(tensor) and (is_finer or 0 in tensor.stride()):
+            unrounded[name] = torch.empty_like(tensor, dtype=dtype)
+    return unrounded
 
 
 def _next_step(run: Any) -> Any:

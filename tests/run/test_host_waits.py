@@ -24,7 +24,7 @@ PLACES = {
     "run/step/step_outcome.py": "weight",
     "run/exchange.py": "message",
     "graph/question.py": "question",
-    "plan/inputs/counts.py": "counts",
+    "batch/counts.py": "counts",
     "checkpoint/files/writer.py": "writer",
 }
 """Where the host waits on purpose; of several, the first counts."""
