@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -24,10 +24,16 @@ from fxpipe.trace.symbolic.tracer import symbolic
 from fxpipe.trace.user_line import LINE, code_of, place_in
 
 Tracer = Callable[[Request], Program]
+Result = TypeVar("Result")
 
 
 def auto(request: Request) -> Program:
-    """What the first tracer makes, in the order of ``TRACERS``, that can; ``Uncaptured`` with the reasons of all."""
+    """The program of the first tracer, in the order of ``TRACERS``, that can capture the model; ``Uncaptured`` with the
+    reasons of all."""
+    return _first_accepted(request, lambda program: program)
+
+
+def _first_accepted(request: Request, examine: Callable[[Program], Result]) -> Result:
     refusals: list[Refusal] = []
     for name, tracer in TRACERS.items():
         if tracer is auto:
@@ -37,9 +43,7 @@ def auto(request: Request) -> Program:
         try:
             with _entering(request.module) as entered:
                 program = _traced(tracer, request)
-            program = program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals))
-            request.accept(program, request)
-            return program
+            return examine(program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals)))
         except TraceError as error:
             refusals.append(Refusal(name, str(error), len(entered), _refused_in(error, request)))
     hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
@@ -64,23 +68,28 @@ _ASK_FOR_EXAMPLE = (
 
 
 def capture(request: Request, tracer: TracerName = "auto") -> Program:
-    """Captures a model with the tracer of that name; TraceError where it is unknown, refuses, or is not accepted."""
+    """The program that the tracer of that name makes; TraceError where there is no such tracer, or it refuses."""
+    return accepted(request, tracer, lambda program: program)
+
+
+def accepted(request: Request, tracer: TracerName, examine: Callable[[Program], Result]) -> Result:
+    """The result of ``examine`` for the program of the tracer of that name; of "auto", for the first tracer's program
+    of which it does not raise a TraceError. TraceError as ``capture``, or as ``examine`` raises it."""
     if tracer not in TRACERS:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")
     if tracer in NEED_SHAPES and request.example is None:
         raise TraceError(_ASK_FOR_EXAMPLE)
     if tracer == "auto":
-        return auto(request)
+        return _first_accepted(request, examine)
     try:
         program = _traced(TRACERS[tracer], request)
     except TraceError as error:
         hint = _keep_whole(_refused_in(error, request), request)
         raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
-    request.accept(program, request)
-    return program
+    return examine(program)
 
 
-__all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "capture"]
+__all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "accepted", "capture"]
 
 # --- why no tracer could capture a model, in a few lines: first by the one that got furthest ---
 

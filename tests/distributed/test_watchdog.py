@@ -376,7 +376,7 @@ def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
 def frozen_on_one_rank() -> str:
     forward_backward = compiled()
     forward_backward(X)
-    forward_backward._planner.module.two.weight.requires_grad_(not dist.get_rank())
+    forward_backward._planning.module.two.weight.requires_grad_(not dist.get_rank())
     return failure_of(lambda: forward_backward(X))
 
 
