@@ -244,7 +244,7 @@ class Agreement:
         )
 
     def _log_hooks(self) -> None:
-        if sum(map(len, self._hooks)) > self._known_hooks and self.planning.captures.given is None:
+        if sum(map(len, self._hooks)) > self._known_hooks and self.planning.captures.own_stages is None:
             self._known_hooks = sys.maxsize
             log(
                 "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "
@@ -483,7 +483,7 @@ class Agreement:
 
     @property
     def _are_many(self) -> bool:
-        return len(self._settled) > KINDS or len(self.planning.captures.kept) > MOST
+        return len(self._settled) > KINDS or len(self.planning.captures.by_pattern) > MOST
 
     @property
     def graphs(self) -> list[StageGraph]:

@@ -86,7 +86,7 @@ class PlanState:
     @cached_property
     def signature(self) -> inspect.Signature:
         """The signature of ``forward_backward``."""
-        if (graph := self.captures.given) is not None:
+        if (graph := self.captures.own_stages) is not None:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             return inspect.Signature([inspect.Parameter(name, kind) for name in graph.inputs])
         return Request.signature(self.module, self.options.loss_fn)
@@ -95,7 +95,7 @@ class PlanState:
     def items(self) -> Items:
         """How the model's labels are counted."""
         given = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
-        return Items.of(self.captures.given or self.module, f"{given[0]}= is given" if given else "")
+        return Items.of(self.captures.own_stages or self.module, f"{given[0]}= is given" if given else "")
 
     @property
     def flags(self) -> Flags:
@@ -171,7 +171,7 @@ class PlanState:
     def _plan(
         self, pattern: Pattern, sample: Sample | str, capturing: Capturing, at_compile: bool = False
     ) -> tuple[PlanState, Plan]:
-        for shape in pattern.shapes if self.captures.given is None else ():
+        for shape in pattern.shapes if self.captures.own_stages is None else ():
             check_objects(shape)
         # 1. One plan holds for all shapes where the capture does: it has the pattern without them.
         if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
@@ -180,7 +180,7 @@ class PlanState:
         state = replace(self, captures=capturing.captures, shown=self.shown or pattern)
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
         # 2. Captures with symbolic sizes hold for several patterns: those made from the same ones share a plan.
-        used = tuple(itertools.chain.from_iterable(one.patterns for one in captured))
+        used = tuple(itertools.chain.from_iterable(each.patterns for each in captured))
         alike = (key.training, key.microbatches, used)
         plans = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.plans.items())
         plan = next((plan for plan, facts in plans if used and facts == alike), None)
@@ -188,7 +188,7 @@ class PlanState:
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
             state = replace(state, by_shapes=costs_by_shapes(state, pattern, joint(graphs)))
-            program = "\n".join(dict.fromkeys(one.text for one in captured))
+            program = "\n".join(dict.fromkeys(each.text for each in captured))
             plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
             if self.plans:
                 self._check_same_stages(plan, at_compile)
@@ -229,11 +229,13 @@ class PlanState:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
         # All micro-batches run one table: so stages have the numbers of the first plan, values have one name, and the
         # stages that any micro-batch has are placed.
-        found = [one.graph for one in captured]
-        graphs = called_alike(each_once(found, lambda graph: like(graph, self.first.graph)) if self.plans else found)
+        graphs: Sequence[StageGraph] = [each.graph for each in captured]
+        if self.plans:
+            graphs = each_once(graphs, lambda graph: like(graph, self.first.graph))
+        graphs = called_alike(graphs)
         if not self.plans:
             # later captures are cut as the first was, which one with symbolic sizes may have replaced in this plan
-            for captured_before in self.captures.kept.values():
+            for captured_before in self.captures.by_pattern.values():
                 more = {stage.name: stage.tensors for stage in captured_before.graph}
                 graphs = each_once(graphs, partial(_holding, more=more))
         every = joint(graphs)
@@ -301,16 +303,16 @@ class PlanState:
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, Any] | None:
         """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
-        found, table = self.captures.found, self.options.schedule
+        searched, table = self.captures.searched, self.options.schedule
         ranks: Placement
         if self.plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
         elif isinstance(table, Schedule):
             ranks = table.placement
-        elif self.options.placement is not None or found is None:
+        elif self.options.placement is not None or searched is None:
             return self.options.placement
         else:
-            ranks = found.placement
+            ranks = searched.placement
         if len(ranks) != len(graph):
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))

@@ -69,8 +69,8 @@ def _costs(state: PlanState, graph: StageGraph, pattern: Pattern) -> Costs | Non
         return None
     if state.plans and not isinstance(table, Schedule):
         return state.first.schedule.costs
-    if state.captures.found is not None:
-        return state.captures.found.outcome.costs
+    if state.captures.searched is not None:
+        return state.captures.searched.outcome.costs
     # A stage on several ranks fills the time that their other stages leave idle, which only true costs show.
     work = stage_work(state, pattern, graph.placement) if replicated(graph.placement) else None
     return None if work is None else work.costs_with((False,) * len(graph))

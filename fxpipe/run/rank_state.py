@@ -73,12 +73,12 @@ def _take_own_part(
     init_fn: InitFn | None,
     weights: Weights | None,
     seed: int,
+    device: torch.device,
 ) -> PlanState:
     """The plans, once this rank's parameters and buffers have values, equal wherever they are held, and those of others
     are gone. A collective call of all ranks."""
-    rank, device = transport.pipe_rank, _device_of(planning, owners, transport)
-    names = _own_names(planning, owners, transport)
-    held = all_tensors(planning.module)
+    rank = transport.pipe_rank
+    names, held = owners.of(rank), all_tensors(planning.module)
     unmade = sorted(name for name in names if held[name].is_meta)
     if unmade and weights is None and init_fn is None:
         raise RunError(
@@ -124,17 +124,12 @@ def _make_equal(held: Mapping[str, Tensor], topology: Topology, transport: Trans
         broadcast(once, transport, "tensor", 0)
 
 
-def _own_names(planning: PlanState, owners: Ownership, transport: Transport) -> frozenset[str]:
-    rank = transport.pipe_rank
-    return frozenset(all_tensors(planning.module)) if rank is None else owners.names[rank]
-
-
 def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> torch.device:
     """The device that this rank computes on. All ranks must agree on its type, or messages would miss each other."""
-    names, everything = _own_names(planning, owners, transport), all_tensors(planning.module).items()
-    held = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
     if transport.pipe_rank is None:
         return transport.device
+    names, everything = owners.of(transport.pipe_rank), all_tensors(planning.module).items()
+    held = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
     mine = {device.type for device in held}
     # Over both axes: a replica may hold on CPU what another holds on a GPU.
     types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}
@@ -153,8 +148,8 @@ def make_rank_state(
     # Groups are opened in one order on all ranks, and before any rank lets go of the parameters of others.
     owners, options, topology = ownership(planning.first.graph), planning.options, planning.topology
     _open_groups(planning, transport, owners)
-    seed = _base_seed(topology, transport)
-    planning = _take_own_part(planning, transport, owners, init_fn, weights, seed)
+    seed, device = _base_seed(topology, transport), _device_of(planning, owners, transport)
+    planning = _take_own_part(planning, transport, owners, init_fn, weights, seed, device)
     gradients: Gradients | None = None
     parallel = None
     if options.zero == 3 and transport.data_size > 1:
@@ -171,12 +166,11 @@ def make_rank_state(
     originals = dict[str, Tensor]()
     if gradients is None and options.precision is not None:  # FSDP2 keeps the masters itself
         originals = cast_parameters(planning.module, options.precision)
-    module = RankModule(planning.module, _own_names(planning, owners, transport), transport.data_rank)
+    module = RankModule(planning.module, owners.of(transport.pipe_rank), transport.data_rank)
     if gradients is None:
         graph, rows, rank = planning.first.graph, planning.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
         way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
         make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
         gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes, make)
-    device = _device_of(planning, owners, transport)
     return planning, RankState(module, gradients, originals, owners, device, seed)

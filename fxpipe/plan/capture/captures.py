@@ -69,11 +69,11 @@ LATER = "this kind of batch came after compile"
 class Captures:
     """A model's captures, each pattern's once; ``Capturing`` returns others, with one more.
 
-    The user's own stages, ``given``, are what each capture has: nothing is traced then.
+    With the user's own stages nothing is traced: each micro-batch has these.
     """
 
     model: nn.Module
-    given: StageGraph | None
+    own_stages: StageGraph | None
     options: Options
     topology: Topology
     device: torch.device
@@ -85,11 +85,11 @@ class Captures:
     """The ``reads`` that ``run`` goes by, for the regions that captures have watched."""
     wrong: Mapping[tuple[bool, str], str] = field(default_factory=dict)
     """(in training or not, tracer) → what was found wrong of its capture at compile: it is not tried again."""
-    kept: Mapping[Pattern, Captured] = field(default_factory=dict)
+    by_pattern: Mapping[Pattern, Captured] = field(default_factory=dict)
     families: Mapping[Hashable, Family] = field(default_factory=dict)
     first: Program | None = None
-    found: Balanced | None = None
-    """The stages of the first capture, or their ranks, where these were searched for."""
+    searched: Balanced | None = None
+    """The stages of the first capture, or their ranks, that a search has found."""
     reads: Reads = field(default_factory=Reads)
     counts: tuple[int, int] = (0, 0)
     """The number of captures for evaluations, and for steps."""
@@ -123,10 +123,10 @@ class Captures:
     @staticmethod
     def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Captures:
         """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
-        module, given = (model.module, model) if isinstance(model, StageGraph) else (model, None)
+        module, own_stages = (model.module, model) if isinstance(model, StageGraph) else (model, None)
         cuts, whole, finds_cuts = resolve(module, options.boundaries)
         balancing = Balancing(options, topology, device, finds_cuts)
-        captures = Captures(module, given, options, topology, device, cuts, balancing, whole=whole)
+        captures = Captures(module, own_stages, options, topology, device, cuts, balancing, whole=whole)
         if finds_cuts and isinstance(options.schedule, Schedule):
             raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
         if finds_cuts and options.placement is not None:
@@ -143,13 +143,13 @@ class Captures:
 
     def only(self, used: Collection[Pattern]) -> Captures:
         """These captures alone, with all that was seen to vary, and no objects: each call brings its own."""
-        kept = {pattern: captured for pattern, captured in self.kept.items() if pattern in used}
+        by_pattern = {pattern: captured for pattern, captured in self.by_pattern.items() if pattern in used}
         families = {
             key: replace(family, general=tuple(entry for entry in family.general if entry[0] in used))
             for key, family in list(self.families.items())[-FAMILIES:]
         }
-        questions = self.questions.only([captured.answers for captured in kept.values()])
-        return replace(self, kept=kept, questions=questions, objects={}, families=families)
+        questions = self.questions.only([captured.answers for captured in by_pattern.values()])
+        return replace(self, by_pattern=by_pattern, questions=questions, objects={}, families=families)
 
     def asking(self, error: Unanswered) -> Captures:
         """The captures, which ask of each micro-batch what one more could not be made without."""
@@ -161,14 +161,15 @@ class Captures:
     @property
     def inputs_with_objects(self) -> set[str]:
         """The inputs that captures have objects from."""
-        given = [each for pattern in self.kept for each in pattern.given]
+        given = [each for pattern in self.by_pattern for each in pattern.given]
         fixed = {name for each in given for name, value in each.fixed if isinstance(value, ObjectValue)}
         return fixed | {name for each in given for name, *_ in each.holding}
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
-        kept = {
+        by_pattern = {
             pattern: replace(captured, graph=captured.graph.with_tensors_of_module())
-            for pattern, captured in self.kept.items()
+            for pattern, captured in self.by_pattern.items()
         }
-        return replace(self, kept=kept, given=None if self.given is None else self.given.with_tensors_of_module())
+        own_stages = None if self.own_stages is None else self.own_stages.with_tensors_of_module()
+        return replace(self, by_pattern=by_pattern, own_stages=own_stages)

@@ -60,8 +60,8 @@ class Examined(NamedTuple):
     program: Program
     cut: Program
     captured: Captured
-    found: Balanced | None
-    """The stages of the first capture, or their ranks, where these were searched for."""
+    searched: Balanced | None
+    """The stages of the first capture, or their ranks, that a search has found."""
     unused: frozenset[str]
     """The parameters and buffers that the first capture does not use."""
     checked: str = ""
@@ -80,19 +80,19 @@ class Capturing:
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
         """
-        if (given := self.captures.given) is not None:
-            return [Captured(given.with_backward(), f"{given}")] * pattern.microbatches
+        if (graph := self.captures.own_stages) is not None:
+            return [Captured(graph.with_backward(), f"{graph}")] * pattern.microbatches
         keys: list[Pattern] = []
         # Twice: a later micro-batch may be captured with symbolic sizes, which holds for the earlier ones, too.
         for number in [*range(pattern.microbatches)] * 2:
             pattern = pattern.for_any_words() if self.captures.any_words else pattern
             keys.append(self._of_one(pattern.each()[number], pattern, sample))
-        captured = [self.captures.kept[key] for key in keys[pattern.microbatches :]]
+        captured = [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
         # A tracer may be found wrong by a later shape only: then all of the mode are captured again, by the next one.
         if any((pattern.training, each.tracer) in self.captures.wrong for each in captured):
-            others = {key: each for key, each in self.captures.kept.items() if key.training != pattern.training}
+            others = {key: each for key, each in self.captures.by_pattern.items() if key.training != pattern.training}
             first = None if pattern.training else self.captures.first
-            self.captures = replace(self.captures, kept=others, families={}, first=first)
+            self.captures = replace(self.captures, by_pattern=others, families={}, first=first)
             return self.of(pattern, sample)
         return captured
 
@@ -103,31 +103,31 @@ class Capturing:
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
         """The pattern under which ``captures`` have the capture for a micro-batch of ``pattern``."""
         # 1. A capture that holds: for any shape, with symbolic sizes, or for this shape, with answers that are given.
-        captures, shape, given = self.captures, this.shape, this.answered
+        captures, shape, answers = self.captures, this.shape, this.answered
         kind = None if shape is None else (replace(this, shapes=(), answers=()), outline(shape))
         family = captures.families.get(kind, Family())
-        paths = dict.fromkeys(captured.answers for captured in captures.kept.values())
-        known = [this.for_any_shape(), *(this.for_answers(path) for path in paths if set(path) <= set(given))]
-        if shape is not None and (general := family.holding(shape, given)) is not None:
-            known.insert(1, general)
-        for key in known:
-            if key in captures.kept:
+        paths = dict.fromkeys(captured.answers for captured in captures.by_pattern.values())
+        keys = [this.for_any_shape(), *(this.for_answers(path) for path in paths if set(path) <= set(answers))]
+        if shape is not None and (general := family.holding(shape, answers)) is not None:
+            keys.insert(1, general)
+        for key in keys:
+            if key in captures.by_pattern:
                 return key
         # 2. A new one. What it asked of the inputs is a part of the key that it has.
         free = frozenset[Place]() if shape is None else family.free(shape)
-        self.captures, made = Tracing(self, this, pattern, sample).capture(free)
-        captures = replace(self.captures, any_words=self.captures.any_words or made.any_words)
-        if shape is not None and made.of_one_shape and made.any_words:
+        self.captures, captured = Tracing(self, this, pattern, sample).capture(free)
+        captures = replace(self.captures, any_words=self.captures.any_words or captured.any_words)
+        if shape is not None and captured.of_one_shape and captured.any_words:
             this, shape = this.for_any_words(), for_any_words(shape)
             kind = replace(this, shapes=(), answers=()), outline(shape)
             family = captures.families.get(kind, Family())
-        key = this.for_answers(made.answers) if made.of_one_shape else this.for_any_shape()
-        if shape is not None and made.of_one_shape:
+        key = this.for_answers(captured.answers) if captured.of_one_shape else this.for_any_shape()
+        if shape is not None and captured.of_one_shape:
             for name in known_by_type(shape):
                 raise Unanswered(name, "", captures.asks_numbers)
-            families = {**captures.families, kind: family.noting(shape, key, made.holds_for)}
-            captures = _reported(replace(captures, families=families), made, pattern.training)
-        self.captures = replace(captures, kept={**captures.kept, key: replace(made, patterns=(key,))})
+            families = {**captures.families, kind: family.noting(shape, key, captured.holds_for)}
+            captures = _reported(replace(captures, families=families), captured, pattern.training)
+        self.captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})
         return key
 
 
@@ -164,14 +164,14 @@ class Tracing:
         ):
             examined, request, added = capture_in_part(request, self.options, self.examine, self.shares, observe, tries)
         # 2. What it has shown of the model.
-        program, made = examined.program, replace(examined.captured, any_words=request.any_words)
+        program, captured = examined.program, replace(examined.captured, any_words=request.any_words)
         captures = self._with_regions(examined, request, added)
         watch(examined.cut, captures.latest.changed)
         beside = [*captures.by_itself.values(), *captures.questions.described(program.answers)]
         captures = replace(
             captures,
             first=captures.first or examined.cut,
-            found=examined.found,
+            searched=examined.searched,
             unused=examined.unused,
             reads=self._reads(program, request, noted),
             asks_numbers=request.asks_numbers,
@@ -185,9 +185,9 @@ class Tracing:
         if compiled and self.options.stage_compiler is None:
             plain = f"{listed(compiled)} run as plain code, though compiled"
             beside.append(f"{plain}; stage_compiler=torch.compile compiles what a stage runs")
-        head, *rest = made.graph.origin.splitlines()
+        head, *rest = captured.graph.origin.splitlines()
         origin = "\n".join([f"{head}, {examined.checked}", *rest, *beside])
-        return captures, replace(made, graph=replace(made.graph, origin=origin))
+        return captures, replace(captured, graph=replace(captured.graph, origin=origin))
 
     def _with_regions(self, examined: Examined, request: Request, added: Mapping[str, str]) -> Captures:
         """The captures, with the opaque regions that this one has, and that no tracer could capture."""
@@ -247,7 +247,7 @@ class Tracing:
     def _objects(self, name: str, value: Any) -> Any:
         """An input with the objects that it has; TraceError where this rank was not given one."""
 
-        def given(value: ObjectValue) -> Any:
+        def looked_up(value: ObjectValue) -> Any:
             if value not in self.captures.objects:
                 raise TraceError(
                     f"input {name!r} is or holds {value}, on which forward may branch, and this rank was given None; "
@@ -255,7 +255,7 @@ class Tracing:
                 )
             return self.captures.objects[value]
 
-        return pytree.tree_map_only(ObjectValue, given, value)
+        return pytree.tree_map_only(ObjectValue, looked_up, value)
 
     def _check_unchanged(self, given: GivenInputs) -> None:
         """TraceError where forward has changed an object that it is given."""
@@ -350,23 +350,23 @@ class Tracing:
                 self._look_for_rows(examined.cut)
         return examined._replace(checked=checked)
 
-    def _checked(self, made: Captured, request: Request, sample: Sample | str) -> str:
+    def _checked(self, captured: Captured, request: Request, sample: Sample | str) -> str:
         """What came of running the stages against the model, in words; TraceError where they differ."""
 
         def holds(batch: Mapping[str, Any]) -> bool:
-            return set(made.answers) <= set(self.captures.questions.answers(batch) if made.answers else ())
+            return set(captured.answers) <= set(self.captures.questions.answers(batch) if captured.answers else ())
 
         if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
             return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'check_capture=False'}"
         # The micro-batches that this capture is for: those of one shape, or all that have the same inputs.
-        each = [one if made.of_one_shape else one.for_any_shape() for one in self.pattern.each()]
+        each = [one if captured.of_one_shape else one.for_any_shape() for one in self.pattern.each()]
         numbers = [number for number, one in enumerate(each) if one in (self.this, self.this.for_any_shape())]
         try:
             with progress("checking the stages against the model"):
-                return check(made.graph, request, sample, numbers, holds, self.options.loss_weight)
+                return check(captured.graph, request, sample, numbers, holds, self.options.loss_weight)
         except TraceError as error:
             if not sample.later and not request.any_words:  # else other captures by this tracer are in use
-                self.capturing.note_wrong(request.training, made.tracer, str(error))
+                self.capturing.note_wrong(request.training, captured.tracer, str(error))
             raise
 
     def _look_for_rows(self, program: Program) -> None:
@@ -382,7 +382,7 @@ class Tracing:
     def _cut(self, program: Program, whole: Collection[Region]) -> Examined:
         """The program with its stages, not checked yet. ``whole``: the regions that are opaque in it."""
         traced, first, unused_names, balancing = program, self.captures.first, self.captures.unused, self.balancing
-        found = None if first is None else self.captures.found
+        searched = None if first is None else self.captures.searched
         # What is opaque was kept for its effects, and what answers a question was computed for it: both may be unused.
         if whole or program.answers:
             program = default_passes.drop_unused(program)
@@ -394,8 +394,8 @@ class Tracing:
         if balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
-                found = balancing.searched(program, self.pattern, self.shape)
-                program = found.program
+                searched = balancing.searched(program, self.pattern, self.shape)
+                program = searched.program
             else:
                 program = default_passes.partition(program)
             program = chain((default_passes.name_stages,), program)
@@ -403,7 +403,7 @@ class Tracing:
             passes = self.options.passes
             program = chain(default_passes.default() if passes is None else passes, program)
             if first is None and self.shape is not None and balancing.finds_placement_of(len(program.stage_names)):
-                found = balancing.placed(program, self.pattern, self.shape)
+                searched = balancing.placed(program, self.pattern, self.shape)
         constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
         captured = Captured(
             default_passes.split(program),
@@ -414,16 +414,16 @@ class Tracing:
             program.fixed_sizes,
             program.answers,
         )
-        return Examined(traced, program, captured, found, unused_names)
+        return Examined(traced, program, captured, searched, unused_names)
 
 
-def _reported(captures: Captures, made: Captured, training: bool) -> Captures:
+def _reported(captures: Captures, captured: Captured, training: bool) -> Captures:
     """The captures, with what the user is told of one more, which holds for one shape."""
     evaluations, steps = captures.counts
     counts = (evaluations, steps + 1) if training else (evaluations + 1, steps)
-    reports = [f"fxpipe: {made.fixed_sizes}"] if made.fixed_sizes else []
+    reports = [f"fxpipe: {captured.fixed_sizes}"] if captured.fixed_sizes else []
     if counts[training] == MANY:
-        shapes = [key.shape for key in captures.kept if key.training == training and key.shape is not None]
+        shapes = [key.shape for key in captures.by_pattern if key.training == training and key.shape is not None]
         sizes, values = (", ".join(map(repr, names)) for names in changing(shapes))
         by_size = f'sizes of {sizes} change: pad batches to a few sizes; tracer="export" keeps sizes symbolic'
         by_value = (
@@ -444,7 +444,7 @@ def _numbers_in(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """A hash of a constant: ranks that have made it with different seeds must not go on."""
+    """A hash of a constant: ranks that have captured it with different seeds must not go on."""
     if tensor.is_meta:
         return "on the meta device"
     buffer = io.BytesIO()

@@ -177,7 +177,7 @@ def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Place
     ``used``: the capture that the step's plan was made from, whose names its values have; another capture that holds
     for these shapes may have others.
     """
-    one, shape, batch_dim = captures.kept[used], pattern.shapes[:1], captures.options.batch_dim
+    one, shape, batch_dim = captures.by_pattern[used], pattern.shapes[:1], captures.options.batch_dim
     few = 1 if (row_count(shape[0], batch_dim) or 0) > 1 else 2  # a dimension of 1 may mean another thing
     small, large = (joined_description(shape * n, batch_dim) for n in (few, 2 * few))
     return _places(captures, pattern, (one, small), (one, large))
