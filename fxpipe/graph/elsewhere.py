@@ -62,7 +62,7 @@ class Elsewhere(Tensor):
                 return cls(first.memory.to(given["dtype"]), first.why, given["device"])
             if name.endswith("_like") or name.startswith("new_"):
                 return func(first.memory, *args[1:], **given)
-        return next(one for one in pytree.tree_leaves((args, given)) if isinstance(one, Elsewhere)).refuse()
+        return next(leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Elsewhere)).refuse()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.memory.untyped_storage()

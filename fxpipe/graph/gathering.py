@@ -22,8 +22,8 @@ def concatenated(parts: Sequence[Tensor], along: int) -> Tensor:
     return whole.requires_grad_(any(part.requires_grad for part in parts))
 
 
-def added(one: Any, other: Any) -> Any:
+def added(gradient: Any, other: Any) -> Any:
     """The sum of a value's gradients by two ways; None is no gradient."""
-    if one is None or other is None:
-        return other if one is None else one
-    return pytree.tree_map(lambda a, b: b if a is None else a if b is None else a + b, one, other)
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return pytree.tree_map(lambda a, b: b if a is None else a if b is None else a + b, gradient, other)

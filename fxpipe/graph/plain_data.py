@@ -29,10 +29,10 @@ MOST_BYTES = 64 * 2**20
 
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
-_CONSTANTS: dict[str, Any] = {str(one): one for one in vars(torch).values() if isinstance(one, _NAMED_BY_TORCH)}
-_CONSTANTS |= {one.__name__: one for one in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
+_CONSTANTS: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, _NAMED_BY_TORCH)}
+_CONSTANTS |= {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
 _CONSTANTS["..."] = ...
-_NAMES = {id(one): name for name, one in _CONSTANTS.items()}
+_NAMES = {id(value): name for name, value in _CONSTANTS.items()}
 _REFUSED = "refused"
 _admitted: dict[str, type] = {}
 

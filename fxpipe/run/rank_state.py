@@ -21,7 +21,7 @@ from fxpipe.plan.plan_state import PlanState
 from fxpipe.precision import cast_parameters
 from fxpipe.run.actions.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs
-from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
+from fxpipe.sharding.data_axis import check_ties, data_groups, sums_of
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.parallelise import ParallelGradients, parallelise_stages, tensor_groups
 from fxpipe.sharding.reducer import Reducer, reducer_for
@@ -99,7 +99,7 @@ def _take_own_part(
         release(planning.module, names, why_elsewhere(planning.first.graph, owners), device)
         for _, module, ranks in _stages_with_modules(planning):
             if rank not in ranks:  # what it shares with this rank's may have another name there
-                release(module, frozenset(name for name, one in all_tensors(module).items() if id(one) in own))
+                release(module, frozenset(name for name, tensor in all_tensors(module).items() if id(tensor) in own))
     return planning.with_tensors_of_module()
 
 
@@ -170,7 +170,7 @@ def make_rank_state(
     if gradients is None:
         graph, rows, rank = planning.first.graph, planning.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
-        way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
+        sums = sums_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
         make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
-        gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes, make)
+        gradients = reducer_for(graph, row, module, owners, transport, sums, options.bucket_bytes, make)
     return planning, RankState(module, gradients, originals, owners, device, seed)

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.stopwatch import HostClock, Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered, Moved, Traffic
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.pool import Pool
-from tests.strict_transport import run_strict
+from tests.strict_transport import connect, run_strict
 
 
 def groups(topology: Topology, sharded_over: str = "node") -> dict[str, list[list[int]]]:

@@ -158,7 +158,7 @@ class Steps:
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
-            check_rows(self.transport, plan, self._gradients.way.zero)
+            check_rows(self.transport, plan, self._gradients.sums.zero)
         with self.failing.together():
             # its losses are of one form, or may be of another in each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
@@ -189,12 +189,12 @@ class Steps:
             if is_new and not known.is_sized:
                 known.is_sized = True
                 # Each rank knows what its own stages gave; the pipe group puts them together once for each plan.
-                mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
+                mine = {edge: size for result in made for edge, size in result.bytes_of.items()}
                 bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
             broken = self.watch.end(self.number, outcome.loss, plan)
             passed("rest")
             self._trained.add(agreed.kind)
-            self.recorder.keep(self.number, plan.schedule, [one.stopwatch for one in made])
+            self.recorder.keep(self.number, plan.schedule, [result.stopwatch for result in made])
             self.number += 1
         if broken:  # nothing is under way, and all ranks raise it: one can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
@@ -336,7 +336,9 @@ class Steps:
     def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
         """This rank's parameters that have hooks of the user's, and how often they have been written. RunError where
         hooks would be given gradients that are divided later."""
-        found = [(name, one, version_of(one)) for name, one in self._parameters if has_hooks(one)]
+        found = [
+            (name, parameter, version_of(parameter)) for name, parameter in self._parameters if has_hooks(parameter)
+        ]
         if found and scales and (self._is_sum or plan.graph.counting is not None):
             raise RunError(
                 f"parameter {found[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
@@ -376,7 +378,7 @@ class Steps:
         """The loss of the step, the same on every rank. RunError: gradients of means and of sums cannot be accumulated
         together, nor in a type without room for sums."""
         ranks, precision = plan.output_ranks, self._options.precision
-        mine = [one.loss for one in made if one.rank in ranks]
+        mine = [result.loss for result in made if result.rank in ranks]
         at_output = StepLoss.of_ranks(mine) if mine else None
         with label("loss"):
             outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, known, plan.counts)
@@ -394,7 +396,7 @@ class Steps:
     def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
         """The whole batch's output, out of the micro-batches'."""
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
-        results = {place: result for one in made for place, result in one.results.items()}
+        results = {place: result for rank_result in made for place, result in rank_result.results.items()}
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each of them has some
             parts = [from_rank(rank, results, transport, device) for rank in ranks]
@@ -422,11 +424,11 @@ class Steps:
         batch_dim = self._options.batch_dim
         pieces = pieces_of(batch_dim, agreed.sizes, agreed.call.counts)
         entries = entries_of(agreed.pattern.shapes[0], batch_dim)
-        along = sorted({one.rule for one in entries.values() if isinstance(one.rule, int) and any(one.shapes)})
+        along = sorted({entry.rule for entry in entries.values() if isinstance(entry.rule, int) and any(entry.shapes)})
         packed, in_lists = list[tuple[int, Sequence[int]]](), False
-        for path, one in entries.items():
-            if isinstance(one.rule, Packed) and is_entries(one.like):
+        for path, entry in entries.items():
+            if isinstance(entry.rule, Packed) and is_entries(entry.like):
                 in_lists = True
-            elif isinstance(one.rule, Packed):
-                packed.append((one.rule.dim, of_groups(pieces[path], agreed.plan.group)))
+            elif isinstance(entry.rule, Packed):
+                packed.append((entry.rule.dim, of_groups(pieces[path], agreed.plan.group)))
         return RowsOf(sizes, along, packed, in_lists)
