@@ -27,38 +27,12 @@ Tracer = Callable[[Request], Program]
 Result = TypeVar("Result")
 
 
-def auto(request: Request) -> Program:
-    """The program of the first tracer, in the order of ``TRACERS``, that can capture the model; ``Uncaptured`` with the
-    reasons of all."""
-    return _first_accepted(request, lambda program: program)
-
-
-def _first_accepted(request: Request, examine: Callable[[Program], Result]) -> Result:
-    refusals: list[Refusal] = []
-    for name, tracer in TRACERS.items():
-        if tracer is auto:
-            continue
-        if name in NEED_SHAPES and request.example is None:
-            break
-        try:
-            with _entering(request.module) as entered:
-                program = _traced(tracer, request)
-            return examine(program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals)))
-        except TraceError as error:
-            refusals.append(Refusal(name, str(error), len(entered), _refused_in(error, request)))
-    hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise _uncaptured(refusals, request, hint)
-
-
 def _traced(tracer: Tracer, request: Request) -> Program:
     """What a tracer makes in the grad mode in which the stages will run."""
     with plain_modes(grad=request.training):
         return tracer(request)
 
 
-TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
-    {"symbolic": symbolic, "export": export, "record": record, "auto": auto}
-)
 NEED_SHAPES = frozenset({"export", "record"})
 """The tracers whose programs hold for micro-batches of one shape."""
 _ASK_FOR_EXAMPLE = (
@@ -72,21 +46,37 @@ def capture(request: Request, tracer: TracerName = "auto") -> Program:
     return accepted(request, tracer, lambda program: program)
 
 
+TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
+    {"symbolic": symbolic, "export": export, "record": record, "auto": capture}
+)
+
+
 def accepted(request: Request, tracer: TracerName, examine: Callable[[Program], Result]) -> Result:
-    """The result of ``examine`` for the program of the tracer of that name; of "auto", for the first tracer's program
-    of which it does not raise a TraceError. TraceError as ``capture``, or as ``examine`` raises it."""
+    """The result of ``examine`` for the program of the tracer of that name; of "auto", for the program of the first
+    tracer, in the order of ``TRACERS``, that neither the tracer nor ``examine`` refuses by a TraceError. ``Uncaptured``
+    with the reasons of all."""
     if tracer not in TRACERS:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")
     if tracer in NEED_SHAPES and request.example is None:
         raise TraceError(_ASK_FOR_EXAMPLE)
-    if tracer == "auto":
-        return _first_accepted(request, examine)
-    try:
-        program = _traced(TRACERS[tracer], request)
-    except TraceError as error:
-        hint = _keep_whole(_refused_in(error, request), request)
-        raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
-    return examine(program)
+    if tracer != "auto":
+        try:
+            program = _traced(TRACERS[tracer], request)
+        except TraceError as error:
+            hint = _keep_whole(_refused_in(error, request), request)
+            raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
+        return examine(program)
+    refusals: list[Refusal] = []
+    for name in [name for name in TRACERS if name != "auto"]:
+        if name in NEED_SHAPES and request.example is None:
+            break
+        try:
+            with _entering(request.module) as entered:
+                program = _traced(TRACERS[name], request)
+            return examine(program.replace(refusals=tuple((each.tracer, each.reason) for each in refusals)))
+        except TraceError as error:
+            refusals.append(Refusal(name, str(error), len(entered), _refused_in(error, request)))
+    raise _uncaptured(refusals, request, "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}")
 
 
 __all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "accepted", "capture"]

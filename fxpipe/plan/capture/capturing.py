@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import io
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
@@ -131,23 +131,15 @@ class Capturing:
         return key
 
 
-@dataclass
 class Tracing:
-    """Traces a model for one micro-batch, cuts it into stages, and checks them.
+    """Traces a model for one micro-batch, cuts it into stages, and checks them. ``this``: the pattern of the
+    micro-batch; ``pattern``: of the batch."""
 
-    ``this``: the pattern of the micro-batch; ``pattern``: of the batch.
-    """
-
-    capturing: Capturing
-    this: Pattern
-    pattern: Pattern
-    sample: Sample | str
-    observed: list[Observed] = field(default_factory=list)
-    """What a real run has shown of regions."""
-
-    def __post_init__(self) -> None:
-        self.captures, self.shape = self.capturing.captures, self.this.shape
+    def __init__(self, capturing: Capturing, this: Pattern, pattern: Pattern, sample: Sample | str) -> None:
+        self.capturing, self.this, self.pattern, self.sample = capturing, this, pattern, sample
+        self.captures, self.shape = capturing.captures, this.shape
         self.options, self.balancing = self.captures.options, self.captures.balancing
+        self.observed: list[Observed] = []  # what a real run has shown of regions
 
     def capture(self, free: frozenset[Place]) -> tuple[Captures, Captured]:
         """The stages that the first tracer makes whose stages are right, and the captures, with what it has shown.
