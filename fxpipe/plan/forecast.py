@@ -20,7 +20,6 @@ from fxpipe.plan.balance.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.capture.sizes import bytes_of_inputs
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.preview import Preview, RankPreview
-from fxpipe.plan.tables import saving, stage_work
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
@@ -64,7 +63,7 @@ class _Forecast:
         assert planning.shown is not None
         self.pattern, self.plan = planning.shown, planning.first
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.staged = stage_work(planning, self.pattern, self.graph.placement)
+        self.staged = planning.tables.stage_work(self.pattern, self.graph.placement)
         self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = self.graph.held
@@ -95,7 +94,7 @@ class _Forecast:
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
             between_nodes=self._between_nodes() if self.staged else None,
-            saving=saving(self.planning, self.plan, self.staged),
+            saving=self.planning.tables.saving(self.plan, self.staged),
             what=self._what(),
         )
 

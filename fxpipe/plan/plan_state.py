@@ -33,7 +33,7 @@ from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.placement import check_replicated, place
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
-from fxpipe.plan.tables import choose_table, costs_by_shapes, tells_bytes
+from fxpipe.plan.tables import Tables, tells_bytes
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
 from fxpipe.schedules.costs import Costs
@@ -72,6 +72,12 @@ class PlanState:
         """Before the first plan. ``device``: where a model that is on no device yet will run."""
         options = options.for_calls()
         return PlanState(topology, options, Captures.empty(model, options, topology, device))
+
+    @property
+    def tables(self) -> Tables:
+        """What chooses the table of the next plan."""
+        first = self.first if self.plans else None
+        return Tables(self.options, self.captures, first, self.shown, self.again, self.by_shapes)
 
     @property
     def ranks(self) -> int:
@@ -187,7 +193,7 @@ class PlanState:
         # 3. The stages go to ranks, and these run a table.
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
-            state = replace(state, by_shapes=costs_by_shapes(state, pattern, joint(graphs)))
+            state = replace(state, by_shapes=state.tables.costs_by_shapes(pattern, joint(graphs)))
             program = "\n".join(dict.fromkeys(each.text for each in captured))
             plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
             if self.plans:
@@ -273,7 +279,7 @@ class PlanState:
         options = replace(self.options, schedule=family)
         state = replace(self, options=options, again=self.first.graph.recomputed)
         assert state.shown is not None
-        state = replace(state, by_shapes=costs_by_shapes(state, state.shown, self.first.graph), plans={})
+        state = replace(state, by_shapes=state.tables.costs_by_shapes(state.shown, self.first.graph), plans={})
         made: dict[int, Plan] = {}
         # Evaluation keeps its tables: costs were measured in steps.
         for pattern, plan in self.plans.items():
@@ -327,7 +333,7 @@ class PlanState:
     ) -> Plan:
         """The plan that runs the table of these graphs, which come from ``captures``."""
         graph = joint(graphs)
-        schedule = choose_table(self, graph, pattern)
+        schedule = self.tables.choose(graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # Edge × micro-batch, of those between which nothing is sent: a text-only micro-batch has no image features.
         lacking = {id(one): [i for i, edge in enumerate(graph.edges) if edge not in one.edges] for one in graphs}

@@ -1,12 +1,12 @@
 """Tables: which table a plan runs: the user's own, one that a family makes, or that of an earlier plan.
 
-With ``recompute=`` they also decide which stages run their forward again, by what that saves.
+With ``recompute=`` it also decides which stages run their forward again, by what that saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from fxpipe.errors import PartitionError, ScheduleError, nearest
 from fxpipe.graph.ranks import Placement, replicated
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.options import AUTO, Recompute
+from fxpipe.options import AUTO, Options
+from fxpipe.plan.capture.captures import Captures
 from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules import Family, Limited, Problem, ScheduleName, make_table, with_costs
@@ -27,141 +28,147 @@ from fxpipe.schedules.verify import check as check_table
 
 if TYPE_CHECKING:
     from fxpipe.plan.balance.simulated_layouts import Staged
-    from fxpipe.plan.plan_state import PlanState
 
 Marked = tuple[bool, ...]
 """Whether each stage is recomputed."""
 
 
-def costs_by_shapes(state: PlanState, pattern: Pattern, graph: StageGraph) -> Costs | None:
-    """The costs by shapes, where the options' family has a limit of memory, and no bytes of its own. ``graph``: the
-    stages, placed."""
-    table = state.options.schedule
-    if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or state.by_shapes:
-        return state.by_shapes
-    work = stage_work(state, pattern if pattern.shapes else state.shown or pattern, graph.placement)
-    return None if work is None else work.costs_with((bool(state.options.recompute),) * len(graph))
+@dataclass(frozen=True)
+class Tables:
+    """Chooses the table of a plan."""
 
+    options: Options
+    captures: Captures
+    first: Plan | None
+    shown: Pattern | None
+    """The pattern of the first plan, with its shapes."""
+    again: frozenset[str] | None
+    """The names of the stages that are recomputed, where that was decided before the first plan."""
+    by_shapes: Costs | None
+    """What the stages take, derived from the shapes of the example, where a limit of memory needs their bytes."""
 
-def choose_table(state: PlanState, graph: StageGraph, pattern: Pattern) -> Schedule:
-    """The table of a graph, not proven yet; ScheduleError where there is none."""
-    table, first = state.options.schedule, state.first if state.plans else None
-    tied = (graph if first is None else first.graph).tied  # a stage with a copy is sent its gradient
-    if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
-        # replicas whose batches differ then reduce in one order
-        return replace(first.schedule, edges=graph.stage_edges)
-    if isinstance(table, Schedule) and pattern.training:
-        return _given(table, graph, pattern.microbatches, tied, state.options.recompute)
-    costs = _costs(state, graph, pattern)
-    make = partial(_built, _family(state), graph, pattern.microbatches, tied, costs)
-    if not pattern.training:
-        return make((False,) * len(graph))
-    known = state.again if first is None else first.graph.recomputed
-    if known is not None:
-        return make(tuple(stage.has_backward and stage.name in known for stage in graph))
-    return make(_recomputed(state, graph, pattern, make))
+    def costs_by_shapes(self, pattern: Pattern, graph: StageGraph) -> Costs | None:
+        """The costs by shapes, where the options' family has a limit of memory, and no bytes of its own. ``graph``: the
+        stages, placed."""
+        table = self.options.schedule
+        if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or self.by_shapes:
+            return self.by_shapes
+        work = self.stage_work(pattern if pattern.shapes else self.shown or pattern, graph.placement)
+        return None if work is None else work.costs_with((bool(self.options.recompute),) * len(graph))
 
+    def choose(self, graph: StageGraph, pattern: Pattern) -> Schedule:
+        """The table of a graph, not proven yet; ScheduleError where there is none."""
+        table, first = self.options.schedule, self.first
+        tied = (graph if first is None else first.graph).tied  # a stage with a copy is sent its gradient
+        if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
+            # replicas whose batches differ then reduce in one order
+            return replace(first.schedule, edges=graph.stage_edges)
+        if isinstance(table, Schedule) and pattern.training:
+            return self._given(table, graph, pattern.microbatches, tied)
+        costs = self._costs(graph, pattern)
+        make = partial(_built, self._family(), graph, pattern.microbatches, tied, costs)
+        if not pattern.training:
+            return make((False,) * len(graph))
+        known = self.again if first is None else first.graph.recomputed
+        if known is not None:
+            return make(tuple(stage.has_backward and stage.name in known for stage in graph))
+        return make(self._recomputed(graph, pattern, make))
 
-def _costs(state: PlanState, graph: StageGraph, pattern: Pattern) -> Costs | None:
-    """The costs that a family makes a table for; None for its own, or B = 2 F."""
-    table = state.options.schedule
-    if isinstance(table, Limited) and table.costs is not None:
-        return None
-    if state.plans and not isinstance(table, Schedule):
-        return state.first.schedule.costs
-    if state.captures.searched is not None:
-        return state.captures.searched.outcome.costs
-    # A stage on several ranks fills the time that their other stages leave idle, which only true costs show.
-    work = stage_work(state, pattern, graph.placement) if replicated(graph.placement) else None
-    return None if work is None else work.costs_with((False,) * len(graph))
+    def _costs(self, graph: StageGraph, pattern: Pattern) -> Costs | None:
+        """The costs that a family makes a table for; None for its own, or B = 2 F."""
+        table = self.options.schedule
+        if isinstance(table, Limited) and table.costs is not None:
+            return None
+        if self.first is not None and not isinstance(table, Schedule):
+            return self.first.schedule.costs
+        if self.captures.searched is not None:
+            return self.captures.searched.outcome.costs
+        # A stage on several ranks fills the time that their other stages leave idle, which only true costs show.
+        work = self.stage_work(pattern, graph.placement) if replicated(graph.placement) else None
+        return None if work is None else work.costs_with((False,) * len(graph))
 
+    def _given(
+        self, table: Schedule, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]
+    ) -> Schedule:
+        """The user's own table, for this graph."""
+        if self.options.recompute:
+            raise ScheduleError(
+                "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
+                "name a family"
+            )
+        if table.microbatches != microbatches:
+            raise ScheduleError(
+                f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
+                f"pass microbatches={table.microbatches}"
+            )
+        # A gathered stage has one action for a group of micro-batches, in a cell such as F0-3.
+        groups = graph.groups(microbatches)
+        if table.groups != groups:
+            raise ScheduleError(
+                f"the schedule has actions of {list(table.groups)} micro-batches for the stages {list(graph.names)}, "
+                f"which run for {list(groups)} at once: write F0-3 for a group of four"
+            )
+        backward = tuple(stage.has_backward for stage in graph)
+        schedule = replace(table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied)
+        check_table(schedule)
+        return schedule
 
-def _given(
-    table: Schedule, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...], recompute: Recompute
-) -> Schedule:
-    """The user's own table, for this graph."""
-    if recompute:
-        raise ScheduleError(
-            "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
-            "name a family"
-        )
-    if table.microbatches != microbatches:
-        raise ScheduleError(
-            f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
-            f"pass microbatches={table.microbatches}"
-        )
-    # A gathered stage has one action for a group of micro-batches, in a cell such as F0-3.
-    groups = graph.groups(microbatches)
-    if table.groups != groups:
-        raise ScheduleError(
-            f"the schedule has actions of {list(table.groups)} micro-batches for the stages {list(graph.names)}, "
-            f"which run for {list(groups)} at once: write F0-3 for a group of four"
-        )
-    backward = tuple(stage.has_backward for stage in graph)
-    schedule = replace(table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied)
-    check_table(schedule)
-    return schedule
+    def _family(self) -> ScheduleName | Family:
+        """The family that the options name; with bytes derived from shapes, where it has a limit of memory and none."""
+        table: ScheduleName | Family | Schedule = self.options.schedule
+        if isinstance(table, Schedule):
+            return "1f1b"
+        if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or not self.by_shapes:
+            return table
+        costs = self.by_shapes if table.costs is None else table.costs.or_else(self.by_shapes)
+        return replace(table, costs=costs)
 
+    def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
+        """The stages whose forward runs again, of those that have a backward."""
+        wanted = self.options.recompute
+        if isinstance(wanted, tuple):
+            for name in wanted:
+                if name not in graph.names:
+                    raise PartitionError(
+                        f"recompute names stage {name!r}, which does not exist{nearest(name, graph.names)}"
+                    )
+            return tuple(stage.has_backward and stage.name in wanted for stage in graph)
+        if wanted != AUTO:
+            return worthwhile(make((False,) * len(graph))) if wanted else (False,) * len(graph)
+        work = self.stage_work(pattern, graph.placement)
+        if work is None:
+            raise ScheduleError(
+                'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
+                "will be passed in calls; for stages of your own, name them: recompute=[...]"
+            )
+        return _fewest(graph, make, work, self.options.memory_per_rank or 0.0)
 
-def _family(state: PlanState) -> ScheduleName | Family:
-    """The family that the options name; with bytes derived from shapes, where it has a limit of memory and none."""
-    table: ScheduleName | Family | Schedule = state.options.schedule
-    if isinstance(table, Schedule):
-        return "1f1b"
-    if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or not state.by_shapes:
-        return table
-    costs = state.by_shapes if table.costs is None else table.costs.or_else(state.by_shapes)
-    return replace(table, costs=costs)
+    def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
+        """What the stages take, derived from shapes; None where these, or the costs, are not known."""
+        return self.captures.balancing.stage_work(self.captures.first, pattern, placement)
 
-
-def _recomputed(state: PlanState, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
-    """The stages whose forward runs again, of those that have a backward."""
-    wanted = state.options.recompute
-    if isinstance(wanted, tuple):
-        for name in wanted:
-            if name not in graph.names:
-                raise PartitionError(
-                    f"recompute names stage {name!r}, which does not exist{nearest(name, graph.names)}"
-                )
-        return tuple(stage.has_backward and stage.name in wanted for stage in graph)
-    if wanted != AUTO:
-        return worthwhile(make((False,) * len(graph))) if wanted else (False,) * len(graph)
-    work = stage_work(state, pattern, graph.placement)
-    if work is None:
-        raise ScheduleError(
-            'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
-            "will be passed in calls; for stages of your own, name them: recompute=[...]"
-        )
-    return _fewest(graph, make, work, state.options.memory_per_rank or 0.0)
-
-
-def stage_work(state: PlanState, pattern: Pattern, placement: Placement) -> Staged | None:
-    """What the stages take, derived from shapes; None where these, or the costs, are not known."""
-    return state.captures.balancing.stage_work(state.captures.first, pattern, placement)
-
-
-def saving(state: PlanState, plan: Plan, work: Staged | None) -> str:
-    """What recomputation saves and costs, in words, where it was asked for: against the table without it."""
-    if state.options.recompute is False:
-        return ""
-    graph, table = plan.graph, plan.schedule
-    none = (False,) * len(graph)
-    without = _built(_family(state), graph, table.microbatches, table.tied, table.costs, none)
-    again = {stage for stage, _ in table.dependencies.recomputed}
-    # Which stages, then the bytes of each rank and the makespan, beside the same family's table without an R.
-    names = [stage.name for stage in graph if stage.index in again]
-    lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
-    flags = tuple(stage.index in again for stage in graph)
-    costs = (lambda flags: None) if work is None else work.costs_with
-    before, after = without.planned(costs(none)), table.planned(costs(flags))
-    if work is not None:
-        peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
-        pairs = enumerate(zip(*peaks, strict=True))
-        sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
-        lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
-    longer = after.makespan / before.makespan - 1 if before.makespan else 0.0
-    lines.append(f"makespan {longer:+.1%}" + (", at costs from shapes" if work is not None else ", at B = 2 F"))
-    return "\n".join(lines)
+    def saving(self, plan: Plan, work: Staged | None) -> str:
+        """What recomputation saves and costs, in words, where it was asked for: against the table without it."""
+        if self.options.recompute is False:
+            return ""
+        graph, table = plan.graph, plan.schedule
+        none = (False,) * len(graph)
+        without = _built(self._family(), graph, table.microbatches, table.tied, table.costs, none)
+        again = {stage for stage, _ in table.dependencies.recomputed}
+        # Which stages, then the bytes of each rank and the makespan, beside the same family's table without an R.
+        names = [stage.name for stage in graph if stage.index in again]
+        lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
+        flags = tuple(stage.index in again for stage in graph)
+        costs = (lambda flags: None) if work is None else work.costs_with
+        before, after = without.planned(costs(none)), table.planned(costs(flags))
+        if work is not None:
+            peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
+            pairs = enumerate(zip(*peaks, strict=True))
+            sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
+            lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
+        longer = after.makespan / before.makespan - 1 if before.makespan else 0.0
+        lines.append(f"makespan {longer:+.1%}" + (", at costs from shapes" if work is not None else ", at B = 2 F"))
+        return "\n".join(lines)
 
 
 Make = Callable[[Marked], Schedule]

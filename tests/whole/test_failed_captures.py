@@ -15,6 +15,7 @@ from fxpipe.plan import plan_state
 from fxpipe.plan.capture import auto_opaque, capturing
 from fxpipe.plan.capture.capturing import Capturing, Tracing
 from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.tables import Tables
 from fxpipe.trace.state.reads import Reads
 from tests.harness import assert_same, gradients_of, strict
 from tests.models import WIDTH, linear
@@ -34,7 +35,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "capturing": (Capturing, "of"),
     "grouping": (plan_state, "for_groups"),
     "placing": (plan_state, "place"),
-    "choosing a table": (plan_state, "choose_table"),
+    "choosing a table": (Tables, "choose"),
     "lowering": (plan_state, "lower"),
     "proving": (plan_state, "prove"),
     "comparing stages": (PlanState, "_check_same_stages"),
