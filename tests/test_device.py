@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.batch.description import describe
 from fxpipe.device import by_shared_name, shared_name, with_shared_names
 from fxpipe.errors import RunError
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import decode, encode
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
-from fxpipe.plan.inputs.batch import describe
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.seeds import RandomState

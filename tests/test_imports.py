@@ -29,6 +29,7 @@ FLOORS = """
     options
     graph schedules
     distributed formats passes trace
+    batch
     parameters plan
     sharding
     run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from fxpipe.torch_compat import pytree
 
 Places = Mapping[tuple[str, int], tuple[int, ...]]
 """(value, leaf) → the dimensions that hold its rows, where the shapes for two numbers of rows have shown them."""
+
+
+N = TypeVar("N", int, float)
+
+
+def of_groups(numbers: Sequence[N], size: int) -> tuple[N, ...]:
+    """The sum of each group of so many."""
+    return tuple(sum(numbers[start : start + size]) for start in range(0, len(numbers), size))
 
 
 def concatenated(parts: Sequence[Tensor], along: int) -> Tensor:

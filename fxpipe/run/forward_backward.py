@@ -231,8 +231,8 @@ class ForwardBackward:
         whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
         ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
         ``loss_fn`` and ``target=`` given, the output is the loss; with one that needs no target, for
-        ``outputs="loss"`` alone. A tensor whose rows are no rows of the batch, as one for each image, comes as a list,
-        one for each micro-batch.
+        ``outputs="loss"`` alone. A tensor without its micro-batch's rows in dimension 0, or in the inputs', comes as a
+        list, one for each micro-batch.
 
         Args:
             *args: a batch, as in a call.

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.group_inputs import SCOPE
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError
@@ -19,7 +20,6 @@ from fxpipe.parameters.ownership import Ownership, RankModule, ownership, releas
 from fxpipe.parameters.weights import Weights
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.precision import cast_parameters
-from fxpipe.run.actions.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import check_ties, data_groups, sums_of
 from fxpipe.sharding.gradients import Gradients

@@ -77,7 +77,7 @@ def test_a_family_whose_table_would_hang_is_refused_with_the_cells_that_wait() -
     assert (first, second) == (["0F0", "[0B0]"], ["[1B0]", "1F0"])
 
 
-def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_it_was() -> None:
+def test_changed_tensors_are_taken_up_by_a_new_state_and_the_old_one_stays_as_it_was() -> None:
     planning = planned(Options())
     old, new = planning.module.layers[0].weight, nn.Parameter(torch.ones(WIDTH, WIDTH))
     planning.module.layers[0].weight = new

@@ -7,14 +7,12 @@ Every choice depends on the work alone, never on a clock, so that all ranks of a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from functools import reduce
+from operator import or_
 
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.ranks import rank_count
@@ -31,11 +29,11 @@ CRUMB = 0.01
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layout comes about: an order, where it is cut, and the rank of each segment.
+    """How a layout comes about: an order of blocks, where it is cut, and the rank of each segment.
 
     ``entries``: the sources of the graph that each block depends on. The parts of a segment that are not connected, or
     depend on other sources, become stages of their own, and their rank runs them one by one. None: a stage for each
-    segment.
+    segment. ``shared``: the blocks of each stage that is on all ranks; ``order`` has all others.
     """
 
     order: Order
@@ -43,36 +41,49 @@ class Recipe:
     rank_of: tuple[int, ...]
     entries: tuple[int, ...] | None
     origin: str
+    shared: tuple[Order, ...] = ()
 
 
-def recipes(work: BlockGraph, ranks: int, microbatches: int, memory: float | None) -> Iterator[Recipe]:
-    """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and apart."""
-    reached = tuple(entries(work))
+def recipes(
+    work: BlockGraph, ranks: int, microbatches: int, memory: float | None, apart: frozenset[int] = frozenset()
+) -> Iterator[Recipe]:
+    """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and as several.
+    ``apart``: blocks that no segment has, closed under what they need."""
+    reached = entries(work)
+    within = reduce(or_, (reached[block] for block in apart), 0)
+    sources = tuple(bits & ~within for bits in reached)
     for order in orders(work):
-        line = Line(work, order)
+        line = Line(work, tuple(block for block in order if block not in apart))
         made = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
         if ranks > 1:
             made += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
         for cuts, laps, how in made:
-            whole = Recipe(order, cuts, tuple(range(ranks)) * laps, None, how)
+            whole = Recipe(line.order, cuts, tuple(range(ranks)) * laps, None, how)
             yield whole
-            if len(set(reached)) > 1 and not work.given:
-                yield replace(whole, entries=reached, origin=f"{how}, towers apart")
+            if len({sources[block] for block in line.order}) > 1 and not work.given:
+                yield replace(whole, entries=sources, origin=f"{how}, towers apart")
 
 
 def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
     """The layout that a recipe makes."""
-    segment_of = segments_of(recipe.order, recipe.cuts)
+    group_of = segments_of(recipe.order, recipe.cuts)
+    group_of |= {block: -1 - number for number, blocks in enumerate(recipe.shared) for block in blocks}
+    everywhere = tuple(range(1 + max(recipe.rank_of)))
+    ranks = [everywhere if group_of[b] < 0 else recipe.rank_of[group_of[b]] for b in range(len(work))]
     if work.given:
-        ranks = tuple(recipe.rank_of[segment] for segment in segment_of)
-        return StageLayout(tuple(range(len(work))), ranks, recipe.origin)
-    whole = StageLayout(tuple(segment_of), recipe.rank_of, recipe.origin)
-    return whole if recipe.entries is None else _apart(work, recipe, segment_of, recipe.entries) or whole
+        return StageLayout(tuple(range(len(work))), tuple(ranks), recipe.origin)
+    segments = [group_of[block] for block in range(len(work))]
+    divided = (
+        None if recipe.entries is None else _of_groups(work, _apart(work, segments, recipe.entries), ranks, recipe)
+    )
+    layout = divided or _of_groups(work, segments, ranks, recipe)
+    assert layout is not None, "segments of a topological order do not wait for each other"
+    return layout
 
 
-def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], reached: Sequence[int]) -> StageLayout | None:
-    """A stage for each connected part of a segment whose blocks depend on the same sources; crumbs go with the largest.
-    None where that makes stages that wait for each other."""
+def _apart(work: BlockGraph, segment_of: Sequence[int], reached: Sequence[int]) -> list[int]:
+    """Block → its group: the connected blocks of a segment that depend on the same sources; crumbs go with the largest
+    group of their segment."""
     parts = connected(work, list(zip(segment_of, reached, strict=True)))
     seconds = {blocks[0]: work.seconds(blocks) for blocks in parts.groups()}
     largest: dict[int, int] = {}  # segment → the first block of its largest part
@@ -80,26 +91,22 @@ def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], reached:
         most = largest.setdefault(segment_of[block], block)
         if seconds[block] <= CRUMB * seconds[most]:
             parts.join(most, block)
-    # Stages of one segment may wait for each other through another segment.
-    group_of = [parts.find(block) for block in range(len(work))]
-    ranks = {group: recipe.rank_of[segment_of[block]] for block, group in enumerate(group_of)}
-    return _of_groups(work, group_of, recipe.order, ranks.__getitem__, recipe.origin)
+    return [parts.find(block) for block in range(len(work))]
 
 
 def _of_groups(
-    work: BlockGraph,
-    group_of: Sequence[int],
-    order: Order,
-    rank_of: Callable[[int], int | tuple[int, ...]],
-    origin: str,
+    work: BlockGraph, group_of: Sequence[int], ranks: Sequence[int | tuple[int, ...]], recipe: Recipe
 ) -> StageLayout | None:
-    """A stage for each group, in topological order, the one first that begins first in ``order``; None where groups
-    wait for each other."""
-    first = {group: place for place, group in reversed(list(enumerate(group_of[block] for block in order)))}
+    """A stage for each group, in topological order, the one first that begins first; None where groups wait for each
+    other. ``ranks``: those of each block."""
+    order = depth_first(work) if recipe.shared else recipe.order
+    first = {group_of[block]: place for place, block in reversed(list(enumerate(order)))}
     number = topological_order(first, work.after(group_of))
     if len(number) < len(first):
         return None
-    return StageLayout(tuple(number[group] for group in group_of), tuple(map(rank_of, number)), origin)
+    rank_of = dict(zip(group_of, ranks, strict=True))
+    stage_of = tuple(number[group] for group in group_of)
+    return StageLayout(stage_of, tuple(rank_of[group] for group in number), recipe.origin)
 
 
 def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
@@ -124,9 +131,22 @@ STAGES = (1, 2, 4)
 
 
 def on_all_ranks(
-    work: BlockGraph, ranks: int, best_of: Callable[[BlockGraph], LayoutOutcome | None]
+    work: BlockGraph, ranks: int, microbatches: int, memory: float | None, bound: Callable[[StageLayout], float]
 ) -> Iterator[StageLayout]:
-    """Layouts with one or several stages on all ranks. ``best_of``: the search, of the work without these."""
+    """Layouts with a part on all ranks, as one or several stages; of all cuts of the rest that of the least bound."""
+    for part in _shareable(work):
+        for count in (count for count in STAGES if count <= len(part) and ranks <= len(work) - len(part)):
+            beside = f", beside {'a stage' if count == 1 else f'{count} stages'} on all ranks"
+            shared = _cut(work, part, count)
+            found = (
+                layout_of(work, replace(recipe, shared=shared, origin=recipe.origin + beside))
+                for recipe in recipes(work, ranks, microbatches, memory, part)
+            )
+            yield from sorted(found, key=bound)[:1]
+
+
+def _shareable(work: BlockGraph) -> list[frozenset[int]]:
+    """The parts that may be on all ranks, the largest first."""
     # A stage on all ranks fills their bubbles where it may run at any time: it needs no other stage, and does not run
     # once for the whole batch.
     if work.given:
@@ -140,34 +160,18 @@ def on_all_ranks(
         )
         found = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
     fitting = [part for part in found if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
-    for part in sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]:
-        rest = [block for block in range(len(work)) if block not in part]
-        place = {block: number for number, block in enumerate(rest)}
-        # The rest is balanced as if the part were not there; then the part joins it, as stages on all ranks.
-        outcome = best_of(work.merged([place.get(block) for block in range(len(work))])) if len(rest) >= ranks else None
-        if outcome is None:
-            continue
-        for count in (count for count in STAGES if count <= len(part)):
-            group_of = _cut(work, part, count)
-            for block, stage in zip(rest, outcome.layout.stage_of, strict=True):
-                group_of[block] = stage
-            places = [*outcome.layout.rank_of, *[tuple(range(ranks))] * count]  # those of -1, -2, ... at the end
-            what = "a stage" if count == 1 else f"{count} stages"
-            origin = f"{outcome.layout.origin}, beside {what} on all ranks"
-            layout = _of_groups(work, group_of, depth_first(work), places.__getitem__, origin)
-            if layout is not None:
-                yield layout
+    return sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]
 
 
-def _cut(work: BlockGraph, part: frozenset[int], count: int) -> list[int]:
-    """The part's blocks → -1, -2, ..., so many segments of equal time; all others → 0."""
-    found, before, whole = [0] * len(work), 0.0, work.seconds(part)
+def _cut(work: BlockGraph, part: frozenset[int], count: int) -> tuple[Order, ...]:
+    """The part's blocks in so many segments of equal time."""
+    found, before, whole = [list[int]() for _ in range(count)], 0.0, work.seconds(part)
     for block in depth_first(work):
         if block in part:
             middle = before + work.blocks[block].seconds / 2
-            found[block] = -1 - min(int(count * middle / whole), count - 1)
+            found[min(int(count * middle / whole), count - 1)].append(block)
             before += work.blocks[block].seconds
-    return found
+    return tuple(map(tuple, found))
 
 
 ACTIONS = 100_000
@@ -186,8 +190,6 @@ LITTLE = 0.01
 """The part of a step that is not worth a simulation of a candidate."""
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 """By how many blocks a cut is moved."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -254,28 +256,22 @@ def search(
         # Cuts that are bound to be slow are not made fast by moving them a little.
         if judge.lower_bound(start.layout) > min(outcome.seconds for outcome in [*outcomes, *better]):
             continue
-        # First cuts move, with which the order and the ranks stay; then stages move from rank to rank.
         until = judge.actions + SHARE * (last - judge.actions)
-        best = _climbed(judge, start, made[start.layout], partial(_neighbours, work), until)
-        better.append(_climbed(judge, best, best.layout, _exchanges, until))
+        better.append(_climbed(judge, start, made[start.layout], until))
     exact = judge if few == microbatches else Judge(work, family, microbatches, memory, judge.again)
     ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
-    kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
+    fitting = [outcome.layout for outcome in ranked if exact.estimate(outcome.layout) is not None]
+    kept = sorted(filter(None, map(exact.outcome, fitting)), key=_merit)
     if not kept:
         raise _no_fit(exact)
     found = Found(kept[0], tuple(kept[1:]))
     # Without a limit of memory the first of given stages would be on all ranks of any chain.
     several &= memory is not None or not work.given
     if several and work.seconds() * microbatches / ranks < found.best.makespan * (1 - GAIN):
-
-        def best_of(rest: BlockGraph) -> LayoutOutcome | None:
-            with contextlib.suppress(PartitionError, ScheduleError):
-                return search(rest, ranks, microbatches, family, memory, effort=0.25).best
-            return None
-
-        for layout in on_all_ranks(work, ranks, best_of):
-            if (outcome := exact.fitting(layout)) is not None:
-                found = Found(outcome, ()).unless(found, GAIN)
+        for layout in on_all_ranks(work, ranks, few, memory, exact.lower_bound):
+            if exact.lower_bound(layout) < found.best.seconds * (1 - GAIN) and exact.estimate(layout) is not None:
+                outcome = exact.outcome(layout)
+                found = found if outcome is None else Found(outcome, ()).unless(found, GAIN)
     return found
 
 
@@ -301,9 +297,7 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
         first = layout is firsts[layout.origin]
         if found and not first and judge.lower_bound(layout) >= (1 - LITTLE) * found[0].seconds:
             break
-        alike = [other.seconds for other in found if other.layout.origin == layout.origin]
-        below = alike[IMPROVED - 1] if len(alike) >= IMPROVED else math.inf
-        if (outcome := judge.fitting(layout, below)) is not None:
+        if (outcome := judge.estimate(layout)) is not None:
             found = sorted([*found, outcome], key=_merit)
     return found
 
@@ -331,52 +325,42 @@ def _best_of_each_way(ranked: Iterable[LayoutOutcome], count: int) -> list[Layou
 # --- moving cuts and stages ---
 
 
-def _climbed(
-    judge: Judge,
-    best: LayoutOutcome,
-    here: T,
-    neighbours: Callable[[T], Iterable[tuple[T, StageLayout]]],
-    until: float,
-) -> LayoutOutcome:
-    """From here to the first neighbour that is better, and on from there, until there is none. A neighbour is simulated
-    only where its lower bound does not rule that out. ``neighbours``: with the layout of each."""
-    # The first better neighbour is taken, not the best one: simulations are what costs, and the neighbours come in the
-    # order in which they are likely to help.
-    others = iter(neighbours(here))
-    while judge.actions < until and (pair := next(others, None)) is not None:
-        other, layout = pair
-        outcome = judge.fitting(layout, best.seconds) if judge.lower_bound(layout) < best.seconds else None
+def _climbed(judge: Judge, best: LayoutOutcome, recipe: Recipe | None, until: float) -> LayoutOutcome:
+    """From here to the first layout a move away that is better, and on from there, until there is none. A layout is
+    measured only where its lower bound does not rule that out."""
+    # The first better layout is taken, not the best one: tables are what costs, and moves come in the order in which
+    # they are likely to help.
+    others = _moves(judge.work, best.layout, recipe)
+    while judge.actions < until and (moved := next(others, None)) is not None:
+        layout, other = moved
+        outcome = judge.estimate(layout) if judge.lower_bound(layout) < best.seconds else None
         if outcome is not None and _merit(outcome) < _merit(best):
-            best, others = outcome, iter(neighbours(other))
+            best, others = outcome, _moves(judge.work, layout, other)
     return best
 
 
-def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[tuple[Recipe, StageLayout]]:
-    """The same recipe with one cut elsewhere: first those of the heaviest segments."""
-    ends = (0, *recipe.cuts)
-    weight = [work.seconds(recipe.order[start:end]) for start, end in itertools.pairwise(ends)]
+def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iterator[tuple[StageLayout, Recipe | None]]:
+    """The layout with a cut elsewhere, those of the heaviest segments first; with one stage on another rank, where its
+    own keeps another, or with two stages exchanged. None: stages have moved, so that cuts no longer do."""
+    ends = () if recipe is None else (0, *recipe.cuts)
+    weight = [] if recipe is None else [work.seconds(recipe.order[a:b]) for a, b in itertools.pairwise(ends)]
     for place in sorted(range(1, len(ends) - 1), key=lambda place: -max(weight[place - 1], weight[place])):
         for step in STEPS:
             cut = ends[place] + step
             # No segment may become empty, and the last one ends where it did.
-            if ends[place - 1] < cut < ends[place + 1]:
+            if recipe is not None and ends[place - 1] < cut < ends[place + 1]:
                 moved = replace(recipe, cuts=(*ends[1:place], cut, *ends[place + 1 :]))
-                yield moved, layout_of(work, moved)
-
-
-def _exchanges(layout: StageLayout) -> Iterator[tuple[StageLayout, StageLayout]]:
-    """The layout with one stage on another rank, where its own keeps another, or with two stages exchanged."""
-    rank_of, origin = list(layout.rank_of), layout.origin
-    ranks = rank_count(layout.rank_of)
+                yield layout_of(work, moved), moved
+    rank_of, stages, ranks = list(layout.rank_of), range(layout.stages), rank_count(layout.rank_of)
     if layout.stages == ranks:
         return
     # A rank must keep a stage, so only a stage of a rank that has several may move; any two may be exchanged.
-    moves: list[dict[int, int | tuple[int, ...]]] = [
-        {a: rank} for a in range(layout.stages) if rank_of.count(rank_of[a]) > 1 for rank in range(ranks)
+    exchanges: list[dict[int, int | tuple[int, ...]]] = [
+        {stage: rank} for stage in stages if rank_of.count(rank_of[stage]) > 1 for rank in range(ranks)
     ]
-    moves += [{a: rank_of[b], b: rank_of[a]} for a, b in itertools.combinations(range(layout.stages), 2)]
-    for move in moves:
-        moved = tuple(move.get(stage, rank) for stage, rank in enumerate(rank_of))
-        if moved != layout.rank_of:
-            found = StageLayout(layout.stage_of, moved, origin if "moved" in origin else f"{origin}, stages moved")
-            yield found, found
+    exchanges += [{a: rank_of[b], b: rank_of[a]} for a, b in itertools.combinations(stages, 2)]
+    origin = layout.origin if "moved" in layout.origin else f"{layout.origin}, stages moved"
+    for exchange in exchanges:
+        exchanged = tuple(exchange.get(stage, rank) for stage, rank in enumerate(rank_of))
+        if exchanged != layout.rank_of:
+            yield StageLayout(layout.stage_of, exchanged, origin), None

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.description import Description
+from fxpipe.batch.pattern import Pattern
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
@@ -20,8 +22,6 @@ from fxpipe.options import Options
 from fxpipe.plan.balance.choose import Balanced, Balancing
 from fxpipe.plan.capture.questions import Questions
 from fxpipe.plan.capture.sizes import FAMILIES, Family
-from fxpipe.plan.inputs.batch import Description
-from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace import NEED_SHAPES, Cut
 from fxpipe.trace.cuts.cuts_by_name import resolve

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
+from fxpipe.batch.batch import joined_description
+from fxpipe.batch.description import Description, example_of, for_any_words, known_by_type
+from fxpipe.batch.objects import like_of
+from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
@@ -33,10 +37,6 @@ from fxpipe.plan.capture.captures import Captured, Captures, Observed
 from fxpipe.plan.capture.on_fakes import shapes_of
 from fxpipe.plan.capture.row_check import rows_meet, warn_of_rows
 from fxpipe.plan.capture.sizes import Family, changing, entries_between, outline, sizes_between, unlike
-from fxpipe.plan.inputs.batch import Description, example_of, for_any_words, known_by_type
-from fxpipe.plan.inputs.cuts import joined_description
-from fxpipe.plan.inputs.objects import like_of
-from fxpipe.plan.inputs.pattern import GivenInputs, Pattern
 from fxpipe.progress import progress
 from fxpipe.torch_compat import compiled_parts, pytree
 from fxpipe.trace import Request

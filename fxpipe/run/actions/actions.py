@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.group_inputs import Joined
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError
@@ -31,7 +32,6 @@ from fxpipe.parameters.dtensors import local
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
 from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
-from fxpipe.run.actions.group_inputs import Joined
 from fxpipe.run.actions.recompute import RecomputedForward, Run
 from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Action, Op

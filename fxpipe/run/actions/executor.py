@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.batch.group_inputs import GroupInputs, Joined
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.graph.deferred import Deferred
@@ -21,7 +22,6 @@ from fxpipe.graph.modes import Autocast
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage
 from fxpipe.plan.plan import Plan, values_of
-from fxpipe.run.actions.group_inputs import GroupInputs, Joined
 from fxpipe.run.actions.recompute import EffectsOf, RecomputedForward
 from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.step.finite import Extremes

@@ -15,42 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.group_inputs import GroupInputs
+from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
+from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.like import cast_batch
 from fxpipe.graph.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.graph.modes import Autocast, evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
-from fxpipe.packed import Packed
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.capture.sizes import with_sizes
-from fxpipe.plan.inputs.cuts import split
-from fxpipe.plan.inputs.rows import entries_of, is_entries, pieces_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import check_rows
 from fxpipe.run.actions.actions import Bound, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
-from fxpipe.run.actions.group_inputs import GroupInputs
 from fxpipe.run.actions.recompute import EffectsOf
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.outputs import Joining, OutputRows, RowsOf, from_rank, over_replicas, without_entries
-from fxpipe.run.step.step_outcome import (
-    ItemNumbers,
-    LossMessage,
-    StepOutcome,
-    conclude,
-    of_groups,
-    shares_of,
-    weights_of,
-)
+from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
@@ -140,7 +130,7 @@ class Steps:
         failing.drops.append(self._message.drop)
         if transport.pipe_rank is None:  # where one can go on behind a step that has failed: earlier gradients stay
             failing.drops.append(state.reducer.drop)
-        self._effects, self._places = EffectsOf(), OutputRows()
+        self._effects, self._in_lists = EffectsOf(), set[Where]()
         self._executor_of = partial(
             Executor, exchange=exchange, device=state.device, parameters=state.reducer, effects=self._effects
         )
@@ -241,7 +231,7 @@ class Steps:
         # The digest is started here and compared in the next call, when it has long been made.
         self._check.note(known.calls, agreed.kind, self.number, training, given)
         known.calls += 1
-        return agreed, agreed.call.parts(given, split, self._options.batch_dim)
+        return agreed, agreed.call.batch.split(given)
 
     def _forget(self) -> None:
         """Drops what is kept of kinds of batch that are not known any more; the same on all ranks of a pipe group."""
@@ -411,24 +401,10 @@ class Steps:
                 sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
-            joined = Joining(shares, self._rows_of(agreed, sizes), self._places).join(ordered)
+            joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)
             output = without_entries(over_replicas(transport, joined, is_of_all))
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count
         if outputs == "last" or transport.pipe_rank is None:
             return output
         return from_rank(ranks[0], output, transport, device)
-
-    def _rows_of(self, agreed: AgreedBatch, sizes: Sequence[int]) -> RowsOf:
-        """The rows of the outputs, each of a micro-batch, or of a group of them."""
-        batch_dim = self._options.batch_dim
-        pieces = pieces_of(batch_dim, agreed.sizes, agreed.call.counts)
-        entries = entries_of(agreed.pattern.shapes[0], batch_dim)
-        along = sorted({entry.rule for entry in entries.values() if isinstance(entry.rule, int) and any(entry.shapes)})
-        packed, in_lists = list[tuple[int, Sequence[int]]](), False
-        for path, entry in entries.items():
-            if isinstance(entry.rule, Packed) and is_entries(entry.like):
-                in_lists = True
-            elif isinstance(entry.rule, Packed):
-                packed.append((entry.rule.dim, of_groups(pieces[path], agreed.plan.group)))
-        return RowsOf(sizes, along, packed, in_lists)

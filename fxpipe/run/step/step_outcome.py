@@ -8,22 +8,21 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from fxpipe.batch.label_count import Items, as_number
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.collective import Collective, Work
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.agreement import AgreedBatch
-from fxpipe.plan.inputs.label_count import Items, as_number
-from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
@@ -36,15 +35,6 @@ class StepOutcome:
     factor: Tensor | None
     metrics: Mapping[str, Tensor]
     kind: LossKind
-
-
-def differing(transport: Transport, fact: Any) -> list[Any]:
-    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
-
-    A collective call of the data axis.
-    """
-    is_one = len(set(transport.gather_int("data", digest_of([repr(fact)])))) == 1
-    return [] if is_one else transport.gather("data", fact)
 
 
 class LossMessage:
@@ -203,8 +193,6 @@ def detached(value: Any) -> Any:
 
 # --- Shares: each micro-batch's part of the weight of a step, over all replicas ---
 
-N = TypeVar("N", int, float)
-
 
 def weights_of(
     transport: Transport,
@@ -237,11 +225,6 @@ def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any
     if not all(0 <= weight < math.inf for weight in weights):
         return f"loss_weight returned {shown(given)}; weights are finite and not negative"
     return weights
-
-
-def of_groups(numbers: Sequence[N], size: int) -> tuple[N, ...]:
-    """The sum of each group of so many."""
-    return tuple(sum(numbers[start : start + size]) for start in range(0, len(numbers), size))
 
 
 def shares_of(transport: Transport, weights: Sequence[float], training: bool, over_replicas: bool) -> tuple[float, ...]:

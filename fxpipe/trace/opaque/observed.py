@@ -20,7 +20,7 @@ from fxpipe.graph.modes import within
 from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure, unwritten
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
-from fxpipe.torch_compat import pytree, uncompiled, version_of
+from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region, SeenCall
@@ -58,7 +58,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     devices = gpus_of(request.roots)
     state, observer = State.of(request.roots, devices), _Observer(request.module)
     try:
-        with as_in_a_step(request, devices), recording(observer.boundary), uncompiled():
+        with as_in_a_step(request, devices), recording(observer.boundary):
             inputs = own(request, batch)
             with (
                 watching(request.module, request.whole, observer.call),
@@ -182,7 +182,7 @@ class _Observer:
 
 def _are_words(value: Any) -> bool:
     """Whether it is a list of strings, which has as many as a batch has rows, say."""
-    return isinstance(value, (list, tuple)) and any(isinstance(one, str) for one in value)
+    return isinstance(value, (list, tuple)) and any(isinstance(part, str) for part in value)
 
 
 def _check_sets(region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:

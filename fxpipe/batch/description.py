@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.batch.objects import PLAIN, like_of
 from fxpipe.device import shared_name
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.like import WORD, ObjectLike, ObjectValue, TensorLike
 from fxpipe.graph.plain_data import admitted
-from fxpipe.plan.inputs.objects import PLAIN, like_of
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
 
@@ -161,16 +161,15 @@ def example_of(description: Description) -> dict[str, Any]:
 def for_any_words(description: Description) -> Description:
     """The description with a ``WORD`` in place of each string in a container: what a capture has for it."""
 
-    def without(given: InputDescription) -> InputDescription:
-        if given.kind != "input":
-            return given
-        container, leaves = given.detail
-        words = [leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") for leaf in leaves]
-        return replace(
-            given, detail=(container, tuple(WORD if w else leaf for w, leaf in zip(words, leaves, strict=True)))
-        )
+    def without(leaf: Any) -> Any:
+        return WORD if leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") else leaf
 
-    return tuple((name, without(given)) for name, given in description)
+    return tuple(
+        (name, replace(given, detail=(given.detail[0], tuple(map(without, given.detail[1])))))
+        if given.kind == "input"
+        else (name, given)
+        for name, given in description
+    )
 
 
 def known_by_type(description: Description) -> Iterator[str]:
@@ -198,13 +197,13 @@ def merge(descriptions: Sequence[Description]) -> Description:
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, given in description:
-            known = merged.get(name)
-            if known is None or known[1].kind == "none":
+            first, its = merged.get(name, (rank, given))
+            if its.kind == "none" or name not in merged:
                 merged[name] = rank, given
-            elif given.kind != "none" and _kind(given) != _kind(known[1]):
+            elif given.kind != "none" and _kind(given) != _kind(its):
                 raise RunError(
-                    f"input {name!r} differs between the ranks of a pipe group: rank {known[0]} has "
-                    f"{known[1].shapes or known[1].detail}, rank {rank} has {given.shapes or given.detail}; all of "
+                    f"input {name!r} differs between the ranks of a pipe group: rank {first} has "
+                    f"{its.shapes or its.detail}, rank {rank} has {given.shapes or given.detail}; all of "
                     "them pass the same batch"
                 )
     return tuple((name, given) for name, (_, given) in merged.items())

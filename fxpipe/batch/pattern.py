@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fxpipe.batch.description import Description, for_any_words
 from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
-from fxpipe.plan.inputs.batch import Description, for_any_words
 from fxpipe.trace.request import target_of
 
 
@@ -30,7 +30,7 @@ class Flags:
     def difference(self, other: Flags, model: nn.Module) -> str:
         """In what the models of two ranks differ, in words. ``model``: one of them, for names. States may differ: what
         is captured in them tells whether that matters."""
-        sizes = [f"{len(one.training)} modules with {len(one.trainable)} parameters" for one in (self, other)]
+        sizes = [f"{len(flags.training)} modules with {len(flags.trainable)} parameters" for flags in (self, other)]
         if sizes[0] != sizes[1]:
             return f"the models that they were given, of {' and '.join(sizes)}"
         if self.training != other.training:
@@ -42,27 +42,27 @@ class Flags:
 
 def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:
     """The name of the first whose flags differ; all have these in one order."""
-    return next(name or "the model" for (name, _), one, other in zip(named, mine, its, strict=True) if one != other)
+    return next(name or "the model" for (name, _), flag, other in zip(named, mine, its, strict=True) if flag != other)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """``model.modules()``, in its order, without the names that torch makes for each: every step asks."""
     # A stack of iterators, in torch's depth-first order.
-    found = {id(model): model}
+    modules = {id(model): model}
     waiting = [iter(model._modules.values())]
     while waiting:
         module = next(waiting[-1], waiting)
         if module is waiting:
             waiting.pop()
-        elif isinstance(module, nn.Module) and id(module) not in found:
-            found[id(module)] = module
+        elif isinstance(module, nn.Module) and id(module) not in modules:
+            modules[id(module)] = module
             waiting.append(iter(module._modules.values()))
-    return list(found.values())
+    return list(modules.values())
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
     """``model.parameters()`` for the modules of a model, in its order."""
-    return {id(one): one for module in modules for one in module._parameters.values() if one is not None}.values()
+    return {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
 
 
 class GivenInputs(NamedTuple):
