@@ -161,7 +161,8 @@ def plan_first(
         first = state.captures.first
         if first is not None and (state.leaves_unused or (keeps_part and first.tracer == "symbolic")):
             with evaluating(state.module):
-                state = state.plan_evaluation(example.pattern(answers, training=False), example.sample)
+                example = replace(example, state=state.at_present({}))
+                state = example.state.plan_evaluation(example.pattern(answers, training=False), example.sample)
     except Unanswered as error:
         return state.asking(error), error
     return state, None
