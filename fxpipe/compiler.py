@@ -27,9 +27,9 @@ from fxpipe.packed import BatchDim
 from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
-from fxpipe.plan.example import check_model, with_previewed_plan
+from fxpipe.plan.example import check_model, previewed
 from fxpipe.plan.forecast import Stepping, over_the_limit, preview_of
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.preview import Preview
 from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
@@ -175,16 +175,16 @@ def compile(
     # on a CPU a mark takes no time to speak of
     transport = Metered(connected, topology, clock_of(connected.device), timed=connected.device.type == "cpu")
     model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
-    planner = Planner.empty(model, options, topology, connected.device)
+    planning = PlanState.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     # From here on a rank that fails takes all others along: each raises, and none waits for it.
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)
-        planner = first_plan_together(transport, planner, options)
-        if over := over_the_limit(planner):
+        planning = first_plan_together(transport, planning, options)
+        if over := over_the_limit(planning):
             log(f"fxpipe: {over}")
-        state = make_rank_state(planner, topology, transport, init_fn, weights)
-    return ForwardBackward(topology, transport, state)
+        planning, state = make_rank_state(planning, transport, init_fn, weights)
+    return ForwardBackward(transport, planning, state)
 
 
 def preview(
@@ -240,8 +240,8 @@ def preview(
         )
     model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
     device = device_of([*_tensors_of(model), *tensors_in((example_args, example_kwargs))], torch.device("cpu"))
-    planner = with_previewed_plan(Planner.empty(model, options, topo, device), options)
-    return preview_of(planner, stepping)
+    planning = previewed(PlanState.empty(model, options, topo, device), options)
+    return preview_of(planning, stepping)
 
 
 def _tensors_of(model: nn.Module | StageGraph) -> Iterable[Tensor]:

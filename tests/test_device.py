@@ -19,7 +19,7 @@ from fxpipe.graph.plain_data import decode, encode
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 from fxpipe.seeds import RandomState
 from tests.gpus import Gpus
 
@@ -94,8 +94,10 @@ class Positions(nn.Module):
 
 def planned(device: Named) -> Plan:
     options = Options(tracer="symbolic", microbatches=2)
-    planner = Planner.empty(Positions(lambda _: device), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
-    return plan_first(Example(planner, options)).first
+    planning = PlanState.empty(
+        Positions(lambda _: device), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu")
+    )
+    return plan_first(Example(planning, options))[0].first
 
 
 @pytest.mark.parametrize("named", [lambda device: device, str, lambda device: device.index])

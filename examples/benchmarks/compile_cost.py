@@ -50,8 +50,8 @@ PHASES = {
     "costs": ("fxpipe.plan.balance.choose", "costs_from_shapes"),
     "search": ("fxpipe.plan.balance.choose", "balance"),
     "table": ("fxpipe.plan.tables", "make_table"),
-    "lower": ("fxpipe.plan.planner", "lower"),
-    "prove": ("fxpipe.plan.planner", "prove"),
+    "lower": ("fxpipe.plan.plan_state", "lower"),
+    "prove": ("fxpipe.plan.plan_state", "prove"),
     "bind": ("fxpipe.run.step.step", "bind"),
 }
 """Phase → the function whose time it is, without that of other phases in it."""

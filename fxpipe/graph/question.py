@@ -67,9 +67,11 @@ def _as_tuples(value: Any) -> Any:
 
 
 class Unanswered(FxpipeError):
-    """A capture needs to know of the inputs what has not been asked before: ``key`` says what, the same on all ranks;
-    ``numbers``: whether it may ask for numbers."""
+    """A capture needs to know of the inputs what has not been asked before: ``key`` says what, the same on all ranks.
 
-    def __init__(self, key: str, line: str, numbers: bool) -> None:
+    ``question``: by which that is answered; None where descriptions with Python's values answer it. ``numbers``:
+    whether it may ask for numbers."""
+
+    def __init__(self, key: str, line: str, numbers: bool, question: Question | None = None) -> None:
         super().__init__(f"what is captured depends on the inputs' values ({key})\n{line}")
-        self.key, self.numbers = key, numbers
+        self.key, self.numbers, self.question = key, numbers, question

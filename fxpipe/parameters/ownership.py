@@ -31,6 +31,10 @@ class Ownership:
     names: tuple[frozenset[str], ...]
     tied: Mapping[tuple[int, ...], tuple[str, ...]]
 
+    def of(self, rank: int | None) -> frozenset[str]:
+        """The names of what a rank holds; of all, for a process that plays every rank."""
+        return frozenset().union(*self.names) if rank is None else self.names[rank]
+
 
 def ownership(graph: StageGraph) -> Ownership:
     """A rank holds what its stages use, under all names that it bears; what nobody uses is with the first stage."""

@@ -27,7 +27,7 @@ from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.like import ITEMS
+from fxpipe.graph.like import ITEMS, ObjectValue
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted, digest_of, encode, number_of
 from fxpipe.graph.question import Answers, Unanswered
@@ -36,7 +36,7 @@ from fxpipe.packed import read_for, written
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, MOST
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
@@ -126,20 +126,20 @@ class AgreedBatch:
 class Agreement:
     """Settles calls, and remembers: of a kind of batch met before, only a number per rank travels."""
 
-    def __init__(self, planner: Planner, transport: Transport) -> None:
-        self._planner, self._transport, self._options = planner, transport, planner.options
+    def __init__(self, planning: PlanState, transport: Transport) -> None:
+        self.planning, self._transport, self._options = planning, transport, planning.options
+        """What planning knows: replaced once all ranks of a pipe group have made the same of it."""
         self._numbers: dict[Proposal, int] = {}
-        self._types = {id(parameter): parameter.dtype for parameter in planner.module.parameters()}
-        self._parameters = list(planner.module.parameters())  # so that no other one is given their ids
-        if planner.captures is not None:
-            planner.captures.reads.begin()
+        self._types = {id(parameter): parameter.dtype for parameter in planning.module.parameters()}
+        self._parameters = list(planning.module.parameters())  # so that no other one is given their ids
+        self._take(planning.with_captures(reads=planning.captures.reads.after_compile()))
         self._kinds = itertools.count()
         self._reported: dict[Key, ReportedCall] = {}
         self._rows: dict[Key, Rows] = {}
         self._settled: dict[tuple[Key, Rows | None], AgreedBatch] = {}
         """The kinds, the least recently used first: all ranks of a pipe group have them in one order. Beside what was
         reported stand the rows of all replicas; None where the plan holds for any."""
-        self._pairs = set(pairs(planner.first.instructions))  # between which queues are open
+        self._pairs = set(pairs(planning.first.instructions))  # between which queues are open
         self._layouts: dict[Hashable, int] = {}
         self._new_layouts = itertools.count()  # a number that was forgotten never comes back
         self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
@@ -147,13 +147,17 @@ class Agreement:
         self.dropped: list[int] = []
         """Kinds that are not known any more, for those who keep something of each; they take them out."""
 
+    def _take(self, planning: PlanState) -> None:
+        """Goes on with this state, by whose reads regions are watched."""
+        self.planning, planning.captures.latest.reads = planning, planning.captures.reads
+
     # what this rank was given
 
     def propose(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
     ) -> tuple[Proposal, list[dict[str, Any]]]:
         """This rank's side, and its inputs by name. What is wrong is reported to the others, who raise it, too."""
-        planner, batch_dim = self._planner, self._options.batch_dim
+        batch_dim, objects = self._options.batch_dim, dict[ObjectValue, Any]()
         try:
             self._check_parameters()
             if training and torch.is_inference_mode_enabled():
@@ -168,15 +172,16 @@ class Agreement:
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
             # Python's numbers are compared only where a capture holds for these alone: else each makes a new kind.
-            described = tuple(describe(values, planner.needs_shapes, planner.objects) for values in given)
-            if planner.captures is not None and planner.captures.any_words:
+            described = tuple(describe(values, self.planning.needs_shapes, objects) for values in given)
+            self._take(planning := self.planning.at_present(objects))
+            if planning.captures.any_words:
                 described = tuple(map(for_any_words, described))
             if training:
                 _check_no_gradients(described)
-            if split_evenly and planner.microbatches > 1:
+            if split_evenly and planning.microbatches > 1:
                 check_cut(given[0], batch_dim)
             counts = tuple(tuple(counts_of(values, batch_dim).items()) for values in given)
-            proposal = Proposal(training, split_evenly, planner.flags, Ambient.now(), described, counts)
+            proposal = Proposal(training, split_evenly, planning.flags, Ambient.now(), described, counts)
             return self._answered(replace(proposal, wants_loss=wants_loss), given), given
         except RunError as error:
             return Proposal(training, split_evenly, error=str(error)), []
@@ -186,14 +191,14 @@ class Agreement:
 
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
         """The proposal, with what this rank can answer of what forward asks about the inputs of each micro-batch."""
-        captures = self._planner.captures
+        questions = self.planning.captures.questions
         # Questions are asked of micro-batches, so a rank cuts its own batch, before all have agreed on how it is cut.
-        if captures is not None and captures.questions.asked:
+        if questions.asked:
             parts: Sequence[dict[str, Any]] = given
             if proposal.split_evenly:
                 batch = self._batch(proposal, proposal.given, list(map(dict, proposal.counts)))
                 parts = [] if batch.rows is None else batch.split(given)  # this rank was given nothing that is cut
-            proposal = replace(proposal, answers=tuple(map(captures.questions.answers, parts)))
+            proposal = replace(proposal, answers=tuple(map(questions.answers, parts)))
         if proposal not in self._numbers:
             self._numbers[proposal] = number_of(encode(proposal))
         return proposal
@@ -201,7 +206,7 @@ class Agreement:
     def _check_parameters(self) -> None:
         """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
         # By identity: it is asked in every step, and a tensor's own hash is a call of Python.
-        module, types = self._planner.module, self._types
+        module, types = self.planning.module, self._types
         if all(types.get(id(one)) == one.dtype for one in parameters_in(modules_of(module))):
             return
         name, found = next((name, p) for name, p in module.named_parameters() if types.get(id(p)) != p.dtype)
@@ -217,7 +222,7 @@ class Agreement:
         )
 
     def _log_hooks(self) -> None:
-        if sum(map(len, self._hooks)) > self._known_hooks and self._planner.captures is not None:
+        if sum(map(len, self._hooks)) > self._known_hooks and self.planning.captures.own_stages is None:
             self._known_hooks = sys.maxsize
             log(
                 "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "
@@ -226,7 +231,7 @@ class Agreement:
 
     def _signature_for(self, training: bool) -> inspect.Signature:
         """In evaluation the target of a loss function may be left out."""
-        signature = self._planner.signature
+        signature = self.planning.signature
         if training or target_of(self._options.loss_fn) is None:
             return signature
         parameters = [p.replace(default=None) if p.name == "target" else p for p in signature.parameters.values()]
@@ -245,9 +250,9 @@ class Agreement:
         }
         # 2. What a capture on any rank is given, what the first rank answers questions by, and what counts and packed
         # inputs are read from.
-        captures, items = self._planner.captures, self._planner.items
-        used |= captures.with_objects if answering and captures is not None else set()
-        if answering and captures is not None and not rank:
+        captures, items = self.planning.captures, self.planning.items
+        used |= captures.inputs_with_objects if answering else set()
+        if answering and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
             used |= {name for one in captures.questions.asked.values() for name in one.inputs if name not in read}
         if ITEMS in used and not items.uncounted:
@@ -282,19 +287,20 @@ class Agreement:
             if agreed is None:
                 try:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
-                except Unanswered:
-                    described = tuple(describe(values, self._planner.needs_shapes) for values in given)
+                except Unanswered as error:
+                    self._take(self.planning.asking(error))
+                    described = tuple(describe(values, self.planning.needs_shapes) for values in given)
                     proposal = self._answered(replace(proposal, given=described), given)
                     continue
                 # a plan for any shapes is kept under the pattern without them
-                rows = everyone if agreed.pattern in self._planner.plans else None
+                rows = everyone if agreed.pattern in self.planning.plans else None
             self._settled[key, rows] = agreed  # now the one used last
             self._drop()
             return agreed
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
         """RunError, on all ranks, where they make different calls, or one has reported what is wrong with its own."""
-        _check_same_call(proposals, partial(member, self._transport, "pipe"), self._planner.module)
+        _check_same_call(proposals, partial(member, self._transport, "pipe"), self.planning.module)
         merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
         counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
         batch = self._batch(proposals[0], merged, list(map(merge_counts, counted)))
@@ -310,14 +316,14 @@ class Agreement:
         return ReportedCall(proposals, batch)
 
     def _batch(self, call: Proposal, given: Sequence[Description], counts: Sequence[Counts]) -> Batch:
-        microbatches = self._planner.microbatches if call.split_evenly else None
+        microbatches = self.planning.microbatches if call.split_evenly else None
         return Batch.of(given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training)
 
     def _pattern(self, reported: ReportedCall, everyone: Rows) -> Pattern:
         """What the plan of a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
         where stages see them."""
         first = reported.proposals[0]
-        described = list(map(self._planner.items.described, reported.batch.describe_parts()))
+        described = list(map(self.planning.items.described, reported.batch.describe_parts()))
         states = tuple(proposal.flags.state for proposal in reported.proposals)
         flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
         pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient, first.wants_loss)
@@ -332,7 +338,7 @@ class Agreement:
 
         A collective call of the data axis: all replicas ask, whether or not captures of theirs depend on it by now.
         """
-        if self._transport.data_size == 1 or not self._planner.first.graph.sees_replicas:
+        if self._transport.data_size == 1 or not self.planning.first.graph.sees_replicas:
             return ()
         # As for a proposal: a number each, and the rows themselves only for numbers that are new.
         key = self._transport.gather_int("data", digest_of(map(str, sizes)))
@@ -348,13 +354,14 @@ class Agreement:
         """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
         if self._transport.pipe_rank is not None:
             return LATER
-        return Sample(self._planner.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
+        return Sample(self.planning.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
 
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
         # 1. The plan. Where one rank fails none keeps it, so that all capture again in the next call.
-        with phase("capture"), self._naming_reads(pattern), self._planner.rolled_back_on_error():
-            plan = plan_together(self._transport, ("pipe",), partial(self._planner.plan, pattern, sample))
+        with phase("capture"), self._naming_reads(pattern):
+            planning, plan = plan_together(self._transport, ("pipe",), partial(self.planning.plan, pattern, sample))
+        self._take(planning)
         # 2. Process groups for ranks that have sent each other nothing before; all ranks make them in one order.
         if new := set(pairs(plan.instructions)) - self._pairs:
             self._transport.open_more(sorted(new))
@@ -371,7 +378,7 @@ class Agreement:
         # 4. How its values are put together and sent.
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(reported.batch.sizes) > 1 or self._transport.data_size > 1)
-        places = self._planner.row_places(plan, pattern) if joins else {}
+        self.planning, places = self.planning.with_row_places(plan, pattern) if joins else (self.planning, {})
         layouts = self._layouts_of(plan, pattern, reported)
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
 
@@ -383,10 +390,9 @@ class Agreement:
         except Unanswered:
             raise
         except Exception as error:
-            captures = self._planner.captures
-            if captures is None or not pattern.flags.states:
+            if not pattern.flags.states:
                 raise
-            first, *others = self._transport.gather("pipe", captures.reads.described())
+            first, *others = self._transport.gather("pipe", self.planning.captures.reads.described())
             differ = [
                 f"{name} is {first.get(name, 'absent')} on {member(self._transport, 'pipe', 0)} and "
                 f"{other.get(name, 'absent')} on {member(self._transport, 'pipe', rank)}"
@@ -444,7 +450,7 @@ class Agreement:
             # An eighth at once: with one, each new kind would tidy everything anew.
             for key in list(self._settled)[: len(self._settled) // 8 + 1]:
                 self.dropped.append(self._settled.pop(key).kind)
-            self._planner.keep(self.plans)
+            self.planning = self.planning.only(self.plans)
         self._layouts.clear()
         # Of what was exchanged, only what a known kind still needs.
         self._reported = {key: agreed.call for (key, _), agreed in self._settled.items()}
@@ -453,25 +459,24 @@ class Agreement:
 
     @property
     def _are_many(self) -> bool:
-        captures = self._planner.captures
-        return len(self._settled) > KINDS or (captures is not None and len(captures.kept) > MOST)
+        return len(self._settled) > KINDS or len(self.planning.captures.by_pattern) > MOST
 
     @property
     def graphs(self) -> list[StageGraph]:
         """The stages of all kinds that are known."""
-        return self._planner.graphs
+        return self.planning.graphs
 
     @property
     def plans(self) -> list[Plan]:
         """Of all kinds that are known."""
         return [agreed.plan for agreed in self._settled.values()]
 
-    def replan(self, planner: Planner) -> None:
-        """Takes up another planner's plans; their micro-batches have new numbers."""
-        self._planner = planner
+    def replan(self, planning: PlanState) -> None:
+        """Takes up other tables' plans; their micro-batches have new numbers."""
+        self._take(planning)
         self._layouts.clear()
         for key, agreed in self._settled.items():
-            plan = planner.plan(agreed.pattern)
+            _, plan = planning.plan(agreed.pattern)
             layouts = self._layouts_of(plan, agreed.pattern, agreed.call)
             self._settled[key] = replace(agreed, plan=plan, wire_layouts=layouts)
 

@@ -12,17 +12,18 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.batch.batch import Batch
 from fxpipe.batch.counts import check_cut, counts_of
-from fxpipe.batch.description import bind, describe, required_names
+from fxpipe.batch.description import Description, bind, describe, required_names
 from fxpipe.batch.label_count import with_number
 from fxpipe.batch.pattern import GivenInputs, Pattern, pattern_of
-from fxpipe.errors import FxpipeError, RunError, TraceError
+from fxpipe.errors import RunError, TraceError
+from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.plan.capture.capture_check import Sample
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.request import target_of
@@ -68,10 +69,10 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
 class Example:
     """The batch that ``compile`` was shown, in micro-batches as a call would cut it; all is empty where there is none.
 
-    ``options``: those of ``compile``, with the example, which the planner does not keep.
+    ``options``: those of ``compile``, with the example, which ``state`` does not have.
     """
 
-    planner: Planner
+    state: PlanState
     options: Options
 
     @cached_property
@@ -79,10 +80,10 @@ class Example:
         """The inputs by name. RunError where they are no inputs of the model, or cannot be split."""
         args = () if self.options.example_args is None else tuple(self.options.example_args)
         try:
-            given = with_number(bind(self.planner.signature, args, self.options.example_kwargs or {}))
+            given = with_number(bind(self.state.signature, args, self.options.example_kwargs or {}))
         except TypeError as error:
             raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
-        if self.planner.microbatches > 1:
+        if self.state.microbatches > 1:
             check_cut(given, self.options.batch_dim)
         return given
 
@@ -90,18 +91,18 @@ class Example:
         """The batch. RunError where its inputs do not go together; or for too few rows, unless it ``may_be_fewer``."""
         given, batch_dim = self.given, self.options.batch_dim
         counts = [counts_of(given, batch_dim)]
-        return Batch.of([describe(given)], counts, batch_dim, self.planner.microbatches, may_be_fewer)
+        return Batch.of([describe(given)], counts, batch_dim, self.state.microbatches, may_be_fewer)
 
     @cached_property
     def microbatches(self) -> list[dict[str, Any]]:
         """The batch split into micro-batches; one of too few rows is each micro-batch itself."""
-        batch, count = self.batch(), self.planner.microbatches
+        batch, count = self.batch(), self.state.microbatches
         return batch.split([self.given]) if len(batch.sizes) == count else [self.given] * count
 
     @property
     def numbered(self) -> list[dict[str, Any]]:
         """The micro-batches, with the number of their labels where these are counted."""
-        return self.planner.items.given(self.microbatches)
+        return self.state.items.given(self.microbatches)
 
     @property
     def has_numbers(self) -> bool:
@@ -118,68 +119,72 @@ class Example:
     @property
     def answers(self) -> tuple[Answers, ...]:
         """What forward asks about each micro-batch, as far as this is known."""
-        captures = self.planner.captures
-        if captures is None or not captures.questions.asked:
-            return ()
-        return tuple(map(captures.questions.answers, self.numbered))
+        questions = self.state.captures.questions
+        return tuple(map(questions.answers, self.numbered)) if questions.asked else ()
+
+    @cached_property
+    def described(self) -> tuple[list[Description], dict[ObjectValue, Any]]:
+        """The description of each micro-batch, and the objects that they have."""
+        objects: dict[ObjectValue, Any] = {}
+        parts = [self.state.items.described(describe(part, True, objects)) for part in self.microbatches]
+        return parts, objects
 
     def pattern(self, answers: tuple[Answers, ...] = (), training: bool = True) -> Pattern:
         """What its plan depends on; without an example, what a call with the required inputs alone has."""
-        planner, loss_fn = self.planner, self.options.loss_fn
+        state, loss_fn = self.state, self.options.loss_fn
         if not self.options.has_example:
-            given = (GivenInputs(tuple(required_names(planner.signature))),) * planner.microbatches
+            given = (GivenInputs(tuple(required_names(state.signature))),) * state.microbatches
             with_loss = loss_fn is not None and (training or target_of(loss_fn) is not None)
-            return Pattern(given, with_loss, planner.flags, training, ambient=Ambient.now())
-        parts = self.microbatches
-        described = [planner.items.described(describe(part, True, planner.objects)) for part in parts]
-        pattern = pattern_of(described, training, loss_fn, planner.flags, Ambient.now())
+            return Pattern(given, with_loss, state.flags, training, ambient=Ambient.now())
+        pattern = pattern_of(self.described[0], training, loss_fn, state.flags, Ambient.now())
         return replace(pattern, answers=answers, asks=self.has_numbers)
 
+    @property
+    def with_objects(self) -> PlanState:
+        """The state, for captures that are given the objects of the example."""
+        return self.state.at_present(self.described[1] if self.options.has_example else {})
 
-def plan_first(example: Example, answers: tuple[Answers, ...] = (), keeps_part: bool = False) -> Planner:
-    """The planner, with the plan for a step on the example, whose stages are run against the model.
+
+def plan_first(
+    example: Example, answers: tuple[Answers, ...] = (), keeps_part: bool = False
+) -> tuple[PlanState, Unanswered | None]:
+    """The state with the plan for a step on the example, whose stages are run against the model; or with a question,
+    which forward asks about the micro-batches, and that is not among ``answers``.
 
     Evaluation is planned, too, if it may use parameters that training does not use, and the example can be evaluated.
     So it is where a rank ``keeps_part`` of the model, and cannot check a later capture, if a capture takes little time,
-    as by symbolic. ``answers``: what forward asks about each micro-batch; ``Unanswered`` where it asks more.
+    as by symbolic.
     """
-    planner = example.planner
-    planner.plan(example.pattern(answers), example.sample)
-    captures = planner.captures
-    is_symbolic = captures is not None and captures.first is not None and captures.first.tracer == "symbolic"
-    if captures is None or not (planner.leaves_unused or (keeps_part and is_symbolic)):
-        return planner
-    wrong = captures.wrong
-    with evaluating(planner.module):
-        pattern = example.pattern(answers, training=False)
-        try:
-            with planner.rolled_back_on_error():
-                planner.plan(pattern, example.sample, at_compile=True)
-        except Unanswered:
-            raise
-        except FxpipeError:  # evaluate() raises it again, unless it is given other inputs
-            captures.wrong = wrong  # not rolled back: a tracer that was found wrong is not tried again
-    return planner
+    state = example.with_objects
+    try:
+        state, _ = state.plan(example.pattern(answers), example.sample)
+        first = state.captures.first
+        if first is not None and (state.leaves_unused or (keeps_part and first.tracer == "symbolic")):
+            with evaluating(state.module):
+                example = replace(example, state=state.at_present({}))
+                state = example.state.plan_evaluation(example.pattern(answers, training=False), example.sample)
+    except Unanswered as error:
+        return state.asking(error), error
+    return state, None
 
 
-def with_previewed_plan(planner: Planner, options: Options) -> Planner:
-    """The planner, with the plan for the example, whose stages are not run.
+def previewed(state: PlanState, options: Options) -> PlanState:
+    """The state with the plan for the example, whose stages are not run.
 
     Where an opaque region did not say what it returns, the model runs once to show it, unless it is on the meta device.
     RunError where a call could not cut the example.
     """
-    example = Example(planner, options)
+    example = Example(state, options)
     if options.has_example:
         example.batch(may_be_fewer=False)
-    regions = () if planner.captures is None else planner.captures.whole
-    runs = any(region.returns is None for region in regions) and example.has_numbers
-    answers: tuple[Answers, ...] = ()
+    runs = any(region.returns is None for region in state.captures.whole) and example.has_numbers
+    state = example.with_objects
     while True:
+        answers = Example(state, options).answers
         try:
-            planner.plan(example.pattern(answers), example.sample if runs else "nothing is run")
-            return planner
-        except Unanswered:
-            answers = example.answers
+            return state.plan(example.pattern(answers), example.sample if runs else "nothing is run")[0]
+        except Unanswered as error:
+            state = state.asking(error)
         except TraceError:
             if runs or not (options.auto_opaque and example.has_numbers):
                 raise

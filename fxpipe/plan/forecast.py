@@ -18,7 +18,7 @@ from fxpipe.hardware import Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.balance.memory import Account, Held, dealt, rows_of
 from fxpipe.plan.capture.sizes import bytes_of_inputs
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.preview import Preview, RankPreview
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.dependency import Groups, groups_of
@@ -35,16 +35,16 @@ class Stepping:
     whole: bool = False
 
 
-def preview_of(planner: Planner, stepping: Stepping) -> Preview:
+def preview_of(planning: PlanState, stepping: Stepping) -> Preview:
     """What the first plan comes to."""
-    return _Forecast(planner, stepping).preview(timed=planner.options.hardware is not None)
+    return _Forecast(planning, stepping).preview(timed=planning.options.hardware is not None)
 
 
-def over_the_limit(planner: Planner) -> str:
+def over_the_limit(planning: PlanState) -> str:
     """In words, where the first plan does not keep within ``memory_per_rank``, or that is not known; else empty."""
-    if planner.options.memory_per_rank is None:
+    if planning.options.memory_per_rank is None:
         return ""
-    preview = _Forecast(planner, Stepping()).preview(timed=False)
+    preview = _Forecast(planning, Stepping()).preview(timed=False)
     if preview.fits is None:
         return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
     if preview.fits:
@@ -53,16 +53,17 @@ def over_the_limit(planner: Planner) -> str:
     counted = "without activations" if most.activations is None else "with messages and batch"
     return (
         f"rank {number} of a pipeline takes {most.total:,.0f} bytes {counted}, "
-        f"memory_per_rank={planner.options.memory_per_rank:,.0f}; fxpipe.preview says of what"
+        f"memory_per_rank={planning.options.memory_per_rank:,.0f}; fxpipe.preview says of what"
     )
 
 
 class _Forecast:
-    def __init__(self, planner: Planner, stepping: Stepping) -> None:
-        self.planner, self.options, self.topology = planner, planner.options, planner.topology
-        self.pattern, self.plan = planner.shown, planner.first
+    def __init__(self, planning: PlanState, stepping: Stepping) -> None:
+        self.planning, self.options, self.topology = planning, planning.options, planning.topology
+        assert planning.shown is not None
+        self.pattern, self.plan = planning.shown, planning.first
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.staged = planner.tables.stage_work(self.pattern, self.graph.placement)
+        self.staged = planning.tables.stage_work(self.pattern, self.graph.placement)
         self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = self.graph.held
@@ -93,7 +94,7 @@ class _Forecast:
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
             between_nodes=self._between_nodes() if self.staged else None,
-            saving=self.planner.tables.saving(self.plan, self.pattern, self.staged),
+            saving=self.planning.tables.saving(self.plan, self.staged),
             what=self._what(),
         )
 
@@ -265,8 +266,7 @@ class _Forecast:
                 left.append('seconds need hardware=, such as hardware="h100"')
         if self.topology.size("tensor") > 1:
             left.append("what parallelize= spreads over the tensor axis counts whole")
-        beside = () if self.planner.captures is None else self.planner.captures.beside
-        return "\n".join(filter(None, [f"{self.account}", *left, *beside]))
+        return "\n".join(filter(None, [f"{self.account}", *left, *self.planning.captures.beside]))
 
 
 @dataclass(frozen=True)

@@ -33,31 +33,40 @@ Marked = tuple[bool, ...]
 """Whether each stage is recomputed."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Tables:
-    """Chooses tables for the plans of one planner."""
+    """Chooses the table of a plan."""
 
     options: Options
-    captures: Captures | None
-    """Which give what stages take; None for the user's own stages."""
-    shown: Pattern | None = None
+    captures: Captures
+    first: Plan | None
+    shown: Pattern | None
     """The pattern of the first plan, with its shapes."""
-    again: frozenset[str] | None = None
+    again: frozenset[str] | None
     """The names of the stages that are recomputed, where that was decided before the first plan."""
-    by_shapes: Costs | None = None
-    """What the stages take, once that is asked for: derived from the shapes of the example."""
+    by_shapes: Costs | None
+    """What the stages take, derived from the shapes of the example, where a limit of memory needs their bytes."""
 
-    def schedule(self, graph: StageGraph, pattern: Pattern, first: Plan | None) -> Schedule:
-        """The table of a graph, not proven yet; ScheduleError where there is none. ``first``: the first plan."""
+    def costs_by_shapes(self, pattern: Pattern, graph: StageGraph) -> Costs | None:
+        """The costs by shapes, where the options' family has a limit of memory, and no bytes of its own. ``graph``: the
+        stages, placed."""
         table = self.options.schedule
+        if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or self.by_shapes:
+            return self.by_shapes
+        work = self.stage_work(pattern if pattern.shapes else self.shown or pattern, graph.placement)
+        return None if work is None else work.costs_with((bool(self.options.recompute),) * len(graph))
+
+    def choose(self, graph: StageGraph, pattern: Pattern) -> Schedule:
+        """The table of a graph, not proven yet; ScheduleError where there is none."""
+        table, first = self.options.schedule, self.first
         tied = (graph if first is None else first.graph).tied  # a stage with a copy is sent its gradient
         if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
             # replicas whose batches differ then reduce in one order
             return replace(first.schedule, edges=graph.stage_edges)
         if isinstance(table, Schedule) and pattern.training:
             return self._given(table, graph, pattern.microbatches, tied)
-        costs = self._costs(graph, pattern, first)
-        make = partial(_built, self._family(graph, pattern), graph, pattern.microbatches, tied, costs)
+        costs = self._costs(graph, pattern)
+        make = partial(_built, self._family(), graph, pattern.microbatches, tied, costs)
         if not pattern.training:
             return make((False,) * len(graph))
         known = self.again if first is None else first.graph.recomputed
@@ -65,15 +74,15 @@ class Tables:
             return make(tuple(stage.has_backward and stage.name in known for stage in graph))
         return make(self._recomputed(graph, pattern, make))
 
-    def _costs(self, graph: StageGraph, pattern: Pattern, first: Plan | None) -> Costs | None:
+    def _costs(self, graph: StageGraph, pattern: Pattern) -> Costs | None:
         """The costs that a family makes a table for; None for its own, or B = 2 F."""
         table = self.options.schedule
         if isinstance(table, Limited) and table.costs is not None:
             return None
-        if first is not None and not isinstance(table, Schedule):
-            return first.schedule.costs
-        if self.captures is not None and self.captures.found is not None:
-            return self.captures.found.outcome.costs
+        if self.first is not None and not isinstance(table, Schedule):
+            return self.first.schedule.costs
+        if self.captures.searched is not None:
+            return self.captures.searched.outcome.costs
         # A stage on several ranks fills the time that their other stages leave idle, which only true costs show.
         work = self.stage_work(pattern, graph.placement) if replicated(graph.placement) else None
         return None if work is None else work.costs_with((False,) * len(graph))
@@ -104,20 +113,15 @@ class Tables:
         check_table(schedule)
         return schedule
 
-    def _family(self, graph: StageGraph, pattern: Pattern) -> ScheduleName | Family:
+    def _family(self) -> ScheduleName | Family:
         """The family that the options name; with bytes derived from shapes, where it has a limit of memory and none."""
         table: ScheduleName | Family | Schedule = self.options.schedule
         if isinstance(table, Schedule):
             return "1f1b"
-        if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs):
+        if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or not self.by_shapes:
             return table
-        if self.by_shapes is None:
-            work = self.stage_work(pattern if pattern.shapes else self.shown or pattern, graph.placement)
-            if work is None:
-                return table
-            self.by_shapes = work.costs_with((bool(self.options.recompute),) * len(graph))
-        known = self.by_shapes
-        return replace(table, costs=known if table.costs is None else table.costs.or_else(known))
+        costs = self.by_shapes if table.costs is None else table.costs.or_else(self.by_shapes)
+        return replace(table, costs=costs)
 
     def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
         """The stages whose forward runs again, of those that have a backward."""
@@ -141,16 +145,15 @@ class Tables:
 
     def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
         """What the stages take, derived from shapes; None where these, or the costs, are not known."""
-        captures = self.captures
-        return None if captures is None else captures.balancing.stage_work(captures.first, pattern, placement)
+        return self.captures.balancing.stage_work(self.captures.first, pattern, placement)
 
-    def saving(self, plan: Plan, pattern: Pattern, work: Staged | None) -> str:
+    def saving(self, plan: Plan, work: Staged | None) -> str:
         """What recomputation saves and costs, in words, where it was asked for: against the table without it."""
         if self.options.recompute is False:
             return ""
         graph, table = plan.graph, plan.schedule
         none = (False,) * len(graph)
-        without = _built(self._family(graph, pattern), graph, table.microbatches, table.tied, table.costs, none)
+        without = _built(self._family(), graph, table.microbatches, table.tied, table.costs, none)
         again = {stage for stage, _ in table.dependencies.recomputed}
         # Which stages, then the bytes of each rank and the makespan, beside the same family's table without an R.
         names = [stage.name for stage in graph if stage.index in again]

@@ -14,55 +14,52 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 
-_EVERYONE = ("pipe", "data")
+EVERYONE = ("pipe", "data")
 
 
-def first_plan_together(transport: Transport, planner: Planner, options: Options) -> Planner:
-    """A planner with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
+def first_plan_together(transport: Transport, state: PlanState, options: Options) -> PlanState:
+    """The state with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
 
     What forward asks about its inputs is answered by the first rank's example.
     """
-    example, keeps_part = Example(planner, options), transport.pipe_rank is not None
+    keeps_part = transport.pipe_rank is not None
     answers: tuple[Answers, ...] = ()
     while True:
         failure: Exception | None = None
+        asked = [""]  # what is not answered yet
         try:
-            _check_device(transport, planner)
-            plan_first(example, answers, keeps_part)
+            _check_device(transport, state)
+            state, unanswered = plan_first(Example(state, options), answers, keeps_part)
+            if unanswered is not None:
+                failure, asked, answers = unanswered, [unanswered.key], Example(state, options).answers
         except Exception as error:  # which is raised on all ranks
             failure = error
-        asked = [failure.key if isinstance(failure, Unanswered) else ""]  # what is not answered yet
-        answers = example.answers
-        for scope in _EVERYONE if planner.captures is not None else ():
+        for scope in EVERYONE:
             everyone = transport.gather(scope, (asked, answers))
             asked, answers = [key for keys, _ in everyone for key in keys], everyone[0][1]
         # Only where all ranks ask the same do they capture once more: else one of them has failed, or has a plan.
         if len(set(asked)) != 1 or not asked[0]:
             break
 
-    def first() -> Plan:
+    def first() -> tuple[PlanState, Plan]:
         if failure is not None:
             raise failure
-        return planner.first
+        return state, state.first
 
-    plan_together(transport, _EVERYONE, first)
+    state, _ = plan_together(transport, EVERYONE, first)
     # A plan that some ranks alone could make, such as evaluation of an example that others cannot evaluate, is kept by
     # none: later calls of it would not agree.
-    digests, same = [plan.digest for plan in planner.plans.values()], True
-    for scope in _EVERYONE:
+    digests, same = [plan.digest for plan in state.plans.values()], True
+    for scope in EVERYONE:
         same = all(one == (True, digests) for one in transport.gather(scope, (same, digests)))
-    if same:
-        planner.hold_what_all_use()
-    else:  # an example that only some can evaluate
-        planner.keep(())
-    return planner
+    return state.holding_what_all_use() if same else state.only(())
 
 
-def _check_device(transport: Transport, planner: Planner) -> None:
+def _check_device(transport: Transport, state: PlanState) -> None:
     """RunError where the job was started for accelerators, and this rank's model is not on its own one."""
-    own, tensors = transport.device, all_tensors(planner.module).items()
+    own, tensors = transport.device, all_tensors(state.module).items()
     held = {tensor.device: name for name, tensor in tensors if not tensor.is_meta}
     if is_accelerator(own) and held and own not in held:
         place, name = held.popitem()
@@ -72,23 +69,14 @@ def _check_device(transport: Transport, planner: Planner) -> None:
         )
 
 
-def planner_together(transport: Transport, make: Callable[[], Planner]) -> Planner:
-    """The planner, whose first plan is the same on every rank; or every rank raises. A collective call of all ranks."""
-    made: list[Planner] = []
-
-    def first() -> Plan:
-        made.append(make())
-        return made[0].first
-
-    plan_together(transport, _EVERYONE, first)
-    return made[0]
-
-
-def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[], Plan]) -> Plan:
-    """The plan, the same on every rank; where one rank has none, or another, every rank raises. A collective call."""
-    plan, failure, wrong = None, None, ""
+def plan_together(
+    transport: Transport, scopes: Sequence[str], make: Callable[[], tuple[PlanState, Plan]]
+) -> tuple[PlanState, Plan]:
+    """The state and the plan, the same on every rank; where one rank has no plan, or another one, every rank raises,
+    and goes on with the state that it had. A collective call."""
+    state, plan, failure, wrong = None, None, None, ""
     try:
-        plan = make()
+        state, plan = make()
     except Exception as error:
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
     for scope in scopes:  # all of them, whatever has been found: others wait in the next one
@@ -106,9 +94,9 @@ def plan_together(transport: Transport, scopes: Sequence[str], make: Callable[[]
             wrong = _difference(transport, scope, odd, digests, texts)
     if failure is not None:
         raise failure
-    if wrong or plan is None:
+    if wrong or plan is None or state is None:
         raise RunError(wrong)
-    return plan
+    return state, plan
 
 
 def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.distributed.activity import NOTHING, Alike, announced
-from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
@@ -22,7 +21,8 @@ from fxpipe.graph.with_loss import plain_model
 from fxpipe.notebook import preformatted
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
 from fxpipe.plan.agreement import Call
-from fxpipe.plan.together import planner_together
+from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.together import EVERYONE, plan_together
 from fxpipe.progress import log
 from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.run.rank_state import RankState
@@ -49,12 +49,12 @@ class ForwardBackward:
     all ranks are one pipe group: by then it is known without having waited for it.
     """
 
-    def __init__(self, topology: Topology, transport: Metered, state: RankState) -> None:
-        self.topology = topology
+    def __init__(self, transport: Metered, planning: PlanState, state: RankState) -> None:
+        self.topology = planning.topology
         self.metrics: dict[str, Tensor] = {}
         """The other scalars of a loss that came in a dict, averaged as the loss was, after each step."""
         self._transport, self._state = transport, state
-        self._planner, self._plan = state.planner, state.planner.first
+        self._plan = planning.first
         self._module, self._reducer = state.module, state.reducer
         self._made: list[ref[DistributedOptimizer]] = []
         self._clipped: Any = None
@@ -62,7 +62,7 @@ class ForwardBackward:
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
         self._running = self._logged_drift = self._has_stepped = False
-        self._steps = Steps(topology, transport, state, self._exchange, self._failing)
+        self._steps = Steps(transport, planning, state, self._exchange, self._failing)
 
     # what it is
 
@@ -136,7 +136,7 @@ class ForwardBackward:
             _check_flag(elementwise=elementwise)
         # Tied parameters have several names: a group may use any of them.
         held = dict(self.module.named_parameters(remove_duplicate=False))
-        whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
+        whole = dict(self._planning.module.named_parameters(remove_duplicate=False))
         optimizer = DistributedOptimizer(
             cls,
             params,
@@ -145,7 +145,7 @@ class ForwardBackward:
             self._transport,
             held=held,
             whole=whole,
-            precision=self._planner.options.precision,
+            precision=self._planning.options.precision,
             offload=offload,
             originals=self._state.originals,
             elementwise=elementwise,
@@ -200,7 +200,7 @@ class ForwardBackward:
 
     def _part(self, asked: Any, asker: str, tensors: bool = True) -> dict[str, list[Piece]]:
         """The names of some parameters, or of all, and this rank's pieces of each."""
-        whole = dict(self._planner.module.named_parameters(remove_duplicate=False))
+        whole = dict(self._planning.module.named_parameters(remove_duplicate=False))
         part: dict[str, list[Piece]] = {name: [] for name in names_of(asked, whole, asker, tensors)}
         first = first_names(whole)
         for piece in self._reducer.pieces():
@@ -317,7 +317,7 @@ class ForwardBackward:
         if not self._has_stepped:
             self._has_stepped = True
             # a group names its parameters, and means no others: those that no optimizer has would stay as they are
-            named = self._planner.module.named_parameters()
+            named = self._planning.module.named_parameters()
             left = [name for name, parameter in named if parameter.requires_grad and name not in self._steppers]
             if left:
                 log(
@@ -390,15 +390,19 @@ class ForwardBackward:
         """
         with self._collective("reschedule", extends=True):
             costs = self._steps.recorder.costs(activation_bytes)
-            self._planner = planner_together(
+            planning, first = plan_together(
                 self._transport,
-                lambda: self._planner.rescheduled(with_costs(schedule, costs, in_flight, memory)),
+                EVERYONE,
+                lambda: self._planning.rescheduled(with_costs(schedule, costs, in_flight, memory)),
             )
         # The bytes on the edges were measured, and do not depend on the table.
-        first = self._planner.first
         self._plan = replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of))
-        self._steps.replan(self._planner)
+        self._steps.replan(planning)
         return self.schedule
+
+    @property
+    def _planning(self) -> PlanState:
+        return self._steps.agreement.planning
 
     # gradients
 
@@ -421,7 +425,7 @@ class ForwardBackward:
         """
         _check_flag(full=full)
         if not full:
-            tensors_of(self._planner.module)
+            tensors_of(self._planning.module)
             return self.module.state_dict()
         name = "state_dict(full=True)"
         with self._alone(name), announced(name, of_all=self._reducer.shards), self._failing.together():
@@ -430,13 +434,13 @@ class ForwardBackward:
             if transport.ranks("pipe") == transport.ranks("all"):
                 self._steps.watch.warn()
             return full_state_dict(
-                plain_model(self._planner.module), self.module, state.owners, transport, state.device
+                plain_model(self._planning.module), self.module, state.owners, transport, state.device
             )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
-        load_into(self._planner.module, self.module, state)
-        originals, precision = self._state.originals, self._planner.options.precision
+        load_into(self._planning.module, self.module, state)
+        originals, precision = self._state.originals, self._planning.options.precision
         originals.update({name: state[name].clone() for name in originals if name in state})
         if precision is not None:
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -517,5 +521,5 @@ def steps_of(forward_backward: ForwardBackward) -> Steps:
             "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
             "is set"
         )
-    tensors_of(forward_backward._planner.module)  # which refuses what would be lost
+    tensors_of(forward_backward._planning.module)  # which refuses what would be lost
     return forward_backward._steps

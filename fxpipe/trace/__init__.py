@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -24,26 +24,7 @@ from fxpipe.trace.symbolic.tracer import symbolic
 from fxpipe.trace.user_line import LINE, code_of, place_in
 
 Tracer = Callable[[Request], Program]
-
-
-def auto(request: Request) -> Program:
-    """What the first tracer makes, in the order of ``TRACERS``, that can; ``Uncaptured`` with the reasons of all."""
-    refusals: list[Refusal] = []
-    for name, tracer in TRACERS.items():
-        if tracer is auto:
-            continue
-        if name in NEED_SHAPES and request.example is None:
-            break
-        try:
-            with _entering(request.module) as entered:
-                program = _traced(tracer, request)
-            program = program.replace(refusals=tuple((one.tracer, one.reason) for one in refusals))
-            request.accept(program, request)
-            return program
-        except TraceError as error:
-            refusals.append(Refusal(name, str(error), len(entered), _refused_in(error, request)))
-    hint = "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}"
-    raise _uncaptured(refusals, request, hint)
+Result = TypeVar("Result")
 
 
 def _traced(tracer: Tracer, request: Request) -> Program:
@@ -52,9 +33,6 @@ def _traced(tracer: Tracer, request: Request) -> Program:
         return tracer(request)
 
 
-TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
-    {"symbolic": symbolic, "export": export, "record": record, "auto": auto}
-)
 NEED_SHAPES = frozenset({"export", "record"})
 """The tracers whose programs hold for micro-batches of one shape."""
 _ASK_FOR_EXAMPLE = (
@@ -64,23 +42,44 @@ _ASK_FOR_EXAMPLE = (
 
 
 def capture(request: Request, tracer: TracerName = "auto") -> Program:
-    """Captures a model with the tracer of that name; TraceError where it is unknown, refuses, or is not accepted."""
+    """The program that the tracer of that name makes; TraceError where there is no such tracer, or it refuses."""
+    return accepted(request, tracer, lambda program: program)
+
+
+TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
+    {"symbolic": symbolic, "export": export, "record": record, "auto": capture}
+)
+
+
+def accepted(request: Request, tracer: TracerName, examine: Callable[[Program], Result]) -> Result:
+    """The result of ``examine`` for the program of the tracer of that name; of "auto", for the program of the first
+    tracer, in the order of ``TRACERS``, that neither the tracer nor ``examine`` refuses by a TraceError. ``Uncaptured``
+    with the reasons of all."""
     if tracer not in TRACERS:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")
     if tracer in NEED_SHAPES and request.example is None:
         raise TraceError(_ASK_FOR_EXAMPLE)
-    if tracer == "auto":
-        return auto(request)
-    try:
-        program = _traced(TRACERS[tracer], request)
-    except TraceError as error:
-        hint = _keep_whole(_refused_in(error, request), request)
-        raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
-    request.accept(program, request)
-    return program
+    if tracer != "auto":
+        try:
+            program = _traced(TRACERS[tracer], request)
+        except TraceError as error:
+            hint = _keep_whole(_refused_in(error, request), request)
+            raise TraceError(f"{error}{hint}") from error if hint else error.__cause__
+        return examine(program)
+    refusals: list[Refusal] = []
+    for name in [name for name in TRACERS if name != "auto"]:
+        if name in NEED_SHAPES and request.example is None:
+            break
+        try:
+            with _entering(request.module) as entered:
+                program = _traced(TRACERS[name], request)
+            return examine(program.replace(refusals=tuple((each.tracer, each.reason) for each in refusals)))
+        except TraceError as error:
+            refusals.append(Refusal(name, str(error), len(entered), _refused_in(error, request)))
+    raise _uncaptured(refusals, request, "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}")
 
 
-__all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "capture"]
+__all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "accepted", "capture"]
 
 # --- why no tracer could capture a model, in a few lines: first by the one that got furthest ---
 

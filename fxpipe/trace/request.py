@@ -106,8 +106,6 @@ class Request:
     """Inputs that hold objects, for which alone the program is to hold, beside tensors → which of their leaves."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
-    accept: Callable[[Any, Request], None] = lambda *_: None
-    """Called with the program that a tracer has made of this request; TraceError where it is not the model's."""
 
     @property
     def loss_module(self) -> nn.Module | None:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.plan.capture import auto_opaque
-from fxpipe.trace.state.reads import MOST, Reads
+from fxpipe.trace.state.reads import MOST, Reads, noting
 from tests.harness import assert_same, current_seat, strict
 from tests.thinned import every, in_turn
 
@@ -172,12 +172,11 @@ def test_numbers_that_a_symbolic_capture_has_computed_with_are_not_used_once_the
 
 def test_a_model_that_goes_back_and_forth_is_captured_once_for_each(capfd: pytest.CaptureFixture[str]) -> None:
     _, model, forward_backward = compiled()
-    plans = forward_backward._planner.plans  # one for each capture that was made
     losses = []
     for number in range(6):
         model.beta = (1.0, 0.25)[number % 2]
         losses.append(forward_backward(*batch(0)))
-    assert len(plans) == 2
+    assert len(forward_backward._planning.plans) == 2  # one for each capture that was made
     assert all(torch.equal(loss, losses[0] * (1.0, 0.25)[number % 2]) for number, loss in enumerate(losses))
 
 
@@ -209,7 +208,7 @@ def test_what_is_not_read_may_change_with_every_step() -> None:
     for number in range(MOST + 1):
         model.seen = number
         forward_backward(*batch(number))
-    assert len(forward_backward._planner.plans) == 1
+    assert len(forward_backward._planning.plans) == 1
 
 
 def test_what_changes_with_every_step_is_refused_with_what_to_write() -> None:
@@ -302,17 +301,22 @@ NUMBERS = "the numbers of a tensor in an object"  # which versions of tensors te
 
 @pytest.mark.parametrize("what", [what for what in CHANGES | MORE_CHANGES if what != NUMBERS])
 def test_any_change_between_steps_that_found_none_is_another_state(what: str) -> None:
-    model, reads = Model(), Reads()
-    with reads.noting() as noted:
+    model = Model()
+    with noting() as noted:
         model(torch.randn(2, 3), torch.tensor([0, 1]))
-    reads.keep(noted, [model], [])
-    reads.begin()
-    assert [reads.state() for _ in range(3)] == [0, 0, 0]
+    reads = Reads().with_capture(noted, [model], []).after_compile()
+    for _ in range(3):
+        reads = reads.at_present()
+        assert reads.number == 0
     model.seen += 1  # which it does not read
     model.beta = float("1.0")  # the same, and another object
-    assert [reads.state() for _ in range(2)] == [0, 0]
+    for _ in range(2):
+        reads = reads.at_present()
+        assert reads.number == 0
     (CHANGES | MORE_CHANGES)[what](model)
-    assert [reads.state() for _ in range(3)] == [1, 1, 1]
+    for _ in range(3):
+        reads = reads.at_present()
+        assert reads.number == 1
 
 
 class ReadsLater(nn.Module):
@@ -330,16 +334,16 @@ class ReadsLater(nn.Module):
 def test_what_a_capture_has_read_that_another_rank_could_not_make_tells_no_ranks_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    capture, failed = auto_opaque.capture, list[str]()
+    accepted, failed = auto_opaque.accepted, list[str]()
 
-    def failing(request: Any, tracer: str) -> Any:
+    def failing(request: Any, *others: Any) -> Any:
         seat = current_seat()
         if "more" in request.inputs and seat is not None and seat.rank == 1 and not failed:
             failed.append("once")
             raise fxpipe.TraceError("no luck on this rank")
-        return capture(request, tracer)  # type: ignore[arg-type]
+        return accepted(request, *others)
 
-    monkeypatch.setattr(auto_opaque, "capture", failing)
+    monkeypatch.setattr(auto_opaque, "accepted", failing)
     torch.manual_seed(0)
     plain = ReadsLater()
     wanted = [plain(batch(0)[0])]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.plan.capture.captures import Captures
+from fxpipe.plan.capture.capturing import Tracing
 from tests.harness import Engines, engine_of
 
 
@@ -20,12 +20,12 @@ def engines(request: pytest.FixtureRequest) -> Engines:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The captures that are made for steps."""
     made: list[Any] = []
-    capture = Captures._captured
+    capture = Tracing.capture
 
-    def noting(self: Captures, pattern: Any, *args: Any) -> Any:
-        found = capture(self, pattern, *args)
-        made.extend([found] * pattern.training)
-        return found
+    def noting(self: Tracing, *args: Any) -> Any:
+        captures, captured = capture(self, *args)
+        made.extend([captured] * self.pattern.training)
+        return captures, captured
 
-    monkeypatch.setattr(Captures, "_captured", noting)
+    monkeypatch.setattr(Tracing, "capture", noting)
     return made

@@ -256,10 +256,10 @@ def dropping(sizes: Sequence[tuple[int, int]]) -> Steps:
         found += steps(forward_backward, [size])
         if step % 3 == 0:
             forward_backward.evaluate(**sized(*size))
-        planner = forward_backward._planner
-        seen.update(stage.module for graph in planner.graphs for stage in graph)
+        planning = forward_backward._planning
+        seen.update(stage.module for graph in planning.graphs for stage in graph)
     gc.collect()
-    assert {id(module) for module in seen} == {id(stage.module) for graph in planner.graphs for stage in graph}
+    assert {id(module) for module in seen} == {id(stage.module) for graph in planning.graphs for stage in graph}
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.plan.capture import captures
+from fxpipe.plan.capture import capturing
 from tests.strict_transport import run_strict
 
 STEPS, ROWS, TWO = 5, 8, fxpipe.Topology([("pipe", 2)])
@@ -94,13 +94,13 @@ def trained(kind: type[Captioned], boundaries: Any, steps: int = STEPS, **option
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for each capture."""
-    found, original = list[object](), captures.capture_in_part
+    found, original = list[object](), capturing.capture_in_part
 
     def noting(request: Any, *others: Any) -> Any:
         found.append(request)
         return original(request, *others)
 
-    monkeypatch.setattr(captures, "capture_in_part", noting)
+    monkeypatch.setattr(capturing, "capture_in_part", noting)
     return found
 
 

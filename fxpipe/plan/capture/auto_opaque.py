@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.opaque_call import opaque_calls
@@ -14,7 +16,7 @@ from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import held
 from fxpipe.torch_compat import is_compiled, pytree
-from fxpipe.trace import Request, Uncaptured, capture
+from fxpipe.trace import Request, Uncaptured, accepted
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.regions import WHOLE
 
@@ -24,40 +26,47 @@ MOST_OF_COST = 0.5
 """The most of a step's FLOPs that they may have together."""
 
 
+Accepted = TypeVar("Accepted")
+
+
 def capture_in_part(
     request: Request,
     options: Options,
+    examine: Callable[[Request, Program], Accepted],
+    shares: Callable[[Accepted], Mapping[str, float]],
     observe: Callable[[Request], Request] | None,
-    shares: Callable[[], Mapping[str, float]],
     tries_any_words: bool = False,
     tries_compiled: bool = True,
-) -> tuple[Program, Request, dict[str, str]]:
-    """The program, the request with all that is opaque in it, and those regions that were added, with words for each.
+) -> tuple[Accepted, Request, dict[str, str]]:
+    """The examined program, the request with all that is opaque in it, and those regions that were added, with words
+    for each.
 
-    ``observe``: gives a request what calls of its regions do; None where the model cannot run on a batch to show it.
-    ``shares``: the part of a step's FLOPs that each region has in the program accepted last. ``tries_any_words``: first
-    for a program that holds for any strings in the inputs; ``tries_compiled``: first with compiled submodules opaque.
-    TraceError as the first attempt raised it, with what was tried since.
+    ``examine``: TraceError for a program that is not the model's. ``shares``: the part of a step's FLOPs that each
+    region has in an examined program. ``observe``: gives a request what calls of its regions do; None where the model
+    cannot run on a batch to show it. ``tries_any_words``: first for a program that holds for any strings in the inputs;
+    ``tries_compiled``: first with compiled submodules opaque. TraceError as the first attempt raised it, with what was
+    tried since.
     """
     tracer = options.tracer if options.parallelize is None else "record"  # which leaves modules whole
+    again = partial(capture_in_part, options=options, examine=examine, shares=shares, observe=observe)
     # Strings that change with every batch, such as captions, would each take a capture, unless opaque code reads them.
     if tries_any_words and _words_in(request):
         with contextlib.suppress(TraceError, PartitionError):
-            return capture_in_part(replace(request, any_words=True), options, observe, shares)
+            return again(replace(request, any_words=True))
     # A submodule that the user has compiled runs as it is compiled: one call, or else as plain code, in any capture.
     compiled = _with_compiled(request, options) if observe is not None else request
     if tries_compiled and not all(region.varies for region in compiled.whole):
         with contextlib.suppress(TraceError, PartitionError):
             seen = request if compiled is request or observe is None else observe(compiled)
-            return capture_in_part(seen, options, observe, shares, tries_compiled=False)
+            return again(seen, tries_compiled=False)
         request = replace(request, whole=tuple(region for region in request.whole if region.varies))
     given, failure, parts, added = request, "", 0, dict[str, str]()
     while True:
         try:
             request = observe(request) if added and observe is not None else request
-            program = capture(request, tracer)
+            found = accepted(request, tracer, partial(examine, request))
             most = 1.0 if request.any_words else MOST_OF_COST
-            return program, request, _with_shares(added, shares(), most) if added else {}
+            return found, request, _with_shares(added, shares(found), most) if added else {}
         except PartitionError as error:
             if added:
                 error.add_note(f"{', '.join(added)} is opaque by itself: no tracer could capture it")

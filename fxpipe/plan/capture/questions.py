@@ -21,11 +21,11 @@ MOST_QUESTIONS = 16
 """So many may be asked of one micro-batch."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Questions:
-    """Those that captures have asked so far, in their order."""
+    """The questions that captures have asked so far, in their order."""
 
-    asked: dict[tuple[Answers, str], Question] = field(default_factory=dict)
+    asked: Mapping[tuple[Answers, str], Question] = field(default_factory=dict)
     """By the answers before it, and its key."""
 
     def answers(self, values: Mapping[str, Any]) -> Answers:
@@ -56,13 +56,16 @@ class Questions:
                 f"forward asks for values of {' and '.join(map(repr, question.inputs))}, and no rank of the pipe group "
                 f"was given them, or they cannot be computed: pass them on one rank at least\n{question.line}"
             )
-        self.asked[before, question.key] = question
-        raise Unanswered(question.key, question.line, request.asks_numbers)
+        raise Unanswered(question.key, question.line, request.asks_numbers, question)
 
-    def keep(self, used: Collection[Answers]) -> None:
-        """Forgets what no capture with one of these answers has asked."""
+    def with_question(self, question: Question) -> Questions:
+        """The questions, with one more."""
+        return Questions({**self.asked, (question.before, question.key): question})
+
+    def only(self, used: Collection[Answers]) -> Questions:
+        """The questions that captures with one of these answers have asked."""
         keys = {key for answers in used for key, _ in answers}
-        self.asked = {place: question for place, question in self.asked.items() if question.key in keys}
+        return Questions({path: question for path, question in self.asked.items() if question.key in keys})
 
     def described(self, answers: Answers) -> list[str]:
         """What a capture holds for: the user's lines that ask, in their order."""

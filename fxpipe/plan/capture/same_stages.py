@@ -25,6 +25,7 @@ from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.packed import BatchDim
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import Captured, Captures
+from fxpipe.plan.capture.capturing import Capturing
 from fxpipe.plan.capture.on_fakes import shapes_of
 
 
@@ -141,9 +142,11 @@ def _relabelled(stage: Stage, called: Mapping[Edge, Edge], **changes: Any) -> St
 # --- stages that run for several micro-batches at once ---
 
 
-def for_groups(captured: list[Captured], captures: Captures, pattern: Pattern, sample: Sample | str) -> list[Captured]:
+def for_groups(
+    captured: list[Captured], capturing: Capturing, pattern: Pattern, sample: Sample | str
+) -> list[Captured]:
     """The captures of the micro-batches, with the gathered stages as they are captured for the rows of a group."""
-    first, batch_dim = captured[0], captures.options.batch_dim
+    first, batch_dim = captured[0], capturing.captures.options.batch_dim
     first.graph.groups(pattern.microbatches)  # PartitionError where they do not divide them
     gathers = [stage for stage in first.graph if stage.gathered is not None]
     if gathers and len(set(pattern.given)) > 1:
@@ -161,8 +164,8 @@ def for_groups(captured: list[Captured], captures: Captures, pattern: Pattern, s
         stages = {stage.index for stage in gathers if stage.gathered == gathered}
         size = gathered.group or pattern.microbatches
         groups = _pattern(pattern, gathered, size, batch_dim)
-        whole = captures.of(groups, _sample(sample, size, batch_dim))
-        places |= _places(captures, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
+        whole = capturing.of(groups, _sample(sample, size, batch_dim))
+        places |= _places(capturing.captures, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
         merged = cache(partial(_with_stages, stages=stages))  # micro-batches of one capture remain one object
         captured = [merged(one, whole[place // size]) for place, one in enumerate(captured)]
     return [replace(captured[0], places=places), *captured[1:]]
@@ -174,7 +177,7 @@ def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Place
     ``used``: the capture that the step's plan was made from, whose names its values have; another capture that holds
     for these shapes may have others.
     """
-    one, shape, batch_dim = captures.kept[used], pattern.shapes[:1], captures.options.batch_dim
+    one, shape, batch_dim = captures.by_pattern[used], pattern.shapes[:1], captures.options.batch_dim
     few = 1 if (row_count(shape[0], batch_dim) or 0) > 1 else 2  # a dimension of 1 may mean another thing
     small, large = (joined_description(shape * n, batch_dim) for n in (few, 2 * few))
     return _places(captures, pattern, (one, small), (one, large))
@@ -256,7 +259,8 @@ def _with_stages(one: Captured, group: Captured, stages: Collection[int]) -> Cap
         )
     merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in one.graph)
     graph = replace(one.graph, stages=merged)
-    return replace(one, graph=graph, text=f"{one.text}\nfor a group: {group.text}")
+    text, patterns = f"{one.text}\nfor a group: {group.text}", one.patterns + group.patterns
+    return replace(one, graph=graph, text=text, patterns=patterns)
 
 
 def _messages(graph: StageGraph) -> list[object]:

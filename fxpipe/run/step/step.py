@@ -19,7 +19,6 @@ from fxpipe.batch.group_inputs import GroupInputs
 from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
-from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
@@ -32,7 +31,7 @@ from fxpipe.labels import label
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.capture.sizes import with_sizes
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import check_rows
 from fxpipe.run.actions.actions import Bound, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
@@ -104,14 +103,14 @@ class Steps:
     """
 
     def __init__(
-        self, topology: Topology, transport: Metered, state: RankState, exchange: Exchange, failing: Failing
+        self, transport: Metered, planning: PlanState, state: RankState, exchange: Exchange, failing: Failing
     ) -> None:
-        options = state.planner.options
+        options, topology = planning.options, planning.topology
         self.topology, self.transport, self.state = topology, transport, state
         self.failing, self._exchange = failing, exchange
-        self._options, self.module, self._gradients = options, state.planner.module, state.reducer
-        self.agreement = Agreement(state.planner, transport)
-        self._items = ItemNumbers(transport, state.planner.items)
+        self._options, self.module, self._gradients = options, planning.module, state.reducer
+        self.agreement = Agreement(planning, transport)
+        self._items = ItemNumbers(transport, planning.items)
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
         self._check = BatchCheck(transport, options.check_batches, in_tensor_group, lambda: topology.has_sampler)
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
@@ -248,9 +247,9 @@ class Steps:
         self._exchange.forget()
         self._effects.keep(self.agreement.graphs)
 
-    def replan(self, planner: Planner) -> None:
-        """Takes up another planner's plans, between two steps of all ranks. Messages may have other layouts then."""
-        self.agreement.replan(planner)
+    def replan(self, planning: PlanState) -> None:
+        """Takes up other tables' plans, between two steps of all ranks. Messages may have other layouts then."""
+        self.agreement.replan(planning)
         self._exchange.forget()
         self._plans.clear()
 

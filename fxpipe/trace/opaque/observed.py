@@ -27,7 +27,7 @@ from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import refuse
 from fxpipe.trace.record.tape import TouchedMode
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.reads import Reads
+from fxpipe.trace.state.reads import noting
 from fxpipe.trace.state.replay import Batch, as_in_a_step, gpus_of, own
 from fxpipe.trace.state.snapshot import Snapshot, State, storage_of
 from fxpipe.trace.user_line import line_of
@@ -131,7 +131,7 @@ class _Observer:
         hook = register_module_forward_pre_hook(lambda module, args: called.append(module))
         try:
             mode = TouchedMode()
-            with unwritten(region.name, (args, kwargs)), Reads().noting() as noted, mode, mode.noting() as touched:
+            with unwritten(region.name, (args, kwargs)), noting() as noted, mode, mode.noting() as touched:
                 result = inner(*args, **kwargs)
         finally:
             hook.remove()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,62 +32,72 @@ _OWN = frozenset({"training", "_parameters", "_buffers"})
 """What a pattern has by itself, or a stage follows."""
 
 
+@contextlib.contextmanager
+def noting() -> Iterator[set[Key]]:
+    """While it is open, notes what captured code reads of any module; not what runs ``aside``."""
+    noted: set[Key] = set()
+    original = nn.Module.__getattribute__
+
+    def note(module: nn.Module, name: str) -> Any:
+        if name not in _OWN and not name.startswith("__") and not ASIDE.get():
+            noted.add((id(object.__getattribute__(module, "__dict__")), name))
+        return original(module, name)
+
+    with patched(nn.Module, "__getattribute__", note):
+        yield noted
+
+
+@dataclass(frozen=True, eq=False)
 class Reads:
-    """What captures have read, for each state that the model was captured in."""
+    """The attributes that captures have read, with their values in each state that the model was captured in."""
 
-    def __init__(self) -> None:
-        self._modules: dict[int, tuple[str, nn.Module]] = {}
-        self._states: list[dict[Key, Any]] = [{}]
-        self._buffers: dict[Key, Any] = {}
-        """What captures of any state hold by a name, where it is a buffer's; None where there was none."""
-        self._set: frozenset[Key] = frozenset()
-        """What forward sets before it reads it, in captures of any state."""
-        self._computed_with: tuple[tuple[str, Tensor, int], ...] = ()
-        self._now = 0
-        self._glance: _Glance | None = None
+    modules: Mapping[int, tuple[str, nn.Module]] = field(default_factory=dict)
+    """The identity of a module's ``__dict__`` → its path, and the module."""
+    states: tuple[Mapping[Key, Any], ...] = (MappingProxyType({}),)
+    buffers: Mapping[Key, Any] = field(default_factory=dict)
+    """The buffer that captures of any state have by a name; None for a name of no buffer."""
+    sets: frozenset[Key] = frozenset()
+    """The attributes that forward sets before it reads them, in captures of any state."""
+    computed_with: tuple[tuple[str, Tensor, int], ...] = ()
+    number: int = 0
+    """The number of the state that the model was in when it was last looked at."""
+    glance: _Glance | None = None
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[set[Key]]:
-        """While it is open, notes what captured code reads of any module; not what runs ``aside``."""
-        noted: set[Key] = set()
-        original = nn.Module.__getattribute__
-
-        def note(module: nn.Module, name: str) -> Any:
-            if name not in _OWN and not name.startswith("__") and not ASIDE.get():
-                noted.add((id(object.__getattribute__(module, "__dict__")), name))
-            return original(module, name)
-
-        with patched(nn.Module, "__getattribute__", note):
-            yield noted
-
-    def keep(
+    def with_capture(
         self,
         noted: Iterable[Key],
         roots: Iterable[nn.Module],
         live: Iterable[nn.Module],
         sets: frozenset[Key] = frozenset(),
         computed_with: Iterable[tuple[str, Tensor, int]] = (),
-    ) -> None:
-        """A capture of the present state has read this of ``roots``. ``live``: submodules that stages call whole;
-        ``sets``: what forward sets before it reads it; ``computed_with``: as in Program. TraceError for what is set in
-        some captures and read in others.
+    ) -> Reads:
+        """The reads, with those of a capture of ``roots`` in the present state. ``live``: submodules that stages call
+        whole; ``sets``: what forward sets before it reads it; ``computed_with``: as in Program. TraceError for what is
+        set in some captures and read in others.
         """
         # a model with its loss function has the table of the model itself, which is the one to look into
+        modules = dict(self.modules)
         for part in (part for root in roots for part in (plain_model(root), root)):
             for path, module in part.named_modules():
-                self._modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
+                modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         # A stage calls these submodules for real: they read their attributes anew in every step.
         follows = {id(vars(part)) for module in live for part in module.modules()}
-        wanted = [key for key in noted if key[0] in self._modules and key[0] not in follows and key not in sets]
-        self._set |= {key for key in sets if key[0] not in follows}
-        self._check_not_carried(wanted)
-        self._states[self._now] |= {key: self._value(key) for key in wanted}
-        self._buffers |= {key: self._buffer(key) for key in (*wanted, *self._saved(live))}
-        self._computed_with += tuple(computed_with)
-        self._glance = None
+        wanted = [key for key in noted if key[0] in modules and key[0] not in follows and key not in sets]
+        more = replace(
+            self,
+            modules=modules,
+            sets=self.sets | {key for key in sets if key[0] not in follows},
+            computed_with=(*self.computed_with, *computed_with),
+            glance=None,
+        )
+        more._check_not_carried(wanted)
+        state = {**self.states[self.number], **{key: more._value(key) for key in wanted}}
+        states = (*self.states[: self.number], state, *self.states[self.number + 1 :])
+        buffers = {key: more._buffer(key) for key in (*wanted, *more._saved(live))}
+        return replace(more, states=states, buffers={**self.buffers, **buffers})
 
     def _check_not_carried(self, wanted: Iterable[Key]) -> None:
-        carried = next((key for key in (*self._states[self._now], *wanted) if key in self._set), None)
+        carried = next((key for key in (*self.states[self.number], *wanted) if key in self.sets), None)
         if carried is not None:
             raise TraceError(
                 f"forward sets {self._name(carried)} in one kind of batch, or mode, and reads in "
@@ -96,49 +108,37 @@ class Reads:
     def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
         """The buffers of these that a state dict has: a stage saves the tensors that were there."""
         for part in (part for module in live for part in module.modules()):
-            if id(vars(part)) in self._modules:
+            if id(vars(part)) in self.modules:
                 names = part._buffers.keys() - part._non_persistent_buffers_set
                 yield from ((id(vars(part)), name) for name in names)
 
-    @contextlib.contextmanager
-    def rolled_back_on_error(self) -> Iterator[None]:
-        """If the code inside fails, all that was read in it is forgotten: other ranks may not have come so far."""
-        states = [dict(state) for state in self._states]
-        before = {**vars(self), "_states": states, "_buffers": dict(self._buffers), "_glance": None}
-        try:
-            yield
-        except BaseException:
-            vars(self).update(before)
-            raise
+    def after_compile(self) -> Reads:
+        """The reads of the model as it is now: what compile itself has changed is no change."""
+        state = {key: self._value(key) for key in self.states[self.number]}
+        states = (*self.states[: self.number], state, *self.states[self.number + 1 :])
+        return replace(self, states=states, buffers={key: self._buffer(key) for key in self.buffers}, glance=None)
 
-    def begin(self) -> None:
-        """The model is as captures shall find it: what compile itself has changed is no change."""
-        self._states[self._now] = {key: self._value(key) for key in self._states[self._now]}
-        self._buffers = {key: self._buffer(key) for key in self._buffers}
-        self._glance = None
-
-    def state(self) -> int:
-        """The number of the state that the model is in; RunError where it has been in too many, or has other buffers
-        than captures hold, or other numbers than they have computed with."""
-        for name, tensor, version in self._computed_with:
+    def at_present(self) -> Reads:
+        """The reads with the ``number`` of the state that the model is in now; RunError where it has been in too many
+        states, or has other buffers than captures have, or other numbers than they have computed with."""
+        for name, tensor, version in self.computed_with:
             if version_of(tensor) != version:
                 raise RunError(
                     f"{name}, a tensor that is no buffer, was written since the model was captured, and the capture "
                     "has computed with the numbers that it had; register it (register_buffer), set another tensor in "
                     'its place, or pass tracer="record"'
                 )
-        if self._glance is not None and self._glance.finds_nothing():
-            return self._now
+        if self.glance is not None and self.glance.finds_nothing():
+            return self
         # Only behind the glance, which ends nearly every call: this compares attribute by attribute.
         self._check_buffers()
-        state = self._states[self._now]
+        state = self.states[self.number]
         changed = self._changed(state)
         if changed is None:
-            self._glance = _Glance({*state, *self._buffers}, self._modules)
-            return self._now
+            return replace(self, glance=_Glance({*state, *self.buffers}, self.modules))
         # back in a state that was captured before, whose captures hold again
-        known = (number for number, state in enumerate(self._states) if self._changed(state) is None)
-        number = next(known, len(self._states))
+        captured = (number for number, state in enumerate(self.states) if self._changed(state) is None)
+        number = next(captured, len(self.states))
         if number == MOST:
             raise RunError(
                 f"{self._name(changed)}, which the model reads, has changed {MOST} times since it was compiled, and "
@@ -146,35 +146,33 @@ class Reads:
                 "a 0-dimensional tensor"
             )
         # the same attributes count in each state, with other values
-        if number == len(self._states):
-            self._states.append({key: self._value(key) for key in state})
-        self._now, self._glance = number, None
-        return number
+        new = [{key: self._value(key) for key in state}] if number == len(self.states) else []
+        return replace(self, states=(*self.states, *new), number=number, glance=None)
 
     def changed(self) -> str | None:
-        """The name of what has changed since the state was last asked for."""
-        if self._glance is not None and self._glance.finds_nothing():
+        """The name of an attribute that has changed since the model was last looked at; None where none has."""
+        if self.glance is not None and self.glance.finds_nothing():
             return None
-        key = self._changed(self._states[self._now])
+        key = self._changed(self.states[self.number])
         return None if key is None else self._name(key)
 
     def described(self) -> dict[str, str]:
-        """What captures have read, as it is now: the name of each value → the value."""
+        """The name of each value that captures have read → the value as it is now."""
         return dict(
-            part for key in self._states[self._now] for part in described_values(self._name(key), self._held(key))
+            part for key in self.states[self.number] for part in described_values(self._name(key), self._present(key))
         )
 
-    def _changed(self, state: dict[Key, Any]) -> Key | None:
+    def _changed(self, state: Mapping[Key, Any]) -> Key | None:
         for key, value in state.items():
-            now = self._held(key)
+            now = self._present(key)
             # most values are leaves, and the same object
             if now is not value and not alike(value, contents(now)):
                 return key
         return None
 
     def _check_buffers(self) -> None:
-        for key, held in self._buffers.items():
-            if self._buffer(key) is not held:
+        for key, buffer in self.buffers.items():
+            if self._buffer(key) is not buffer:
                 raise RunError(
                     f"{self._name(key)} is another buffer than when the model was captured, and the pipeline would go "
                     "on with the old one; write values into it, as buffer.copy_() does, and load_state_dict() without "
@@ -182,18 +180,29 @@ class Reads:
                 )
 
     def _name(self, key: Key) -> str:
-        return f"{self._modules[key[0]][0]}.{key[1]}"
+        return f"{self.modules[key[0]][0]}.{key[1]}"
 
     def _buffer(self, key: Key) -> Any:
-        return self._modules[key[0]][1]._buffers.get(key[1])
+        return self.modules[key[0]][1]._buffers.get(key[1])
 
-    def _held(self, key: Key) -> Any:
-        """What a module has by a name, itself or as a submodule; None where that is nothing, or its class's."""
-        module = self._modules[key[0]][1]
+    def _present(self, key: Key) -> Any:
+        """The value, or the submodule, that a module has by a name; None for a name that it has not, or its class."""
+        module = self.modules[key[0]][1]
         return vars(module).get(key[1], module._modules.get(key[1]))
 
     def _value(self, key: Key) -> Any:
-        return contents(self._held(key))
+        return contents(self._present(key))
+
+
+class LatestReads:
+    """The reads that the present call goes by, which ``run`` sets: regions that captures watch ask them for changes."""
+
+    def __init__(self) -> None:
+        self.reads = Reads()
+
+    def changed(self) -> str | None:
+        """As ``Reads.changed``."""
+        return self.reads.changed()
 
 
 class _Glance:

@@ -1,10 +1,10 @@
-"""Planner: makes a ``Plan``, all that is known about a step before it runs, for each pattern of inputs. Cached."""
+"""``PlanState``: the plans that were made for patterns of inputs, and all from which the next one is made. A value."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,16 +16,18 @@ from fxpipe.batch.description import check_objects
 from fxpipe.batch.label_count import Items
 from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.opaque_call import has_opaque_calls
+from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
+from fxpipe.plan.capture.capturing import Capturing
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.capture.sizes import outline
 from fxpipe.plan.placement import check_replicated, place
@@ -34,6 +36,7 @@ from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import Tables, tells_bytes
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import prove
@@ -44,28 +47,37 @@ WORTH_IT = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Planner:
-    """Makes plans for a model (or the user's own stage graph) on a topology, and keeps them."""
+class PlanState:
+    """What planning knows of a model (or the user's own stage graph) on a topology. Each new plan comes with another
+    state; if a rank could not make the plan, all ranks go on with the state before it."""
 
-    model: nn.Module | StageGraph
     topology: Topology
     options: Options
-    captures: Captures | None
-    """Where the stages of a model come from; None for the user's own."""
-    tables: Tables
-    """What chooses the table of the next plan."""
+    captures: Captures
+    """Where the stages come from."""
+    plans: Mapping[Pattern, Plan] = field(default_factory=dict)
+    shown: Pattern | None = None
+    """The pattern of the first plan, with its shapes."""
+    places: Mapping[Hashable, Places] = field(default_factory=dict)
+    """In which dimension gathered values have their rows."""
+    again: frozenset[str] | None = None
+    """The names of the stages that are recomputed, where that was decided before the first plan."""
+    by_shapes: Costs | None = None
+    """What the stages take, derived from the shapes of the example, where a limit of memory needs their bytes."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Has a graph's stages run the modules that ``parallelize`` has made, once there are any."""
-    plans: dict[Pattern, Plan] = field(default_factory=dict)
-    places: dict[Hashable, Places] = field(default_factory=dict)
-    """In which dimension gathered values have their rows."""
 
     @staticmethod
-    def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Planner:
+    def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> PlanState:
         """Before the first plan. ``device``: where a model that is on no device yet will run."""
         options = options.for_calls()
-        captures = Captures.empty(model, options, topology, device) if isinstance(model, nn.Module) else None
-        return Planner(model, topology, options, captures, Tables(options, captures))
+        return PlanState(topology, options, Captures.empty(model, options, topology, device))
+
+    @property
+    def tables(self) -> Tables:
+        """What chooses the table of the next plan."""
+        first = self.first if self.plans else None
+        return Tables(self.options, self.captures, first, self.shown, self.again, self.by_shapes)
 
     @property
     def ranks(self) -> int:
@@ -74,29 +86,30 @@ class Planner:
 
     @property
     def module(self) -> nn.Module:
-        return self.model.module if isinstance(self.model, StageGraph) else self.model
+        """The model, or the module that holds the user's own stages."""
+        return self.captures.model
 
     @cached_property
     def signature(self) -> inspect.Signature:
         """The signature of ``forward_backward``."""
-        if isinstance(self.model, StageGraph):
+        if (graph := self.captures.own_stages) is not None:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            return inspect.Signature([inspect.Parameter(name, kind) for name in self.model.inputs])
-        return Request.signature(self.model, self.options.loss_fn)
+            return inspect.Signature([inspect.Parameter(name, kind) for name in graph.inputs])
+        return Request.signature(self.module, self.options.loss_fn)
 
     @cached_property
     def items(self) -> Items:
         """How the model's labels are counted."""
         given = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
-        return Items.of(self.model, f"{given[0]}= is given" if given else "")
+        return Items.of(self.captures.own_stages or self.module, f"{given[0]}= is given" if given else "")
 
     @property
     def flags(self) -> Flags:
-        """What a capture depends on in the present model; RunError where that changes with every step."""
+        """What a capture depends on in the model, as it is ``at_present``."""
         modules = modules_of(self.module)
         training = bytes([module.training for module in modules])
         trainable = bytes([parameter.requires_grad for parameter in parameters_in(modules)])
-        return Flags(training, trainable, 0 if self.captures is None else self.captures.reads.state())
+        return Flags(training, trainable, self.captures.reads.number)
 
     @property
     def microbatches(self) -> int:
@@ -117,122 +130,118 @@ class Planner:
         return not self.first.graph.held.issuperset(id(one) for one in saved if isinstance(one, Tensor))
 
     @property
-    def shown(self) -> Pattern:
-        """The pattern of the first plan, with its shapes."""
-        assert self.tables.shown is not None
-        return self.tables.shown
-
-    @property
     def graphs(self) -> list[StageGraph]:
         """The stages of all plans, each once."""
         return list({id(graph): graph for plan in self.plans.values() for graph in plan.graphs}.values())
 
     @property
-    def objects(self) -> dict[ObjectValue, Any]:
-        """Where captures find the objects that this rank was given."""
-        return {} if self.captures is None else self.captures.objects
-
-    @property
     def needs_shapes(self) -> bool:
         """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
-        by_value = self.captures is not None and self.captures.by_value
-        return by_value or any(pattern.shapes for pattern in self.plans)
+        return self.captures.by_value or any(pattern.shapes for pattern in self.plans)
 
-    def plan(self, pattern: Pattern, sample: Sample | str = LATER, at_compile: bool = False) -> Plan:
-        """The plan for a pattern of inputs; TraceError, PartitionError or ScheduleError where there can be none.
+    def with_captures(self, **changes: Any) -> PlanState:
+        """The state with these changes of its captures."""
+        return replace(self, captures=replace(self.captures, **changes))
+
+    def at_present(self, objects: Mapping[ObjectValue, Any]) -> PlanState:
+        """The state, by the attributes that captures have read as the model has them now; for captures that are given
+        these objects, too."""
+        reads, present = self.captures.reads.at_present(), self.captures.objects
+        if reads is self.captures.reads and not objects:
+            return self
+        return self.with_captures(reads=reads, objects={**present, **objects})
+
+    def asking(self, error: Unanswered) -> PlanState:
+        """The state, once all ranks were asked the same about their inputs."""
+        return replace(self, captures=self.captures.asking(error))
+
+    def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> tuple[PlanState, Plan]:
+        """The plan for a pattern of inputs, and the state with it. TraceError, PartitionError or ScheduleError where
+        there can be none.
 
         ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
-        ``at_compile``: its stages may use what no stage of the first plan does: see ``hold_what_all_use``.
         """
-        if self.captures is not None:
-            for shape in pattern.shapes:
-                check_objects(shape)
-        # 1. One plan holds for all shapes where the capture does: it is kept without them.
-        known = self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())
-        if known is not None:
-            return known
-        captured = self._captured(pattern, sample)
-        if not self.plans:
-            self.tables.shown = pattern
+        return self._plan(pattern, sample, Capturing(self.captures))
+
+    def plan_evaluation(self, pattern: Pattern, sample: Sample | str) -> PlanState:
+        """The state with a plan for evaluation of the example, whose stages may use what no stage of the first plan
+        does: see ``holding_what_all_use``. Where there can be none, only what was found wrong of a tracer is new."""
+        capturing = Capturing(self.captures)
+        try:
+            return self._plan(pattern, sample, capturing, at_compile=True)[0]
+        except Unanswered:
+            raise
+        except FxpipeError:  # evaluate() raises it again, unless it is given other inputs
+            return self.with_captures(wrong=capturing.captures.wrong)
+
+    def _plan(
+        self, pattern: Pattern, sample: Sample | str, capturing: Capturing, at_compile: bool = False
+    ) -> tuple[PlanState, Plan]:
+        for shape in pattern.shapes if self.captures.own_stages is None else ():
+            check_objects(shape)
+        # 1. One plan holds for all shapes where the capture does: it has the pattern without them.
+        if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
+            return self, same
+        captured = _captured(capturing, pattern, sample)
+        state = replace(self, captures=capturing.captures, shown=self.shown or pattern)
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
         # 2. Captures with symbolic sizes hold for several patterns: those made from the same ones share a plan.
-        used = () if self.captures is None else tuple(self.captures.used)
-        for other, plan in self.plans.items():
-            same = (other.training, other.microbatches) == (pattern.training, pattern.microbatches)
-            if used and same and plan.captures == used:
-                self.plans[key] = plan
-                return plan
+        used = tuple(itertools.chain.from_iterable(each.patterns for each in captured))
+        alike = (key.training, key.microbatches, used)
+        plans = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.plans.items())
+        plan = next((plan for plan, facts in plans if used and facts == alike), None)
         # 3. The stages go to ranks, and these run a table.
-        graphs = self._placed(captured, pattern.inputs)
-        program = "\n".join(dict.fromkeys(one.text for one in captured))
-        plan = self._scheduled(graphs, pattern, program, used, captured[0].places)
-        if self.plans:
-            self._check_same_stages(plan, at_compile)
-        self.plans[key] = plan
-        return plan
+        if plan is None:
+            graphs = state._placed(captured, pattern.inputs)
+            state = replace(state, by_shapes=state.tables.costs_by_shapes(pattern, joint(graphs)))
+            program = "\n".join(dict.fromkeys(each.text for each in captured))
+            plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
+            if self.plans:
+                self._check_same_stages(plan, at_compile)
+        for line in state.captures.reports[len(self.captures.reports) :]:
+            log(line)
+        return replace(state, plans={**self.plans, key: plan}), plan
 
-    def hold_what_all_use(self) -> None:
-        """Has the first plan's stages hold what no plan uses but later ones, such as a head of evaluation alone."""
+    def holding_what_all_use(self) -> PlanState:
+        """The state whose first plan's stages hold what no plan uses but later ones, such as a head of evaluation."""
         (key, first), *later = self.plans.items()
         held, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
             more[stage.name] = {name: one for name, one in stage.tensors.items() if id(one) not in held}
         graphs = each_once(first.graphs, partial(_holding, more=more))
-        self.plans[key] = replace(first, graph=joint(graphs), graphs=graphs)
+        return replace(self, plans={**self.plans, key: replace(first, graph=joint(graphs), graphs=graphs)})
 
-    def keep(self, wanted: Collection[Plan]) -> None:
-        """Drops all plans but these and the first one, and the captures that only dropped ones were made from."""
-        kept = {id(plan) for plan in (self.first, *wanted)}
-        for pattern in [pattern for pattern, plan in self.plans.items() if id(plan) not in kept]:
-            del self.plans[pattern]
-        self.places.clear()  # a later plan of the same pattern may be of another capture
-        if self.captures is not None:
-            self.captures.keep({one for plan in self.plans.values() for one in plan.captures})
+    def only(self, wanted: Collection[Plan]) -> PlanState:
+        """The state with these plans and the first one alone, and with the captures that they were made from."""
+        identities = {id(plan) for plan in (self.first, *wanted)}
+        plans = {pattern: plan for pattern, plan in self.plans.items() if id(plan) in identities}
+        used = {pattern for plan in plans.values() for pattern in plan.captures}
+        # without places: a later plan of the same pattern may be of another capture
+        return replace(self, plans=plans, captures=self.captures.only(used), places={})
 
-    @contextlib.contextmanager
-    def rolled_back_on_error(self) -> Iterator[None]:
-        """If the block fails, no plan and no capture that was made in it is kept."""
-        before = dict(self.plans)
-        try:
-            with contextlib.nullcontext() if self.captures is None else self.captures.rolled_back_on_error():
-                yield
-        except BaseException:
-            self.plans.clear()
-            self.plans.update(before)
-            raise
-
-    def _captured(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
-        if isinstance(self.model, StageGraph):
-            return [Captured(self.model.with_backward(), f"{self.model}")] * pattern.microbatches
-        assert self.captures is not None
-        self.captures.used.clear()
-        wrong = len(self.captures.wrong)
-        captured = self.captures.of(pattern, sample)
-        captured = for_groups(captured, self.captures, pattern, sample)
-        if len(self.captures.wrong) > wrong:  # a group may have shown it, once the micro-batches were captured so
-            return self._captured(pattern, sample)
-        return captured
-
-    def row_places(self, plan: Plan, pattern: Pattern) -> Places:
-        """Where the values that a step of such micro-batches gathers have their rows, by the names in ``plan``."""
-        assert self.captures is not None  # the user's own stages gather nothing
+    def with_row_places(self, plan: Plan, pattern: Pattern) -> tuple[PlanState, Places]:
+        """Where the values that a step of such micro-batches gathers have their rows, by the names in ``plan``; and the
+        state that has found them."""
         if plan.captures[0].shapes:
-            return plan.places
+            return self, plan.places
         key = pattern.for_any_shape(), *map(outline, pattern.shapes[:1])
-        if key not in self.places:
-            with progress("finding the rows of what is gathered"):
-                self.places[key] = places_of_rows(self.captures, plan.captures[0], pattern)
-        return self.places[key]
+        if key in self.places:
+            return self, self.places[key]
+        with progress("finding the rows of what is gathered"):
+            places = places_of_rows(self.captures, plan.captures[0], pattern)
+        return replace(self, places={**self.places, key: places}), places
 
     def _placed(self, captured: Sequence[Captured], inputs: Collection[str]) -> tuple[StageGraph, ...]:
         """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
         # All micro-batches run one table: so stages have the numbers of the first plan, values have one name, and the
         # stages that any micro-batch has are placed.
-        found = [one.graph for one in captured]
-        graphs = called_alike(each_once(found, lambda graph: like(graph, self.first.graph)) if self.plans else found)
-        if not self.plans and self.captures is not None:
+        graphs: Sequence[StageGraph] = [each.graph for each in captured]
+        if self.plans:
+            graphs = each_once(graphs, lambda graph: like(graph, self.first.graph))
+        graphs = called_alike(graphs)
+        if not self.plans:
             # later captures are cut as the first was, which one with symbolic sizes may have replaced in this plan
-            for captured_before in self.captures.kept.values():
+            for captured_before in self.captures.by_pattern.values():
                 more = {stage.name: stage.tensors for stage in captured_before.graph}
                 graphs = each_once(graphs, partial(_holding, more=more))
         every = joint(graphs)
@@ -257,65 +266,59 @@ class Planner:
             stages.append(stage if is_opaque else compiled_lazily(stage, self.options.stage_compiler))
         return replace(graph, stages=tuple(stages))
 
-    def rescheduled(self, family: Limited) -> Planner:
-        """A planner with this family's tables for training; this very one where its table may stay.
+    def rescheduled(self, family: Limited) -> tuple[PlanState, Plan]:
+        """The state with this family's tables for training, and its first plan; this very one where its table may stay.
 
         It may where it keeps within the family's limits, and the new one is not faster by ``WORTH_IT`` at its costs.
         Limits of the family in force go on, unless the new one has others. ScheduleError where there is no such table.
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        by_shapes = self.tables.by_shapes
-        if family.costs is not None and not tells_bytes(family.costs) and by_shapes is not None:
-            family = replace(family, costs=family.costs.or_else(by_shapes))
+        if family.costs is not None and not tells_bytes(family.costs) and self.by_shapes is not None:
+            family = replace(family, costs=family.costs.or_else(self.by_shapes))
         options = replace(self.options, schedule=family)
-        tables = replace(self.tables, options=options, again=self.first.graph.recomputed)
-        planner = replace(self, options=options, tables=tables, plans={})
+        state = replace(self, options=options, again=self.first.graph.recomputed)
+        assert state.shown is not None
+        state = replace(state, by_shapes=state.tables.costs_by_shapes(state.shown, self.first.graph), plans={})
         made: dict[int, Plan] = {}
         # Evaluation keeps its tables: costs were measured in steps.
         for pattern, plan in self.plans.items():
             if pattern.training and id(plan) not in made:
-                made[id(plan)] = planner._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
-            planner.plans[pattern] = made.get(id(plan), plan)
+                made[id(plan)] = state._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
+            state = replace(state, plans={**state.plans, pattern: made.get(id(plan), plan)})
         # Both tables at the new costs: the present one was made for others.
-        present, new = self.first.schedule, planner.first.schedule
+        present, new = self.first.schedule, state.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         costed = replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
-        return self if stays else planner
+        state = self if stays else state
+        return state, state.first
 
-    def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Planner:
+    def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> PlanState:
         """The same plans; their stages hold what the module now holds, and nothing that it has let go of.
 
         ``adopt``: has stages, of later plans, too, run the modules that ``parallelize`` has made.
         """
-        captures = None if self.captures is None else self.captures.with_tensors_of_module()
-        planner = replace(
-            self,
-            model=self.model.with_tensors_of_module() if isinstance(self.model, StageGraph) else self.model,
-            captures=captures,
-            tables=replace(self.tables, captures=captures),
-            adopt=adopt or self.adopt,
-            plans={},
-        )
-        for pattern, plan in self.plans.items():
-            graphs = each_once(plan.graphs, lambda graph: planner._ready(graph.with_tensors_of_module()))
-            planner.plans[pattern] = replace(plan, graph=joint(graphs), graphs=graphs)
-        return planner
+        state = replace(self, captures=self.captures.with_tensors_of_module(), adopt=adopt or self.adopt)
+
+        def taken_up(plan: Plan) -> Plan:
+            graphs = each_once(plan.graphs, lambda graph: state._ready(graph.with_tensors_of_module()))
+            return replace(plan, graph=joint(graphs), graphs=graphs)
+
+        return replace(state, plans={pattern: taken_up(plan) for pattern, plan in self.plans.items()})
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, Any] | None:
         """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
-        found = None if self.captures is None else self.captures.found
-        table = self.options.schedule
+        searched, table = self.captures.searched, self.options.schedule
         ranks: Placement
         if self.plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
         elif isinstance(table, Schedule):
             ranks = table.placement
-        elif self.options.placement is not None or found is None:
+        elif self.options.placement is not None or searched is None:
             return self.options.placement
         else:
-            ranks = found.placement
+            ranks = searched.placement
         if len(ranks) != len(graph):
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))
@@ -330,7 +333,7 @@ class Planner:
     ) -> Plan:
         """The plan that runs the table of these graphs, which come from ``captures``."""
         graph = joint(graphs)
-        schedule = self.tables.schedule(graph, pattern, self.first if self.plans else None)
+        schedule = self.tables.choose(graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # Edge × micro-batch, of those between which nothing is sent: a text-only micro-batch has no image features.
         lacking = {id(one): [i for i, edge in enumerate(graph.edges) if edge not in one.edges] for one in graphs}
@@ -382,6 +385,15 @@ class Planner:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _captured(capturing: Capturing, pattern: Pattern, sample: Sample | str) -> list[Captured]:
+    """The capture of each micro-batch, with gathered stages for the rows of a group."""
+    wrong = capturing.captures.wrong
+    captured = for_groups(capturing.of(pattern, sample), capturing, pattern, sample)
+    if capturing.captures.wrong == wrong:
+        return captured
+    return _captured(capturing, pattern, sample)  # a group has shown it, once the micro-batches were captured so
 
 
 def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> StageGraph:

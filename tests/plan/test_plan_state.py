@@ -1,4 +1,4 @@
-"""The planner: one plan for one pattern, and a new planner where tensors, tracers or tables are others."""
+"""``PlanState``: one plan for one pattern, and another state where tensors, tracers or tables are others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import fxpipe
 from fxpipe.errors import ScheduleError
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
-from fxpipe.plan.planner import Planner
+from fxpipe.plan.plan_state import PlanState
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.verify import Machine, Step
 from tests.models import WIDTH, Chain
 
 
-def planned(options: Options) -> Planner:
-    planner = Planner.empty(Chain(2), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
-    return plan_first(Example(planner, options))
+def planned(options: Options) -> PlanState:
+    planning = PlanState.empty(Chain(2), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
+    return plan_first(Example(planning, options))[0]
 
 
 def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
@@ -41,11 +41,11 @@ def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
         Options(example_args=(torch.zeros(rows, WIDTH),) * 2, microbatches=2, tracer="record", schedule=family)
         for rows in (8, 12)
     )
-    planner = planned(first)
+    planning = planned(first)
     times = len(asked)
-    plan = planner.plan(Example(planner, other).pattern())
-    assert plan is not planner.first
-    assert plan.schedule.rows == planner.first.schedule.rows
+    _, plan = planning.plan(Example(planning, other).pattern())
+    assert plan is not planning.first
+    assert plan.schedule.rows == planning.first.schedule.rows
     assert len(asked) == times > 0
 
 
@@ -77,14 +77,14 @@ def test_a_family_whose_table_would_hang_is_refused_with_the_cells_that_wait() -
     assert (first, second) == (["0F0", "[0B0]"], ["[1B0]", "1F0"])
 
 
-def test_changed_tensors_are_taken_up_by_a_new_planner_and_the_old_one_stays_as_it_was() -> None:
-    planner = planned(Options())
-    old, new = planner.module.layers[0].weight, nn.Parameter(torch.ones(WIDTH, WIDTH))
-    planner.module.layers[0].weight = new
-    again = planner.with_tensors_of_module()
+def test_changed_tensors_are_taken_up_by_a_new_state_and_the_old_one_stays_as_it_was() -> None:
+    planning = planned(Options())
+    old, new = planning.module.layers[0].weight, nn.Parameter(torch.ones(WIDTH, WIDTH))
+    planning.module.layers[0].weight = new
+    again = planning.with_tensors_of_module()
     assert again.first.graph[0].tensors["layers.0.weight"] is new
-    assert planner.first.graph[0].tensors["layers.0.weight"] is old
-    assert again.first.digest == planner.first.digest
+    assert planning.first.graph[0].tensors["layers.0.weight"] is old
+    assert again.first.digest == planning.first.digest
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(8, [3, 3, 2]), (2, [2, 2, 2])])
@@ -97,11 +97,11 @@ def test_an_example_is_cut_as_a_call_would_cut_it_and_one_of_too_few_rows_is_eac
 
 
 def test_a_new_table_splits_backwards_that_were_whole_and_joins_them_again() -> None:
-    planner = planned(Options())
-    split = planner.rescheduled(with_costs("zb_h1", Costs.of(2, 1, 2, 1)))
-    joined = split.rescheduled(with_costs("1f1b", Costs.of(2, 1, 2, 0.1), in_flight=[2, 1]))
-    assert [one.first.schedule.name for one in (planner, split, joined)] == ["1f1b", "zb_h1", "1f1b"]
-    for one, in_halves in ((planner, False), (split, True), (joined, False)):
+    planning = planned(Options())
+    split, _ = planning.rescheduled(with_costs("zb_h1", Costs.of(2, 1, 2, 1)))
+    joined, _ = split.rescheduled(with_costs("1f1b", Costs.of(2, 1, 2, 0.1), in_flight=[2, 1]))
+    assert [one.first.schedule.name for one in (planning, split, joined)] == ["1f1b", "zb_h1", "1f1b"]
+    for one, in_halves in ((planning, False), (split, True), (joined, False)):
         assert [stage.deferring is not None for stage in one.first.graph] == [in_halves] * 2
 
 

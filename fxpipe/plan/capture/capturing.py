@@ -1,0 +1,444 @@
+"""Capturing: traces a model for a pattern of inputs, cuts it into stages, and checks them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe import passes as default_passes
+from fxpipe.batch.batch import joined_description
+from fxpipe.batch.description import Description, example_of, for_any_words, known_by_type
+from fxpipe.batch.objects import like_of
+from fxpipe.batch.pattern import GivenInputs, Pattern
+from fxpipe.distributed.forward_collectives import collectives_refused
+from fxpipe.errors import TraceError
+from fxpipe.graph.boundary import ignored
+from fxpipe.graph.like import ObjectValue
+from fxpipe.graph.modes import evaluating
+from fxpipe.graph.opaque_call import opaque_calls
+from fxpipe.graph.program import Program
+from fxpipe.graph.question import Unanswered
+from fxpipe.notebook import listed
+from fxpipe.packed import counted
+from fxpipe.passes.chain import chain
+from fxpipe.plan.balance.choose import Balanced
+from fxpipe.plan.balance.node_costs import CostUnknown
+from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
+from fxpipe.plan.capture.capture_check import NOT_CHECKED, Sample, check
+from fxpipe.plan.capture.captures import Captured, Captures, Observed
+from fxpipe.plan.capture.on_fakes import shapes_of
+from fxpipe.plan.capture.row_check import rows_meet, warn_of_rows
+from fxpipe.plan.capture.sizes import Family, changing, entries_between, outline, sizes_between, unlike
+from fxpipe.progress import progress
+from fxpipe.torch_compat import compiled_parts, pytree
+from fxpipe.trace import Request
+from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
+from fxpipe.trace.opaque.regions import Region
+from fxpipe.trace.patching import aside
+from fxpipe.trace.request import Place
+from fxpipe.trace.state.reads import Reads, noting
+
+SMALL = 2**16
+"""The most numbers of a buffer that is copied."""
+MANY = 10
+"""So many captures are reported."""
+OBSERVED = 16
+"""The most micro-batches whose opaque regions' results are remembered."""
+
+
+class Examined(NamedTuple):
+    """A tracer's program, the same with its stages, and these, which were run against the model."""
+
+    program: Program
+    cut: Program
+    captured: Captured
+    searched: Balanced | None
+    """The stages of the first capture, or their ranks, that a search has found."""
+    unused: frozenset[str]
+    """The parameters and buffers that the first capture does not use."""
+    checked: str = ""
+    """What came of running the stages against the model, in words."""
+
+
+class Capturing:
+    """Makes the captures that one plan needs. ``captures``: those that there are by now, replaced after each new one;
+    whoever asks for the plan takes them, if all ranks have it."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+
+    def of(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
+        """The stages for each micro-batch of a pattern; one object where nothing depends on their shapes.
+
+        ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
+        """
+        if (graph := self.captures.own_stages) is not None:
+            return [Captured(graph.with_backward(), f"{graph}")] * pattern.microbatches
+        keys: list[Pattern] = []
+        # Twice: a later micro-batch may be captured with symbolic sizes, which holds for the earlier ones, too.
+        for number in [*range(pattern.microbatches)] * 2:
+            pattern = pattern.for_any_words() if self.captures.any_words else pattern
+            keys.append(self._of_one(pattern.each()[number], pattern, sample))
+        captured = [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
+        # A tracer may be found wrong by a later shape only: then all of the mode are captured again, by the next one.
+        if any((pattern.training, each.tracer) in self.captures.wrong for each in captured):
+            others = {key: each for key, each in self.captures.by_pattern.items() if key.training != pattern.training}
+            first = None if pattern.training else self.captures.first
+            self.captures = replace(self.captures, by_pattern=others, families={}, first=first)
+            return self.of(pattern, sample)
+        return captured
+
+    def note_wrong(self, training: bool, tracer: str, why: str) -> None:
+        """Has a tracer not tried again in this mode."""
+        self.captures = replace(self.captures, wrong={**self.captures.wrong, (training, tracer): why})
+
+    def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
+        """The pattern under which ``captures`` have the capture for a micro-batch of ``pattern``."""
+        # 1. A capture that holds: for any shape, with symbolic sizes, or for this shape, with answers that are given.
+        captures, shape, answers = self.captures, this.shape, this.answered
+        kind = None if shape is None else (replace(this, shapes=(), answers=()), outline(shape))
+        family = captures.families.get(kind, Family())
+        paths = dict.fromkeys(captured.answers for captured in captures.by_pattern.values())
+        keys = [this.for_any_shape(), *(this.for_answers(path) for path in paths if set(path) <= set(answers))]
+        if shape is not None and (general := family.holding(shape, answers)) is not None:
+            keys.insert(1, general)
+        for key in keys:
+            if key in captures.by_pattern:
+                return key
+        # 2. A new one. What it asked of the inputs is a part of the key that it has.
+        free = frozenset[Place]() if shape is None else family.free(shape)
+        self.captures, captured = Tracing(self, this, pattern, sample).capture(free)
+        captures = replace(self.captures, any_words=self.captures.any_words or captured.any_words)
+        if shape is not None and captured.of_one_shape and captured.any_words:
+            this, shape = this.for_any_words(), for_any_words(shape)
+            kind = replace(this, shapes=(), answers=()), outline(shape)
+            family = captures.families.get(kind, Family())
+        key = this.for_answers(captured.answers) if captured.of_one_shape else this.for_any_shape()
+        if shape is not None and captured.of_one_shape:
+            for name in known_by_type(shape):
+                raise Unanswered(name, "", captures.asks_numbers)
+            families = {**captures.families, kind: family.noting(shape, key, captured.holds_for)}
+            captures = _reported(replace(captures, families=families), captured, pattern.training)
+        self.captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})
+        return key
+
+
+class Tracing:
+    """Traces a model for one micro-batch, cuts it into stages, and checks them. ``this``: the pattern of the
+    micro-batch; ``pattern``: of the batch."""
+
+    def __init__(self, capturing: Capturing, this: Pattern, pattern: Pattern, sample: Sample | str) -> None:
+        self.capturing, self.this, self.pattern, self.sample = capturing, this, pattern, sample
+        self.captures, self.shape = capturing.captures, this.shape
+        self.options, self.balancing = self.captures.options, self.captures.balancing
+        self.observed: list[Observed] = []  # what a real run has shown of regions
+
+    def capture(self, free: frozenset[Place]) -> tuple[Captures, Captured]:
+        """The stages that the first tracer makes whose stages are right, and the captures, with what it has shown.
+        ``free``: dimensions that may be symbolic."""
+        # 1. The capture. What it reads of Python's state is noted, since a change of that makes another capture.
+        request = self._request(free)
+        request = self.observe(request) if request.whole else request
+        observe = self.observe if self._can_run(self.sample) else None
+        tries = self.captures.any_words or self.captures.first is None
+        with (
+            progress(f"capturing {type(self.captures.model).__name__}"),
+            ignored(self.balancing.finds_cuts),
+            noting() as noted,
+        ):
+            examined, request, added = capture_in_part(request, self.options, self.examine, self.shares, observe, tries)
+        # 2. What it has shown of the model.
+        program, captured = examined.program, replace(examined.captured, any_words=request.any_words)
+        captures = self._with_regions(examined, request, added)
+        watch(examined.cut, captures.latest.changed)
+        beside = [*captures.by_itself.values(), *captures.questions.described(program.answers)]
+        captures = replace(
+            captures,
+            first=captures.first or examined.cut,
+            searched=examined.searched,
+            unused=examined.unused,
+            reads=self._reads(program, request, noted),
+            asks_numbers=request.asks_numbers,
+            observed=(*captures.observed, *self.observed)[-2 * OBSERVED :],
+            beside=tuple(dict.fromkeys((*captures.beside, *beside))),
+            numbers=captures.numbers or _numbers_in(captures.model),
+        )
+        # 3. What .stages says of it.
+        whole = tuple(f"{region.name}." for region in request.whole)  # which runs as the user has it
+        compiled = [name for name in compiled_parts(program.module) if not f"{name}.".startswith(whole)]
+        if compiled and self.options.stage_compiler is None:
+            plain = f"{listed(compiled)} run as plain code, though compiled"
+            beside.append(f"{plain}; stage_compiler=torch.compile compiles what a stage runs")
+        head, *rest = captured.graph.origin.splitlines()
+        origin = "\n".join([f"{head}, {examined.checked}", *rest, *beside])
+        return captures, replace(captured, graph=replace(captured.graph, origin=origin))
+
+    def _with_regions(self, examined: Examined, request: Request, added: Mapping[str, str]) -> Captures:
+        """The captures, with the opaque regions that this one has, and that no tracer could capture."""
+        captures = self.capturing.captures
+        dropped = (region for region in captures.whole if not region.varies and region not in request.whole)
+        by_itself = {**captures.by_itself, **added}
+        # A region that only other regions call is a part of them.
+        inside = by_itself.keys() - {name for name, _ in request.seen} if added else set()
+        calls = (call for part in examined.cut.opaque.values() for call in opaque_calls(part))
+        unpacked = {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
+        return replace(
+            captures,
+            whole=tuple(region for region in (*request.whole, *dropped) if region.name not in inside),
+            by_itself={name: words for name, words in by_itself.items() if name not in inside},
+            unpacked=captures.unpacked | unpacked,
+        )
+
+    def _reads(self, program: Program, request: Request, noted: set[tuple[int, str]]) -> Reads:
+        """The reads, with those of this capture. A submodule that stages call follows its own changes: only what was
+        traced through is compared."""
+        own = {  # which only regions read, or a capture refuses
+            (id(vars(self.captures.model.get_submodule(path))), name)
+            for seen in request.seen.values()
+            for path, name in seen.sets
+        }
+        targets = {str(node.target) for node in program.nodes if node.op == "call_module"}
+        called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
+        reads = self.captures.reads
+        return reads.with_capture(noted - own, request.roots, called, program.sets, program.computed_with)
+
+    def _request(self, free: frozenset[Place]) -> Request:
+        """What a tracer is asked."""
+        captures, this, shape = self.captures, self.this, self.shape
+        request = Request(
+            captures.model,
+            this.inputs,
+            {name: self._objects(name, value) for name, value in this.given[0].fixed},
+            self.options.loss_fn if self.pattern.with_loss else None,
+            example=None if shape is None else {n: self._objects(n, like) for n, like in example_of(shape).items()},
+            cuts=captures.cuts,
+            may_lack_cuts=captures.first is not None,  # which has called them all
+            training=self.pattern.training,
+            autocast=self.pattern.ambient.autocast,
+            varying=free,
+            device=captures.device,
+            compute=self.balancing.compute,
+            whole=captures.whole,
+            around=partial(collectives_refused, captures.topology),
+            numbers=captures.numbers,
+            asks_numbers=captures.asks_numbers,
+            holding={name: [leaf is not None for leaf in leaves] for name, _, leaves in this.given[0].holding},
+        )
+        if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:
+            return replace(request, answers=dict(this.answered), ask=captures.questions.ask)
+        return request
+
+    def _objects(self, name: str, value: Any) -> Any:
+        """An input with the objects that it has; TraceError where this rank was not given one."""
+
+        def looked_up(value: ObjectValue) -> Any:
+            if value not in self.captures.objects:
+                raise TraceError(
+                    f"input {name!r} is or holds {value}, on which forward may branch, and this rank was given None; "
+                    "pass it on all ranks of a pipe group"
+                )
+            return self.captures.objects[value]
+
+        return pytree.tree_map_only(ObjectValue, looked_up, value)
+
+    def _check_unchanged(self, given: GivenInputs) -> None:
+        """TraceError where forward has changed an object that it is given."""
+        inside = ((name, leaf) for name, _, leaves in given.holding for leaf in leaves)
+        for name, value in (*given.fixed, *inside):
+            if isinstance(value, ObjectValue) and like_of(self.captures.objects[value]) != value:
+                raise TraceError(
+                    f"forward changes {value}, which is or is in input {name!r}, while it is captured, and no stage "
+                    "would do so; return what it computes, or keep it in a tensor"
+                )
+
+    def _can_run(self, sample: Sample | str) -> TypeGuard[Sample]:
+        """Whether the model can run on a micro-batch, which shows what a region returns."""
+        on_meta = any(parameter.is_meta for parameter in self.captures.model.parameters())
+        return isinstance(sample, Sample) and not sample.later and self.shape is not None and not on_meta
+
+    def shares(self, examined: Examined) -> dict[str, float]:
+        """Region → the part of a step's FLOPs that its calls have, forward and backward; nothing where it is not known.
+        Seconds would say less: of what cannot run without numbers the number of kernels is not known."""
+        program = examined.cut
+        try:
+            assert self.shape is not None
+            costs = self.balancing.costs(program, self.pattern, self.shape)
+        except CostUnknown:
+            return {}
+        total = sum(cost.flops + cost.backward_flops for cost in costs.nodes.values()) or 1.0
+        shares: dict[str, float] = {}
+        for node in program.nodes:
+            part = (costs[node.name].flops + costs[node.name].backward_flops) / total
+            for name in {call.name for call in opaque_calls(program.opaque.get(str(node.target)))}:
+                shares[name] = shares.get(name, 0.0) + part
+        return shares
+
+    def observe(self, request: Request) -> Request:
+        """The request, with what calls of opaque regions do: as the user has said, as a real run shows, or as an
+        earlier one has shown."""
+        self.observed, shape = [], self.shape  # of fewer regions
+        seen = dict(declared(request))
+        if shape is not None and self._can_run(self.sample):
+            seen |= self._seen(request, self.sample.batches[self.pattern.shapes.index(shape)], shape)
+        elif shape is not None:
+            seen |= self._guessed({region.name for region in request.whole}, shape)
+        return replace(request, seen=seen)
+
+    def _seen(self, request: Request, batch: Mapping[str, Any], shape: Description) -> SeenCalls:
+        """What calls of opaque regions do in a real run."""
+        training, called = self.pattern.training, set[str]()
+        with progress("running an opaque region"), ignored(self.balancing.finds_cuts):
+            seen = observe(request, batch, called)
+            self.observed.append((training, shape, {**declared(request), **seen}))
+            evaluates = not training
+            if training:
+                # Evaluation is seen now, too: later this rank has its own part of the model alone. A model may not be
+                # able to evaluate a batch for training.
+                with evaluating(self.captures.model), contextlib.suppress(TraceError):
+                    self.observed.append((False, shape, {**declared(request), **observe(request, batch, called)}))
+                    evaluates = True
+            if evaluates and not request.may_lack_cuts:
+                check_called(request, called)
+        return seen
+
+    def _guessed(self, names: set[str], shape: Description) -> SeenCalls:
+        """What these regions do, by the observed micro-batch that is most like this one."""
+
+        # The micro-batch that shows most: that called these regions, in this mode, with sizes that map to one each.
+        def unlikeness(observed: Observed) -> tuple[int, bool, tuple[int, int]]:
+            training, then, calls = observed
+            return len(names - {name for name, _ in calls}), training != self.pattern.training, unlike(then, shape)
+
+        if not self.captures.observed:
+            return {}
+        _, then, calls = min(self.captures.observed, key=unlikeness)
+        sizes, entries = sizes_between(then, shape), entries_between(then, shape)
+        lengths = sizes_between(then, shape, or_same=True)
+        # What forward unpacks has always as many entries: (a, b) = region(x).
+        return {
+            key: seen.guessed(sizes, {} if key[0] in self.captures.unpacked else lengths, entries)
+            for key, seen in calls.items()
+        }
+
+    def examine(self, request: Request, program: Program) -> Examined:
+        """A tracer's program, cut into stages and run against the model; TraceError where it is not the model's."""
+        wrong = self.capturing.captures.wrong
+        for training in (True, self.pattern.training):  # what is wrong in training is not tried in evaluation
+            if (training, program.tracer) in wrong:
+                raise TraceError(wrong[training, program.tracer])
+        self._check_unchanged(self.this.given[0])
+        examined = self._cut(program, request.whole)
+        with aside():
+            checked = self._checked(examined.captured, request, self.sample)
+            if checked.startswith(NOT_CHECKED):
+                self._look_for_rows(examined.cut)
+        return examined._replace(checked=checked)
+
+    def _checked(self, captured: Captured, request: Request, sample: Sample | str) -> str:
+        """What came of running the stages against the model, in words; TraceError where they differ."""
+
+        def holds(batch: Mapping[str, Any]) -> bool:
+            return set(captured.answers) <= set(self.captures.questions.answers(batch) if captured.answers else ())
+
+        if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
+            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'check_capture=False'}"
+        # The micro-batches that this capture is for: those of one shape, or all that have the same inputs.
+        each = [one if captured.of_one_shape else one.for_any_shape() for one in self.pattern.each()]
+        numbers = [number for number, one in enumerate(each) if one in (self.this, self.this.for_any_shape())]
+        try:
+            with progress("checking the stages against the model"):
+                return check(captured.graph, request, sample, numbers, holds, self.options.loss_weight)
+        except TraceError as error:
+            if not sample.later and not request.any_words:  # else other captures by this tracer are in use
+                self.capturing.note_wrong(request.training, captured.tracer, str(error))
+            raise
+
+    def _look_for_rows(self, program: Program) -> None:
+        """Warns where shapes alone show that rows of a micro-batch meet, of the first capture in training."""
+        pattern, batch_dim = self.pattern, self.options.batch_dim
+        is_first = self.captures.first is None and pattern.training and pattern.microbatches > 1
+        if self.shape is None or not is_first or not self.options.check_capture or counted(batch_dim):
+            return
+        examples = [self.shape, joined_description([self.shape] * 2, batch_dim)]
+        how = self.captures.device, pattern.ambient.autocast, self.balancing.compute
+        warn_of_rows(rows_meet(program, *(shapes_of(program, example_of(one), *how) for one in examples)))
+
+    def _cut(self, program: Program, whole: Collection[Region]) -> Examined:
+        """The program with its stages, not checked yet. ``whole``: the regions that are opaque in it."""
+        traced, first, unused_names, balancing = program, self.captures.first, self.captures.unused, self.balancing
+        searched = None if first is None else self.captures.searched
+        # What is opaque was kept for its effects, and what answers a question was computed for it: both may be unused.
+        if whole or program.answers:
+            program = default_passes.drop_unused(program)
+        if whole:
+            unused_names = unused(program) if first is None else unused_names
+            program = with_unused(program, unused_names)
+        program = program.replace(first=first)
+        # Cuts are searched for, or marked. Later captures are cut where the first one was.
+        if balancing.finds_cuts:
+            program = chain(default_passes.before_balance(), program)
+            if first is None:
+                searched = balancing.searched(program, self.pattern, self.shape)
+                program = searched.program
+            else:
+                program = default_passes.partition(program)
+            program = chain((default_passes.name_stages,), program)
+        else:
+            passes = self.options.passes
+            program = chain(default_passes.default() if passes is None else passes, program)
+            if first is None and self.shape is not None and balancing.finds_placement_of(len(program.stage_names)):
+                searched = balancing.placed(program, self.pattern, self.shape)
+        constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
+        captured = Captured(
+            default_passes.split(program),
+            "\n".join([type(self.captures.model).__name__, str(program), *constants]),
+            program.tracer,
+            program.holds_for,
+            program if program.gathered else None,
+            program.fixed_sizes,
+            program.answers,
+        )
+        return Examined(traced, program, captured, searched, unused_names)
+
+
+def _reported(captures: Captures, captured: Captured, training: bool) -> Captures:
+    """The captures, with what the user is told of one more, which holds for one shape."""
+    evaluations, steps = captures.counts
+    counts = (evaluations, steps + 1) if training else (evaluations + 1, steps)
+    reports = [f"fxpipe: {captured.fixed_sizes}"] if captured.fixed_sizes else []
+    if counts[training] == MANY:
+        shapes = [key.shape for key in captures.by_pattern if key.training == training and key.shape is not None]
+        sizes, values = (", ".join(map(repr, names)) for names in changing(shapes))
+        by_size = f'sizes of {sizes} change: pad batches to a few sizes; tracer="export" keeps sizes symbolic'
+        by_value = (
+            f"strings or numbers of Python's in {values} change, and a program holds for those it was captured "
+            'with: pass tensors, or keep what reads them opaque, boundaries={"the submodule": "whole"}'
+        )
+        reasons = [by_value] * bool(values) + [by_size] * bool(sizes) or ["each for an outcome of what forward asks"]
+        reports.append(f"fxpipe: {MANY} captures by now: {'; '.join(reasons)}")
+    return replace(captures, counts=counts, reports=tuple(dict.fromkeys((*captures.reports, *reports))))
+
+
+def _numbers_in(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's small buffers of integers and truth values: a rank has its own stages' buffers alone once
+    compile is done, and later captures may need others."""
+    buffers = model.named_buffers(remove_duplicate=False)
+    small = [(name, buffer) for name, buffer in buffers if not buffer.is_meta and buffer.numel() <= SMALL]
+    return {name: buffer.clone() for name, buffer in small if not buffer.dtype.is_floating_point}
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """A hash of a constant: ranks that have captured it with different seeds must not go on."""
+    if tensor.is_meta:
+        return "on the meta device"
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().cpu().clone(), buffer)
+    return f"constant {list(tensor.shape)} {hashlib.blake2b(buffer.getbuffer(), digest_size=8).hexdigest()}"
