@@ -77,14 +77,13 @@ class Held:
 
     def ran(self, executor: Executor) -> None:
         """An action is over: what its stage keeps for a recomputation counts from now on."""
-        for (stage, _), left_behind in executor.left_behind.items():
-            forward = left_behind.recomputed
-            if forward is None or forward in self._seen:
-                continue
-            for leaf in pytree.tree_leaves(forward.inputs):
-                if isinstance(leaf, Tensor):
-                    self._take(stage, leaf, forward)
-            self._seen.add(forward)
+        for (stage, _), left in executor.left_behind.items():
+            forward = left.recomputed
+            if forward is not None and forward not in self._seen:
+                for leaf in pytree.tree_leaves(forward.inputs):
+                    if isinstance(leaf, Tensor):
+                        self._take(stage, leaf, forward)
+                self._seen.add(forward)
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.formats.html_page import MOST_CELLS
 from fxpipe.notebook import listed, preformatted
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.show.html_page import MOST_CELLS
 from tests.graphs import FAMILIES, WORKED, chain
 
 

@@ -1,6 +1,8 @@
 """Search: of many layouts the one of the least simulated makespan within the memory of a rank.
 
-Those that are worth simulating are cuts of each order of the blocks, also with a part of them on all ranks.
+Candidates are cuts of each order of the blocks, also with a part of the blocks on all ranks. The lower bound of a
+layout says whether its table may be better than the best one, and the least makespan of the table whether it is; the
+last few layouts are simulated.
 
 Every choice depends on the work alone, never on a clock, so that all ranks of a run find the same.
 """
@@ -19,7 +21,18 @@ from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.segments import Cuts, Line, Order, balanced, depth_first, entries, orders, segments_of
+from fxpipe.plan.balance.segments import (
+    Cuts,
+    Line,
+    Order,
+    balanced,
+    between,
+    depth_first,
+    entries,
+    orders,
+    partition,
+    segments_of,
+)
 from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Limited
 
@@ -135,9 +148,12 @@ def on_all_ranks(
 ) -> Iterator[StageLayout]:
     """Layouts with a part on all ranks, as one or several stages; of all cuts of the rest that of the least bound."""
     for part in _shareable(work):
+        line = Line(work, tuple(block for block in depth_first(work) if block in part))
+        seconds = between(line.time)
         for count in (count for count in STAGES if count <= len(part) and ranks <= len(work) - len(part)):
             beside = f", beside {'a stage' if count == 1 else f'{count} stages'} on all ranks"
-            shared = _cut(work, part, count)
+            cuts = partition(([seconds] * count).__getitem__, count) or ()
+            shared = tuple(line.order[start:end] for start, end in itertools.pairwise((0, *cuts)))
             found = (
                 layout_of(work, replace(recipe, shared=shared, origin=recipe.origin + beside))
                 for recipe in recipes(work, ranks, microbatches, memory, part)
@@ -163,31 +179,20 @@ def _shareable(work: BlockGraph) -> list[frozenset[int]]:
     return sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]
 
 
-def _cut(work: BlockGraph, part: frozenset[int], count: int) -> tuple[Order, ...]:
-    """The part's blocks in so many segments of equal time."""
-    found, before, whole = [list[int]() for _ in range(count)], 0.0, work.seconds(part)
-    for block in depth_first(work):
-        if block in part:
-            middle = before + work.blocks[block].seconds / 2
-            found[min(int(count * middle / whole), count - 1)].append(block)
-            before += work.blocks[block].seconds
-    return tuple(map(tuple, found))
-
-
 ACTIONS = 100_000
-"""So many actions are simulated to choose among candidates."""
+"""So many actions the tables of candidates have."""
 MORE_ACTIONS = 100_000
-"""So many to improve the best of them."""
+"""So many have the tables by which the best candidates are improved."""
 IMPROVED = 2
-"""So many of those that came about in the same way are improved."""
+"""So many candidates of each origin are improved."""
 RUNNERS_UP = 3
 """So many layouts are shown beside the best one."""
 GAIN = 0.03
 """The part of a step that a cut inside of modules, or a stage on all ranks, must gain to be taken."""
 SHARE = 0.5
-"""The part of these that the best may take, and of what is left then the next one, and so on."""
+"""The part of ``MORE_ACTIONS`` for the best candidate; the next one has the same part of the rest, and so on."""
 LITTLE = 0.01
-"""The part of a step that is not worth a simulation of a candidate."""
+"""The part of a step that is not worth a candidate's table."""
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 """By how many blocks a cut is moved."""
 
@@ -200,22 +205,23 @@ class Found:
     others: tuple[LayoutOutcome, ...]
 
     def of_blocks(self, piece_of: Sequence[int], how: str) -> Found:
-        """The same for what the pieces were put together from. ``how``: words for the way in which they were."""
+        """The same layouts of the blocks that pieces were put together from. ``how``: words added to their origin."""
 
-        def of_blocks(one: LayoutOutcome) -> LayoutOutcome:
-            stage_of = tuple(one.layout.stage_of[piece] for piece in piece_of)
-            return replace(one, layout=StageLayout(stage_of, one.layout.rank_of, one.layout.origin + how))
+        def of_blocks(outcome: LayoutOutcome) -> LayoutOutcome:
+            layout = outcome.layout
+            stage_of = tuple(layout.stage_of[piece] for piece in piece_of)
+            return replace(outcome, layout=StageLayout(stage_of, layout.rank_of, layout.origin + how))
 
         return Found(of_blocks(self.best), tuple(map(of_blocks, self.others)))
 
     def unless(self, other: Found | None, gain: float) -> Found:
-        """This, unless it is not faster than the other by so great a part; with the best that was found else."""
+        """This where its step is shorter by the part ``gain``, or else the other; the runners-up of both."""
         if other is None:
             return self
         # A layout with drawbacks of its own, such as a cut inside of a module, must gain enough to be worth them.
         taken, left = (self, other) if self.best.seconds < other.best.seconds * (1 - gain) else (other, self)
         others = sorted((left.best, *taken.others, *left.others), key=_merit)
-        different = {one.layout: one for one in others if one.layout != taken.best.layout}
+        different = {outcome.layout: outcome for outcome in others if outcome.layout != taken.best.layout}
         return Found(taken.best, tuple(different.values()))
 
 
@@ -230,26 +236,26 @@ def search(
     effort: float = 1.0,
 ) -> Found:
     """The best layout of the work. ``several``: a stage may be on all ranks, where a step then takes less by ``GAIN``:
-    an encoder or, of given stages and where there is a limit of memory, one that needs no other. ``effort``: the part
-    of the usual number of actions that is simulated.
+    an encoder or, of given stages and where there is a limit of memory, a stage that needs no other. ``effort``: the
+    part of the usual number of actions that tables may have in all.
 
-    PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
-    table for any.
+    PartitionError where no layout fits the memory, with the least bytes that a layout takes; ScheduleError where the
+    family has no table for any layout.
     """
-    # 4 micro-batches a rank show a layout's bubble well enough to choose by, and their table is simulated fast. What is
-    # chosen is simulated with all of them at the end.
+    # 4 micro-batches a rank show a layout's bubble well enough to choose by, and their table is made fast. The best
+    # layouts of different origins are simulated with all micro-batches at the end.
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
     memories = [memory] if memory is None else [memory, None]  # what is cut for speed alone may fit, too
-    made = {layout_of(work, one): one for most in memories for one in recipes(work, ranks, few, most)}
+    recipe_of = {layout_of(work, recipe): recipe for most in memories for recipe in recipes(work, ranks, few, most)}
     # "auto" recomputes only where nothing fits without.
     reruns = [None, again] if again is not None and again.at_need else [again]
     for rerun in reruns:
         judge = Judge(work, family, few, memory, rerun)
-        if outcomes := _simulated(judge, made, ACTIONS * effort):
+        if outcomes := _estimated(judge, recipe_of, ACTIONS * effort):
             break
     else:
         raise _no_fit(judge)
-    starts = _best_of_each_way(outcomes, IMPROVED)
+    starts = _best_of_each_origin(outcomes, IMPROVED)
     better: list[LayoutOutcome] = []
     last = judge.actions + effort * MORE_ACTIONS
     for start in starts:
@@ -257,14 +263,14 @@ def search(
         if judge.lower_bound(start.layout) > min(outcome.seconds for outcome in [*outcomes, *better]):
             continue
         until = judge.actions + SHARE * (last - judge.actions)
-        better.append(_climbed(judge, start, made[start.layout], until))
+        better.append(_climbed(judge, start, recipe_of[start.layout], until))
     exact = judge if few == microbatches else Judge(work, family, microbatches, memory, judge.again)
-    ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
+    ranked = _best_of_each_origin(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
     fitting = [outcome.layout for outcome in ranked if exact.estimate(outcome.layout) is not None]
-    kept = sorted(filter(None, map(exact.outcome, fitting)), key=_merit)
-    if not kept:
+    simulated = sorted(filter(None, map(exact.outcome, fitting)), key=_merit)
+    if not simulated:
         raise _no_fit(exact)
-    found = Found(kept[0], tuple(kept[1:]))
+    found = Found(simulated[0], tuple(simulated[1:]))
     # Without a limit of memory the first of given stages would be on all ranks of any chain.
     several &= memory is not None or not work.given
     if several and work.seconds() * microbatches / ranks < found.best.makespan * (1 - GAIN):
@@ -280,14 +286,13 @@ def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
     return float(f"{outcome.seconds:.4g}"), outcome.most_bytes, outcome.layout.stages
 
 
-def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> list[LayoutOutcome]:
-    """The outcomes of layouts that fit, the best first, until so many actions have been simulated.
+def _estimated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> list[LayoutOutcome]:
+    """The estimated outcomes of layouts that fit, the best first, until their tables have ``most`` actions.
 
-    Of each way of finding a layout the one of the least lower bound is simulated, then all by their bounds until these
-    show that none is better by ``LITTLE``. Of each way only the best ``IMPROVED`` must be known.
+    Of each origin the layout of the least lower bound gets a table, then all layouts by their bounds until these show
+    that none is better by ``LITTLE``.
     """
-    # The bound is cheap, a simulation is not. A way of finding layouts whose bounds are all high may still have the
-    # best table, so each way gets one simulation.
+    # The bound is cheap, a table is not. An origin whose bounds are all high may still have the best table.
     ranked = sorted(layouts, key=judge.lower_bound)
     firsts = {layout.origin: layout for layout in reversed(ranked)}
     found: list[LayoutOutcome] = []
@@ -311,15 +316,15 @@ def _no_fit(judge: Judge) -> PartitionError | ScheduleError:
     )
 
 
-def _best_of_each_way(ranked: Iterable[LayoutOutcome], count: int) -> list[LayoutOutcome]:
-    """The first so many of each way of finding a layout, each layout once, in order."""
-    ways: Counter[str] = Counter()
-    found: dict[StageLayout, LayoutOutcome] = {}
+def _best_of_each_origin(ranked: Iterable[LayoutOutcome], count: int) -> list[LayoutOutcome]:
+    """The first ``count`` outcomes of each origin, each layout once, in order."""
+    origins: Counter[str] = Counter()
+    best: dict[StageLayout, LayoutOutcome] = {}
     for outcome in ranked:
-        if ways[outcome.layout.origin] < count and outcome.layout not in found:
-            ways[outcome.layout.origin] += 1
-            found[outcome.layout] = outcome
-    return list(found.values())
+        if origins[outcome.layout.origin] < count and outcome.layout not in best:
+            origins[outcome.layout.origin] += 1
+            best[outcome.layout] = outcome
+    return list(best.values())
 
 
 # --- moving cuts and stages ---
@@ -344,12 +349,12 @@ def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iter
     own keeps another, or with two stages exchanged. None: stages have moved, so that cuts no longer do."""
     ends = () if recipe is None else (0, *recipe.cuts)
     weight = [] if recipe is None else [work.seconds(recipe.order[a:b]) for a, b in itertools.pairwise(ends)]
-    for place in sorted(range(1, len(ends) - 1), key=lambda place: -max(weight[place - 1], weight[place])):
+    for number in sorted(range(1, len(ends) - 1), key=lambda number: -max(weight[number - 1], weight[number])):
         for step in STEPS:
-            cut = ends[place] + step
-            # No segment may become empty, and the last one ends where it did.
-            if recipe is not None and ends[place - 1] < cut < ends[place + 1]:
-                moved = replace(recipe, cuts=(*ends[1:place], cut, *ends[place + 1 :]))
+            cut = ends[number] + step
+            # No segment may become empty, and the last segment ends where it did.
+            if recipe is not None and ends[number - 1] < cut < ends[number + 1]:
+                moved = replace(recipe, cuts=(*ends[1:number], cut, *ends[number + 1 :]))
                 yield layout_of(work, moved), moved
     rank_of, stages, ranks = list(layout.rank_of), range(layout.stages), rank_count(layout.rank_of)
     if layout.stages == ranks:

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fxpipe.formats import svg_picture
-from fxpipe.formats.svg_picture import svg, text_width, ticks, truncated
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule, Timeline
+from fxpipe.schedules.show import svg_picture
+from fxpipe.schedules.show.svg_picture import svg, text_width, ticks, truncated
 from tests.graphs import FAMILIES, bare, chain, random_timelines
 
 SVG = "{http://www.w3.org/2000/svg}"
