@@ -119,7 +119,6 @@ LONG = """
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
     whole/test_resume.py
     whole/test_save_load.py::test_a_run_of_four
-    whole/test_several_ranks.py::test_random
     whole/test_strings.py::test_batches_of_other_sizes
     whole/test_virtual_time.py::test_a_step_takes
     whole/test_virtual_time.py::test_each

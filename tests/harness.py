@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
@@ -51,6 +53,8 @@ class Run:
     metrics: list[Mapping[str, Tensor]] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)
+    """The parameters of this rank's stages."""
 
 
 # --- fxpipe ---
@@ -67,12 +71,18 @@ def compiled(case: Case, **options: Any) -> fxpipe.ForwardBackward:
         "loss_fn": case.loss_fn,
     }
     topology = options.pop("topology", None) or fxpipe.Topology([("pipe", case.ranks)])
-    if case.loss_fn is not None or "batch" in case.batch():
+    if case.inputs is not None and (case.loss_fn is not None or "batch" in case.batch()):
         defaults["example_kwargs"] = case.batch()
-    return fxpipe.compile(model, topology, **defaults | options)
+    if options.get("zero") != 3 and isinstance(topology, fxpipe.Topology) and replica_of(topology):
+        nn.init.zeros_(next(model.parameters()))  # the first replica's values are the ones that count
+    return fxpipe.compile(model, topology, **defaults | dict(case.options) | options)
 
 
-def trained(case: Case, batches: Sequence[Inputs], recorded: bool = False, **options: Any) -> Run:
+Batches = Sequence[Inputs | tuple[Inputs, ...]]
+"""Of each step the batch, or that of each replica."""
+
+
+def trained(case: Case, batches: Batches, recorded: bool = False, **options: Any) -> Run:
     """A step per batch on the engine that this process or thread belongs to."""
     forward_backward = compiled(case, **options)
     forward_backward.record_timeline(recorded)
@@ -80,15 +90,18 @@ def trained(case: Case, batches: Sequence[Inputs], recorded: bool = False, **opt
     return stepped(forward_backward, case, batches)
 
 
-def stepped(forward_backward: fxpipe.ForwardBackward, case: Case, batches: Sequence[Inputs]) -> Run:
-    """A step per batch of what is compiled already."""
-    optimizer = forward_backward.optimizer(case.optimizer, **case.optimizer_options)
-    run = Run()
+def stepped(forward_backward: fxpipe.ForwardBackward, case: Case, batches: Batches) -> Run:
+    """A step per batch of what is compiled already. Gradients of which a rank has only a part are left out."""
+    groups = (case.groups(forward_backward.named_parameters()),) if case.groups else ()
+    optimizer = forward_backward.optimizer(case.optimizer, *groups, **case.optimizer_options)
+    named = dict(forward_backward.named_parameters())
+    run = Run(owned=set(named))
     for batch in batches:
         optimizer.zero_grad()
-        run.losses.append(forward_backward(**batch))
+        mine = batch[replica_of(forward_backward.topology)] if isinstance(batch, tuple) else batch
+        run.losses.append(forward_backward(**mine))
         run.metrics.append(dict(forward_backward.metrics))
-        run.gradients.append(gradients_of(forward_backward.named_parameters()))
+        run.gradients.append(gradients_of((n, p) for n, p in named.items() if not is_sharded(p.grad)))
         optimizer.step()
     run.state = forward_backward.state_dict(full=True)
     return run
@@ -99,8 +112,14 @@ def gradients_of(named: Any) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None or p.grad.is_meta else p.grad.clone() for name, p in named}
 
 
+def is_sharded(gradient: Tensor | None) -> bool:
+    return gradient is not None and (gradient.is_meta or isinstance(gradient, DTensor))
+
+
 def replica_of(topology: fxpipe.Topology) -> int:
     """The place of this process, or of this thread of a strict world, on the data axis; 0 where there is none."""
+    if topology.size("data") == 1:
+        return 0
     seat = current_seat()
     if seat is None:
         fxpipe.init()
@@ -135,30 +154,40 @@ def called(case: Case, model: nn.Module, batch: Inputs) -> Any:
 def accumulate(
     call: Callable[[int, Inputs], Any], microbatches: Sequence[Inputs], weights: Sequence[float] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The reference loop: ``(loss_i * (w_i / Σw)).backward()`` in order; the sum of the losses, and of metrics."""
+    """The reference loop: ``(loss_i * (w_i / Σw)).backward()`` in order; the sum of the losses, and of metrics.
+
+    Of losses that are a ``Sum`` it is Σ total / Σ count.
+    """
+    sums: list[fxpipe.Sum] = []
     weights = [float(rows_of(batch)) for batch in microbatches] if weights is None else weights
     total, metrics = None, {}
     for place, (batch, weight) in enumerate(zip(microbatches, weights, strict=True)):
         result = call(place, batch)
         loss = result["loss"] if isinstance(result, dict) else result
         share = weight / sum(weights)
-        if weight:
+        if isinstance(loss, fxpipe.Sum):
+            sums.append(loss)
+        elif weight:
             part = loss * share
             part.backward()
             total = part.detach() if total is None else total + part.detach()
         for name, value in result.items() if isinstance(result, dict) else ():
             if name != "loss" and value.dim() == 0:
                 metrics[name] = metrics[name] + value.detach() * share if name in metrics else value.detach() * share
+    if sums:
+        total = torch.stack([part.total for part in sums]).sum() / sum(part.count for part in sums)
+        total.backward()
     assert total is not None
-    return total, metrics
+    return total.detach(), metrics
 
 
 def reference(
-    case: Case, batches: Sequence[Inputs], seed: Callable[[int, int, int], int] | None = None
+    case: Case, batches: Batches, seed: Callable[[int, int, int], int] | None = None
 ) -> tuple[Run, nn.Module]:
     """The same in plain PyTorch. ``seed``: (stage, micro-batch, step) → a seed for models that draw."""
     model = case.model()
-    optimizer = case.optimizer(model.parameters(), **case.optimizer_options)
+    groups = case.groups(model.named_parameters()) if case.groups else model.parameters()
+    optimizer = case.optimizer(groups, **case.optimizer_options)
     run = Run()
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
@@ -172,7 +201,10 @@ def reference(
                 values = function(*values)
             return values
 
-        loss, metrics = accumulate(call, cut(batch, case.microbatches))
+        replicas = batch if isinstance(batch, tuple) else (batch,)
+        parts = [part for each in replicas for part in (case.cut or cut)(each, case.microbatches)]
+        weight = case.options.get("loss_weight")
+        loss, metrics = accumulate(call, parts, None if weight is None else [float(weight(**part)) for part in parts])
         run.losses.append(loss)
         run.metrics.append(metrics)
         run.gradients.append(gradients_of(model.named_parameters(remove_duplicate=False)))
@@ -233,39 +265,6 @@ def assert_steps(
             assert_gradients(run[step][1], model, tolerance, place)
 
 
-def optimized(
-    forward_backward: fxpipe.ForwardBackward, batches: Sequence[Inputs], cls: Any = torch.optim.SGD, lr: float = 0.1
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """A step of an optimizer for each batch: the losses, and the whole model's state at the end."""
-    optimizer, losses = forward_backward.optimizer(cls, lr=lr), []
-    for batch in batches:
-        optimizer.zero_grad()
-        losses.append(forward_backward(**batch))
-        optimizer.step()
-    return losses, forward_backward.state_dict(full=True)
-
-
-def assert_optimized(
-    runs: Sequence[tuple[list[Tensor], dict[str, Tensor]]],
-    model: nn.Module,
-    steps: Sequence[Sequence[Inputs]],
-    tolerance: float = 0.0,
-    cls: Any = torch.optim.SGD,
-    lr: float = 0.1,
-) -> None:
-    """What the plain model makes of ``steps``, the micro-batches of each step, of all replicas."""
-    optimizer, losses = cls(model.parameters(), lr=lr), []
-    for parts in steps:
-        optimizer.zero_grad()
-        losses.append(accumulate(lambda _, part: model(**part), parts)[0])
-        optimizer.step()
-    for rank, (found, state) in enumerate(runs):
-        for step, (loss, wanted) in enumerate(zip(found, losses, strict=True)):
-            assert_same(loss, wanted, f"rank {rank}: loss of step {step}", tolerance)
-        for name, tensor in model.state_dict().items():
-            assert_same(state[name], tensor, f"rank {rank}: {name}", tolerance)
-
-
 def assert_run(runs: Sequence[Run], wanted: Run, tolerance: float = 0.0) -> None:
     """What the ranks have is what plain PyTorch has, and each parameter is with somebody."""
     owned: set[str] = set()
@@ -282,7 +281,18 @@ def assert_run(runs: Sequence[Run], wanted: Run, tolerance: float = 0.0) -> None
         assert run.state.keys() == wanted.state.keys()
         for name, tensor in wanted.state.items():
             assert_same(run.state[name], tensor, f"rank {rank}: {name} after the last step", tolerance)
-        owned |= run.gradients[0].keys()
+        owned |= run.owned
     memory = {wanted.state[name].data_ptr() for name in owned}
     lost = [name for name in wanted.gradients[0] if wanted.state[name].data_ptr() not in memory]
     assert not lost, f"no rank holds {lost}"
+
+
+def assert_trains(case: Case, engine: Engine = local, batches: Batches = (), **options: Any) -> list[Run]:
+    """On every rank a step of each batch is plain PyTorch's; the runs. ``options``: of ``fxpipe.compile``."""
+    batches = batches or case.batches(STEPS)
+    topology = options.get("topology") or fxpipe.Topology([("pipe", case.ranks)])
+    runs = engine(topology.world_size, partial(trained, case, batches, **options))
+    plain = replace(case, microbatches=options.get("microbatches", case.microbatches))
+    tolerance = max(case.tolerance, 1e-6) if isinstance(batches[0], tuple) else case.tolerance
+    assert_run(runs, reference(plain, batches)[0], tolerance)
+    return runs

@@ -22,15 +22,15 @@ def vectors(number: int, rows: int = 8) -> Inputs:
     return {name: torch.randn(rows, WIDTH, generator=generator) for name in ("x", "y")}
 
 
-def compiled(model: nn.Module, batch: Inputs, boundaries: Any, ranks: int = 2, **options: Any) -> Any:
-    topology = fxpipe.Topology([("pipe", ranks)])
-    return fxpipe.compile(model, topology, boundaries=boundaries, microbatches=2, example_kwargs=batch, **options)
+def compiled(model: nn.Module, batch: Inputs, boundaries: Any = (), ranks: int = 2, **options: Any) -> Any:
+    topology, options = fxpipe.Topology([("pipe", ranks)]), {"microbatches": 2, **options}
+    return fxpipe.compile(model, topology, boundaries=boundaries, example_kwargs=batch, **options)
 
 
 def assert_trains(
     make: Callable[[], nn.Module],
     batches: Sequence[Inputs],
-    boundaries: Any,
+    boundaries: Any = (),
     stages: int | None = None,
     tolerance: float = 0.0,
     **options: Any,
@@ -46,7 +46,7 @@ def assert_trains(
         forward_backward.zero_grad()
         plain.zero_grad()
         loss = forward_backward(**batch)
-        wanted_loss, _ = accumulate(lambda _, part: loss_of(plain(**part)), cut(batch, 2))
+        wanted_loss, _ = accumulate(lambda _, part: loss_of(plain(**part)), cut(batch, options.get("microbatches", 2)))
         assert_same(loss, wanted_loss, "loss", tolerance)
         wanted = gradients_of(plain.named_parameters(remove_duplicate=False))
         for name, gradient in gradients_of(forward_backward.named_parameters()).items():

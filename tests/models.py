@@ -5,9 +5,9 @@ They are ordinary modules: without fxpipe, ``stage_boundary`` returns its argume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,14 @@ WIDTH = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is run. ``inputs``: (rows, generator) → the keyword arguments of one batch."""
+    """A model and how it is run. ``inputs``: (rows, generator) → the keyword arguments of one batch, if it has its own.
+
+    ``options``: more options of ``fxpipe.compile``. ``cut``: (batch, number) → micro-batches, if rows are not in
+    dimension 0 of every input. ``groups``: named parameters → the optimizer's groups.
+    """
 
     build: Callable[[], nn.Module]
-    inputs: Callable[[int, torch.Generator], Inputs]
+    inputs: Callable[[int, torch.Generator], Inputs] | None = None
     stages: int = 4
     ranks: int = 4
     rows: int = 10
@@ -34,16 +38,23 @@ class Case:
     placement: Mapping[str, int] | None = None
     loss_fn: Callable[..., Any] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    optimizer_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"lr": 0.01}))
+    optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.01})
     tolerance: float = 0.0
     """0: equal to the last bit; otherwise, relative to a tensor's largest number."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cut: Callable[[Inputs, int], list[Inputs]] | None = None
+    groups: Callable[[Iterable[tuple[str, nn.Parameter]]], list[dict[str, Any]]] | None = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         return self.build()
 
     def batch(self, number: int = 0, rows: int | None = None) -> Inputs:
+        assert self.inputs is not None
         return self.inputs(self.rows if rows is None else rows, torch.Generator().manual_seed(100 + number))
+
+    def batches(self, count: int = 3, rows: int | None = None) -> list[Inputs]:
+        return [self.batch(number, rows) for number in range(count)]
 
 
 # --- batches ---
@@ -198,6 +209,18 @@ def wide(rows: int, generator: torch.Generator) -> Inputs:
     return {"x": torch.randn(rows, Skip.NUMBERS, generator=generator)}
 
 
+class Forked(Layers):
+    """One value that three later stages read."""
+
+    names = "a b c d"
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = stage_boundary(torch.tanh(self.a(x)), name="b")
+        g = stage_boundary(torch.tanh(self.b(h)), name="c")
+        e = stage_boundary(self.c(g) * h, name="d")
+        return F.mse_loss(self.d(e) + h, y)
+
+
 class UNet(nn.Module):
     """Two levels; skips around both boundaries."""
 
@@ -330,6 +353,45 @@ class FrozenFirst(Chain):
         super().__init__()
         self.layers[0].requires_grad_(False)
         self.layers[1].requires_grad_(False)
+
+
+class FrozenBehind(Chain):
+    """A gradient passes through three frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1:].requires_grad_(False)
+
+
+class Adapter(nn.Module):
+    """A frozen layer beside a product of two small matrices that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = linear().requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down @ self.up
+
+
+class Adapted(Chain):
+    """Frozen layers, and adapters in place of the last ones."""
+
+    def __init__(self, adapters: int) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for place in range(4 - adapters, 4):
+            self.layers[place] = Adapter()
+
+
+class FrozenTower(TwoTowers):
+    """The image tower is frozen, beside a text tower that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.img0.requires_grad_(False)
+        self.img1.requires_grad_(False)
 
 
 class DetachedBranch(Layers):
@@ -635,6 +697,16 @@ class ColumnBatch(Layers):
         return F.mse_loss(self.g(u).mean(0) * scale, y)
 
 
+def columns(rows: int, generator: torch.Generator) -> Inputs:
+    x, scale = torch.randn(5, rows, WIDTH, generator=generator), torch.randn(WIDTH, generator=generator)
+    return {"y": torch.randn(rows, WIDTH, generator=generator), "x": x, "scale": scale}
+
+
+def cut_columns(batch: Inputs, microbatches: int) -> list[Inputs]:
+    xs, ys = batch["x"].tensor_split(microbatches, 1), batch["y"].tensor_split(microbatches)
+    return [{"y": y, "x": x, "scale": batch["scale"]} for x, y in zip(xs, ys, strict=True)]
+
+
 class Bare(Layers):
     """The loss stage holds no parameter, and the middle stage no input of the batch."""
 
@@ -716,6 +788,48 @@ class OneLayerEverywhere(Layers):
         for _ in range(3):
             x = stage_boundary(torch.tanh(self.layer(x)))
         return F.mse_loss(self.head(x), y)
+
+
+IGNORED = -100
+
+
+class Tagger(nn.Module):
+    """A class for each token; ``loss``: of logits and labels, of which some are ignored."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(11, WIDTH), linear(), nn.Linear(WIDTH, 11)
+        self.loss = loss
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        h = stage_boundary(torch.tanh(self.mix(self.embed(ids))))
+        return self.loss(self.head(h).flatten(0, 1), labels.flatten())
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+def total_and_count(logits: Tensor, labels: Tensor) -> fxpipe.Sum:
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return fxpipe.Sum(total, (labels != IGNORED).sum())
+
+
+def sum_in_a_dict(logits: Tensor, labels: Tensor) -> dict[str, Any]:
+    return {"loss": total_and_count(logits, labels)}
+
+
+def labels_left(ids: Tensor, labels: Tensor) -> Tensor:
+    return (labels != IGNORED).sum()
+
+
+def masked_tokens(rows: int, generator: torch.Generator) -> Inputs:
+    """A fifth of the labels are ignored, and all of the second of four micro-batches of ten rows."""
+    batch = tokens(rows, generator)
+    batch["labels"][torch.rand(rows, 5, generator=generator) < 0.2] = IGNORED
+    batch["labels"][3:6] = IGNORED
+    return batch
 
 
 class DictLoss(Layers):
@@ -840,20 +954,47 @@ def two_kinds_and_target(rows: int, generator: torch.Generator) -> Inputs:
     return two_kinds(rows, generator) | {"y": torch.randn(rows, WIDTH, generator=generator)}
 
 
+def double_chain() -> nn.Module:
+    return Chain().double()
+
+
+def slow_biases(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    pairs = list(named)
+    slow = [parameter for name, parameter in pairs if "bias" in name]
+    return [{"params": slow, "lr": 0.001}, {"params": [p for name, p in pairs if "bias" not in name]}]
+
+
 _MOMENTUM = {"lr": 0.05, "momentum": 0.9}
+
+
+def tagger(loss: Callable[[Tensor, Tensor], Any], **options: Any) -> Case:
+    """Loss and gradients of the whole batch, whatever is ignored where."""
+    return Case(
+        partial(Tagger, loss),
+        masked_tokens,
+        stages=2,
+        ranks=2,
+        optimizer=torch.optim.SGD,
+        optimizer_options=_MOMENTUM,
+        tolerance=1e-12,
+        options=options,
+    )
+
 
 CASES: dict[str, Case] = {
     "two towers, image first": Case(TwoTowers, two_kinds),
     "two towers, text first": Case(TwoTowersTextFirst, two_kinds),
     "two towers on 2 ranks": Case(TwoTowers, two_kinds, ranks=2, placement={"img0": 0, "img1": 1, "txt": 1, "join": 0}),
+    "two groups": Case(TwoTowers, two_kinds, groups=slow_biases),
     "chain": Case(Chain, vectors, optimizer=torch.optim.SGD, optimizer_options=_MOMENTUM),
-    "chain in double precision": Case(lambda: Chain().double(), double_vectors),
+    "chain in double precision": Case(double_chain, double_vectors),
     "shared by two": Case(SharedByTwo, vectors),
     "skip of 1 MiB": Case(Skip, wide, rows=8),
+    "forked": Case(Forked, vectors, ranks=2, placement={"a": 0, "b": 1, "c": 1, "d": 1}, tolerance=1e-6),
     "U-Net": Case(UNet, images, stages=3, ranks=3),
     "encoder-decoder": Case(EncoderDecoder, source_and_target, stages=3, ranks=3),
     "encoder-decoder, context read twice": Case(
-        lambda: EncoderDecoder(AttentionReadingTwice),
+        partial(EncoderDecoder, AttentionReadingTwice),
         source_and_target,
         stages=3,
         ranks=3,
@@ -862,9 +1003,9 @@ CASES: dict[str, Case] = {
         optimizer_options=_MOMENTUM,
     ),
     "one stage": Case(OneStage, vectors, stages=1, ranks=1),
-    "6 stages on 3 ranks": Case(lambda: Chain(6), vectors, stages=6, ranks=3),
+    "6 stages on 3 ranks": Case(partial(Chain, 6), vectors, stages=6, ranks=3),
     "6 stages in turn on 3 ranks": Case(
-        lambda: Chain(6),
+        partial(Chain, 6),
         vectors,
         stages=6,
         ranks=3,
@@ -875,6 +1016,10 @@ CASES: dict[str, Case] = {
     "used often amid": Case(UsedOftenAmid, vectors, stages=3, ranks=3, tolerance=1e-6),
     "frozen middle": Case(FrozenMiddle, vectors),
     "frozen first": Case(FrozenFirst, vectors),
+    "frozen behind": Case(FrozenBehind, vectors),
+    "two adapters": Case(partial(Adapted, 2), vectors),
+    "an adapter": Case(partial(Adapted, 1), vectors),
+    "frozen tower": Case(FrozenTower, two_kinds),
     "detached branch": Case(DetachedBranch, vectors),
     "detached receiver": Case(DetachedReceiver, vectors, stages=3, ranks=3),
     "unused output": Case(UnusedOutput, vectors, stages=3, ranks=3),
@@ -899,6 +1044,12 @@ CASES: dict[str, Case] = {
     "tied": Case(Tied, tokens, tolerance=1e-6, optimizer=torch.optim.SGD, optimizer_options=_MOMENTUM),
     "one layer everywhere": Case(
         OneLayerEverywhere, vectors, tolerance=1e-6, optimizer=torch.optim.SGD, optimizer_options=_MOMENTUM
+    ),
+    "Sum": tagger(total_and_count),
+    "Sum in a dict": tagger(sum_in_a_dict),
+    "weighted mean": tagger(mean, loss_weight=labels_left),
+    "columns": Case(
+        ColumnBatch, columns, stages=3, ranks=3, options={"batch_dim": {"x": 1, "scale": None}}, cut=cut_columns
     ),
     "dict loss": Case(DictLoss, vectors, stages=3, ranks=3),
     "loss function": Case(Features, features_and_target, stages=3, ranks=3, loss_fn=squared_error),
@@ -979,3 +1130,5 @@ RANDOM: dict[str, Case] = {
     "dropout": Case(Dropouts, vectors),
     "noise in two stages": Case(Noise, vectors, stages=3, ranks=3),
 }
+
+EVERY: Mapping[str, Case] = CASES | PLAIN | RANDOM

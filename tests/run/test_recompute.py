@@ -22,7 +22,7 @@ from fxpipe import Schedule, StageGraph, Topology
 from fxpipe.parameters.dtensors import local
 from fxpipe.schedules.action import Op
 from tests.harness import Run, assert_run, assert_same, compiled, gradients_of, reference, trained
-from tests.models import CASES, RANDOM, WIDTH
+from tests.models import CASES, EVERY, RANDOM, WIDTH
 from tests.pool import Pool
 from tests.sharding.test_parallelize import (
     PIPE_DATA,
@@ -35,7 +35,6 @@ from tests.sharding.test_parallelize import (
 )
 from tests.sharding.test_parallelize import trained as train_parallelized
 from tests.thinned import every, in_turn
-from tests.whole.test_transparency import EVERY, batches_of
 
 
 def with_recomputation(schedule: Schedule) -> Schedule:
@@ -51,7 +50,7 @@ def train_again(name: str, schedule: str, **options: Any) -> Run:
     """As ``train_case``, with every stage recomputed."""
     case = EVERY[name]
     table = with_recomputation(compiled(case, schedule=schedule).schedule)
-    return trained(case, batches_of(case), **options | {"schedule": table, "placement": None})
+    return trained(case, case.batches(), **options | {"schedule": table, "placement": None})
 
 
 BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -65,13 +64,13 @@ ALWAYS = ["BatchNorm", "dict loss", "tied", "frozen middle", "loss function", "c
 @pytest.mark.parametrize("name", sorted({*ALWAYS, *every(8, list(CASES))}))
 def test_three_steps_equal_plain_pytorch(name: str) -> None:
     case = CASES[name]
-    assert_run([train_again(name, "gpipe")], reference(case, batches_of(case))[0], case.tolerance)
+    assert_run([train_again(name, "gpipe")], reference(case, case.batches())[0], case.tolerance)
 
 
 @pytest.mark.parametrize(("name", "schedule"), in_turn(list(RANDOM), ["gpipe", "1f1b"]))
 def test_what_is_drawn_is_drawn_again(name: str, schedule: str) -> None:
     case = RANDOM[name]
-    wanted = trained(case, batches_of(case))
+    wanted = trained(case, case.batches())
     run = train_again(name, schedule)
     for step, gradients in enumerate(wanted.gradients):
         assert_same(run.losses[step], wanted.losses[step], "loss")
@@ -465,7 +464,7 @@ def test_an_r_may_come_long_before_its_gradient() -> None:
         for row in table.rows
     ]
     early = dataclasses.replace(table, rows=tuple(map(tuple, rows)))
-    run, wanted = (trained(case, batches_of(case), schedule=one) for one in (early, "gpipe"))
+    run, wanted = (trained(case, case.batches(), schedule=one) for one in (early, "gpipe"))
     for step, loss in enumerate(wanted.losses):
         assert_same(run.losses[step], loss, "loss")
         for name, gradient in wanted.gradients[step].items():
@@ -482,7 +481,7 @@ def train_dropouts(zero: Any, recompute: bool, axes: list[tuple[str, int]], sche
         dict(zip(compiled(case).stages.names, [0, 1, 0, 1], strict=True)) if topology.size("pipe") == 2 else None
     )
     options = {"topology": topology, "zero": zero, "schedule": schedule, "placement": placement, "check_batches": False}
-    run = trained(case, batches_of(case), recompute=recompute, **options)
+    run = trained(case, case.batches(), recompute=recompute, **options)
     run.gradients = [{name: _part(gradient) for name, gradient in step.items()} for step in run.gradients]
     return run
 

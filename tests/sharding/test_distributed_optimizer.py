@@ -229,15 +229,6 @@ def test_a_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
     assert model.scale.item() == pytest.approx(0.5 - 0.1 * 9.0)
 
 
-def test_zero_grad_keeps_zeros_where_gradients_are_whole() -> None:
-    model = Model()
-    optimizer = of_rank(model, 0, torch.optim.SGD, ranks=1)
-    gradients(model, 0)
-    optimizer.zero_grad(set_to_none=False)
-    assert model.a.weight.grad is not None
-    assert not model.a.weight.grad.any()
-
-
 def test_a_group_added_later_is_stepped() -> None:
     mine, plain = Model(), Model()
     optimizers, expected = both(mine, torch.optim.AdamW, "a.*"), torch.optim.AdamW(plain.a.parameters())

@@ -259,37 +259,6 @@ def test_calls_add_up_reduced_or_not(pool: Pool, way: tuple[Topology, Build], sy
 
 
 @in_a_new_world
-def trained(topology: Topology, kind: str) -> None:
-    """Steps of torch's own AdamW; then the whole state dict, and loading."""
-    forward_backward, x = compiled(MODELS[kind], topology)
-    reference, replicas = MODELS[kind](), topology.size("data")
-    module_of(reference).eval()
-    optimizer = torch.optim.AdamW(forward_backward.parameters(), lr=0.01)
-    plain_optimizer = torch.optim.AdamW(module_of(reference).parameters(), lr=0.01)
-    for _ in range(3):  # AdamW corrects the first steps most
-        optimizer.zero_grad()
-        forward_backward(x)
-        optimizer.step()
-        plain_optimizer.zero_grad()
-        for part in batch().chunk(2 * replicas):
-            (plain(reference, part) / (2 * replicas)).backward()
-        plain_optimizer.step()
-    state = forward_backward.state_dict(full=True)
-    for name, tensor in module_of(reference).state_dict().items():
-        torch.testing.assert_close(state[name], tensor, msg=name, rtol=0, atol=1e-6)
-    fresh = module_of(MODELS[kind]()).state_dict()
-    forward_backward.load_state_dict(fresh)
-    forward_backward.load_state_dict(forward_backward.state_dict())
-    again = forward_backward.state_dict(full=True)
-    assert all(torch.equal(again[name], tensor) for name, tensor in fresh.items())
-
-
-@pytest.mark.parametrize(("kind", "topology"), in_turn(list(MODELS), [TWO_NODES, Topology([("pipe", 2), ("data", 2)])]))
-def test_some_steps_and_a_checkpoint(pool: Pool, topology: Topology, kind: str) -> None:
-    pool.run(trained, topology, kind, ranks=4)
-
-
-@in_a_new_world
 def evaluated() -> None:
     model = traced()
     forward_backward, x = compiled(lambda: model, TWO_NODES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,11 +34,13 @@ from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import settle_foreach, whole_of
 from fxpipe.plan import agreement
-from tests.harness import replica_of
+from tests.harness import Run, assert_run, cut, replica_of
+from tests.harness import trained as run_case
 from tests.pool import Pool
 from tests.thinned import every, in_turn
 
 WIDTH, ROWS, PARTS, STEPS = 6, 8, 4, 2
+Axes = list[tuple[str, int]]
 PIPE_TENSOR = [("pipe", 2), ("tensor", 2)]
 PIPE_DATA = [("pipe", 2), ("data", 2)]
 DATA_TENSOR = [("data", 2), ("tensor", 2)]
@@ -276,7 +279,7 @@ def loss_of(results: Sequence[Any], weights: Sequence[float]) -> Tensor:
 
 @in_a_new_world
 def trained(
-    build: Callable[[], Any], axes: list[tuple[str, int]], parallelize: Any, **options: Any
+    build: Callable[[], Any], axes: Axes, parallelize: Any, **options: Any
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, str]]:
     """The same by fxpipe; and what kind of tensor each parameter of this rank is."""
     topology = Topology(axes)
@@ -305,30 +308,32 @@ def check_equal(results: Sequence[Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "parallelize", "replicas", "last"),
+    ("axes", "parallelize", "build"),
     [
         *every(
             5,
             [
-                (PIPE_TENSOR, norms_too, 1, EndsInSum),
-                (PIPE_TENSOR, tensor_parallel, 1, Ends),
-                (DATA_TENSOR, tensor_parallel, 2, EndsInSum),
-                (DATA_TENSOR, norms_too, 2, Ends),
-                (PIPE_DATA, fully_sharded, 2, Ends),
+                (PIPE_TENSOR, norms_too, partial(graph_of, EndsInSum)),
+                (PIPE_TENSOR, tensor_parallel, graph_of),
+                (DATA_TENSOR, tensor_parallel, partial(graph_of, EndsInSum)),
+                (DATA_TENSOR, norms_too, graph_of),
+                (PIPE_DATA, fully_sharded, graph_of),
             ],
         ),
-        (DATA_TENSOR, both, 2, EndsInSum),
-        (PIPE_DATA, parts_sharded, 2, EndsInSum),
-        (PIPE_DATA, sharded_and_checkpointed, 2, Ends),
-        (PIPE_DATA, nothing, 2, EndsInSum),
-        (PIPE_DATA, all_sharded, 2, Square),  # a stage without parameters is a stage, too
+        (DATA_TENSOR, both, partial(graph_of, EndsInSum)),
+        (PIPE_DATA, parts_sharded, partial(graph_of, EndsInSum)),
+        (PIPE_DATA, sharded_and_checkpointed, graph_of),
+        (PIPE_DATA, nothing, partial(graph_of, EndsInSum)),
+        (PIPE_DATA, all_sharded, partial(graph_of, Square)),  # a stage without parameters is a stage, too
+        (PIPE_TENSOR, tables_by_columns, tied_graph),
+        (PIPE_DATA, all_sharded, tied_graph),
     ],
 )
-def test_training_equals_plain_pytorch(
-    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int, last: type[nn.Module]
-) -> None:
-    build = partial(graph_of, last)
-    check_equal(pool.run(trained, build, axes, parallelize), plain(build, replicas))
+def test_training_equals_plain_pytorch(pool: Pool, axes: Axes, parallelize: Any, build: Any) -> None:
+    results = pool.run(trained, build, axes, parallelize)
+    check_equal(results, plain(build, Topology(axes).size("data")))
+    found = {kind for *_, kinds in results for kind in kinds.values()}
+    assert ("DTensor" in found) == (parallelize is not nothing)
 
 
 def in_bfloat16(stage: nn.Module, mesh: Any) -> None:
@@ -346,17 +351,6 @@ def test_mixed_precision_is_fsdps(pool: Pool) -> None:
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("axes", "parallelize", "replicas"), [(PIPE_TENSOR, tables_by_columns, 1), (PIPE_DATA, all_sharded, 2)]
-)
-def test_a_tied_parameter_is_summed_over_its_owners(
-    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int
-) -> None:
-    results = pool.run(trained, tied_graph, axes, parallelize)
-    check_equal(results, plain(tied_graph, replicas))
-    assert all(kinds[name] == "DTensor" for *_, kinds in results for name in kinds if name.endswith("weight"))
-
-
 def first_three(x: Tensor) -> float:
     """Weight 0 for the last micro-batch of the second replica."""
     return 0.0 if torch.equal(x, batch(0, 1).chunk(PARTS)[-1]) or torch.equal(x, batch(1, 1).chunk(PARTS)[-1]) else 1.0
@@ -372,7 +366,7 @@ def test_a_backward_that_one_replica_leaves_out_leaves_the_sums_in_step(pool: Po
 
 
 @in_a_new_world
-def accumulated(axes: list[tuple[str, int]], parallelize: Any, last: Any, sync: bool) -> dict[str, Tensor]:
+def accumulated(axes: Axes, parallelize: Any, last: Any, sync: bool) -> dict[str, Tensor]:
     """The gradients of two calls, the first of them without synchronisation where ``sync`` is False."""
     topology = Topology(axes)
     forward_backward = fxpipe.compile(graph_of(last), topology, parallelize=parallelize, microbatches=PARTS)
@@ -388,9 +382,7 @@ def accumulated(axes: list[tuple[str, int]], parallelize: Any, last: Any, sync: 
     ("way", "last", "sync"),
     in_turn([(PIPE_DATA, fully_sharded, 2), (DATA_TENSOR, tensor_parallel, 2)], [Ends, EndsInSum], [False, True]),
 )
-def test_gradients_of_several_calls_add_up(
-    pool: Pool, way: tuple[list[tuple[str, int]], Any, int], last: Any, sync: bool
-) -> None:
+def test_gradients_of_several_calls_add_up(pool: Pool, way: tuple[Axes, Any, int], last: Any, sync: bool) -> None:
     axes, parallelize, replicas = way
     graph = graph_of(last)
     for step in range(2):
@@ -467,7 +459,7 @@ def test_ranks_of_a_tensor_group_start_alike_whatever_they_were_seeded_with(pool
 
 
 @in_a_new_world
-def reloaded(axes: list[tuple[str, int]], parallelize: Any, state: dict[str, Tensor]) -> tuple[bool, bool]:
+def reloaded(axes: Axes, parallelize: Any, state: dict[str, Tensor]) -> tuple[bool, bool]:
     """Whether a plain state dict, and this rank's own part of it, come back as they were loaded."""
     forward_backward = fxpipe.compile(graph_of(), Topology(axes), parallelize=parallelize)
     forward_backward.load_state_dict(state)
@@ -482,7 +474,7 @@ def reloaded(axes: list[tuple[str, int]], parallelize: Any, state: dict[str, Ten
 
 
 @pytest.mark.parametrize(("axes", "parallelize"), every(2, [(DATA_TENSOR, both), (PIPE_TENSOR, tensor_parallel)]))
-def test_a_plain_state_dict_loads_and_comes_back(pool: Pool, axes: list[tuple[str, int]], parallelize: Any) -> None:
+def test_a_plain_state_dict_loads_and_comes_back(pool: Pool, axes: Axes, parallelize: Any) -> None:
     state = {name: torch.randn_like(tensor) for name, tensor in graph_of().module.state_dict().items()}
     assert pool.run(reloaded, axes, parallelize, state) == [(True, True)] * 4
 
@@ -500,70 +492,68 @@ def test_foreach_is_off_where_a_group_mixes_kinds_of_tensors() -> None:
 # --- traced models ---
 
 
-@in_a_new_world
-def traced_run(parallelize: Any, axes: list[tuple[str, int]]) -> dict[str, Any]:
-    """Training, an evaluation between steps, and batches of other shapes; hooks count on both sides."""
-    topology = Topology(axes)
+def traced() -> Traced:
     torch.manual_seed(0)
     model = Traced()
     model.a.drop.p = 0.0
-    calls: list[str] = []
+    return model
+
+
+def traced_walk(optimizer: Any, step: Callable[[int, int], Tensor], evaluate: Callable[[int], Tensor]) -> list[float]:
+    """Losses of steps of other shapes, and of an evaluation behind each."""
+    losses = []
+    for number, rows in enumerate((ROWS, ROWS - 1)):
+        optimizer.zero_grad()
+        losses.append(step(number, rows).item())
+        optimizer.step()
+        losses.append(evaluate(number).item())
+    return losses
+
+
+@in_a_new_world
+def traced_run(parallelize: Any, axes: Axes) -> tuple[list[float], int, list[str], dict[str, Tensor]]:
+    """Losses, how often a hook was called, names of modules, the state."""
+    topology, model = Topology(axes), traced()
+    replica, calls = replica_of(topology), list[str]()
     model.a.register_forward_hook(lambda module, args, output: calls.append("a"))
-    replica = replica_of(topology)
     forward_backward = fxpipe.compile(
         model, topology, parallelize=parallelize, microbatches=PARTS, example_args=(batch(0, replica),)
     )
-    losses, evaluated = [], []
-    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
-    for step, rows in enumerate((ROWS, ROWS - 1)):
-        optimizer.zero_grad()
-        losses.append(forward_backward(batch(step, replica)[:rows]).item())
-        optimizer.step()
-        evaluated.append(forward_backward.evaluate(batch(step, replica), outputs="all").item())
-    names = [name for name, _ in model.named_modules()]
-    state = forward_backward.state_dict(full=True)
-    return {"losses": losses, "evaluated": evaluated, "calls": len(calls), "names": names, "state": state}
-
-
-def traced_plain(replicas: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = Traced()
-    model.a.drop.p = 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, evaluated = [], []
-    for step, rows in enumerate((ROWS, ROWS - 1)):
-        optimizer.zero_grad()
-        model.train()
-        parts = [x for replica in range(replicas) for x in batch(step, replica)[:rows].chunk(PARTS)]
-        loss = sum(model(x) * len(x) for x in parts) / (rows * replicas)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        model.eval()
-        evaluated.append(sum(model(batch(step, replica)).item() for replica in range(replicas)) / replicas)
-    return losses, evaluated, model.state_dict()
+    losses = traced_walk(
+        forward_backward.optimizer(torch.optim.SGD, lr=0.1),
+        lambda number, rows: forward_backward(batch(number, replica)[:rows]),
+        lambda number: forward_backward.evaluate(batch(number, replica), outputs="all"),
+    )
+    return losses, len(calls), [name for name, _ in model.named_modules()], forward_backward.state_dict(full=True)
 
 
 @pytest.mark.parametrize(
-    ("axes", "parallelize", "replicas"),
-    every(
-        3, [(PIPE_DATA, blocks_checkpointed, 2), (PIPE_TENSOR, blocks_tensor_parallel, 1), (PIPE_DATA, all_sharded, 2)]
-    ),
+    ("axes", "parallelize"),
+    every(3, [(PIPE_DATA, blocks_checkpointed), (PIPE_TENSOR, blocks_tensor_parallel), (PIPE_DATA, all_sharded)]),
 )
 def test_a_traced_model_keeps_its_names_its_hooks_and_its_later_captures(
-    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int
+    pool: Pool, axes: Axes, parallelize: Any
 ) -> None:
-    losses, evaluated, state = traced_plain(replicas)
-    names = [name for name, _ in Traced().named_modules()]
+    model, replicas = traced(), range(Topology(axes).size("data"))
+
+    def step(number: int, rows: int) -> Tensor:
+        parts = [x for replica in replicas for x in batch(number, replica)[:rows].chunk(PARTS)]
+        loss = sum(model.train()(x) * len(x) for x in parts) / (rows * len(replicas))
+        loss.backward()
+        return loss
+
+    def evaluate(number: int) -> Tensor:
+        return torch.stack([model.eval()(batch(number, replica)) for replica in replicas]).mean()
+
+    wanted = traced_walk(torch.optim.SGD(model.parameters(), lr=0.1), step, evaluate)
     results = pool.run(traced_run, parallelize, axes)
-    for found in results:
-        assert found["losses"] == pytest.approx(losses, rel=1e-5)
-        assert found["evaluated"] == pytest.approx(evaluated, rel=1e-5)
-        assert found["names"] == names
-        for name in state.keys() - {"a.seen"}:  # a running sum of this replica's rows alone
-            torch.testing.assert_close(found["state"][name], state[name], rtol=1e-4, atol=1e-6)
-        assert found["state"]["a.seen"] == ROWS + ROWS - 1
-    calls = [found["calls"] for found in results]
+    for losses, _, names, state in results:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert names == [name for name, _ in model.named_modules()]
+        assert state.pop("a.seen") == ROWS + ROWS - 1  # a running sum of this replica's rows alone
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-4, atol=1e-6)
+    calls = [count for _, count, _, _ in results]
     # a hook runs in each capture, on all ranks, and on its own rank for each micro-batch: two steps, two
     # evaluations of as many
     assert [number - calls[-1] for number in calls] == [4 * PARTS, 4 * PARTS, 0, 0]
@@ -572,9 +562,7 @@ def test_a_traced_model_keeps_its_names_its_hooks_and_its_later_captures(
 def test_captures_that_are_dropped_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gives the modules that run a constant of its own; the steps are those of plain PyTorch all along."""
     monkeypatch.setattr(agreement, "MOST", 2)
-    torch.manual_seed(0)
-    model = Traced()
-    model.a.drop.p = 0.0
+    model = traced()
     plain = copy.deepcopy(model)
     forward_backward = fxpipe.compile(
         model, Topology([("pipe", 2)]), parallelize=nothing, microbatches=1, example_args=(batch(0, 0),)
@@ -616,19 +604,6 @@ def test_what_has_been_sharded_is_freed(pool: Pool) -> None:
 # --- a Hugging Face model ---
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
-
-
-def tokens(replica: int) -> dict[str, Tensor]:
-    ids = torch.randint(0, 64, (ROWS, 10), generator=torch.Generator().manual_seed(replica))
-    return {"input_ids": ids, "labels": ids}
-
-
 def megatron(stage: nn.Module, mesh: Any) -> None:
     """Attention by heads, the feed-forward layers by columns and then rows."""
     columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -648,48 +623,32 @@ def layers_sharded(stage: nn.Module, mesh: Any) -> None:
     fully_shard(stage, mesh=mesh["data"])
 
 
+def llama() -> Any:
+    """Without masks, which the layers would expand to all heads."""
+    from tests import hf
+
+    return dataclasses.replace(hf.MODELS["Llama"], inputs=words, stages=2, ranks=2, **hf.SGD)
+
+
+def words(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    ids = torch.randint(0, 48, (rows, 10), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
 @in_a_new_world
-def llama_trained(axes: list[tuple[str, int]], parallelize: Any) -> tuple[list[float], dict[str, Tensor]]:
-    topology = Topology(axes)
-    given = tokens(replica_of(topology))
-    forward_backward = fxpipe.compile(
-        llama(),
-        topology,
-        parallelize=parallelize,
-        boundaries=["model.layers.1"],
-        microbatches=PARTS,
-        example_kwargs=given,
-    )
-    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.01)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(forward_backward(**given).item())
-        forward_backward.clip_grad_norm_(1.0)
-        optimizer.step()
-    return losses, forward_backward.state_dict(full=True)
+def llama_trained(axes: Axes, parallelize: Any) -> Run:
+    """On this replica's rows of each batch."""
+    topology, case = Topology(axes), llama()
+    batches = [cut(batch, topology.size("data"))[replica_of(topology)] for batch in case.batches(STEPS)]
+    options = {"boundaries": ["model.layers.1"], "microbatches": PARTS // topology.size("data")}
+    return run_case(case, batches, topology=topology, parallelize=parallelize, example_kwargs=batches[0], **options)
 
 
-@pytest.mark.parametrize(
-    ("axes", "parallelize", "replicas"), every(2, [(PIPE_TENSOR, megatron, 1), (PIPE_DATA, layers_sharded, 2)])
-)
-def test_an_unmodified_llama(pool: Pool, axes: list[tuple[str, int]], parallelize: Any, replicas: int) -> None:
-    pytest.importorskip("transformers")
-    model, losses = llama(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        batches = [tokens(replica)["input_ids"].chunk(PARTS) for replica in range(replicas)]
-        parts = [model(input_ids=ids, labels=ids).loss for chunks in batches for ids in chunks]
-        loss = loss_of(parts, [1.0] * len(parts))
-        loss.backward()
-        losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    for found, state in pool.run(llama_trained, axes, parallelize):
-        assert found == pytest.approx(losses, rel=1e-5)
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("axes", "parallelize"), every(2, [(PIPE_TENSOR, megatron), (PIPE_DATA, layers_sharded)]))
+def test_an_unmodified_llama(pool: Pool, axes: Axes, parallelize: Any) -> None:
+    hf = pytest.importorskip("tests.hf")
+    runs, wanted = pool.run(llama_trained, axes, parallelize), hf.trained_plainly(llama(), llama().batches(STEPS))
+    assert_run(runs, wanted, 1e-5)
 
 
 def test_one_process_gets_no_mesh_and_equals_plain_pytorch() -> None:
@@ -728,21 +687,6 @@ def test_a_stage_may_be_compiled_in_it() -> None:
 # --- what cannot be ---
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"zero": 1}, "zero=1 and parallelize= both decide"),
-        ({"precision": fxpipe.Precision(compute=torch.bfloat16)}, "MixedPrecisionPolicy"),
-        ({"tracer": "export"}, 'write tracer="record"'),
-        ({"stage_compiler": torch.compile}, "both replace what a stage runs"),
-        ({"parallelize": "fsdp"}, "it is a function"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RunError, match=message):
-        fxpipe.compile(graph_of(), Topology([("pipe", 2)]), **{"parallelize": nothing} | options)
-
-
 def add_a_parameter(stage: nn.Module, mesh: Any) -> None:
     stage.adapter = nn.Parameter(torch.ones(2))
 
@@ -756,16 +700,21 @@ def another_shape(stage: nn.Module, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallelize", "message"),
+    ("options", "message"),
     [
-        (add_a_parameter, "a parameter that the model lacks, adapter"),
-        (lose_a_parameter, "nothing in place of a parameter a.up.weight"),
-        (another_shape, r"made \[2\] of a.up.weight"),
+        ({"zero": 1}, "zero=1 and parallelize= both decide"),
+        ({"precision": fxpipe.Precision(compute=torch.bfloat16)}, "MixedPrecisionPolicy"),
+        ({"tracer": "export"}, 'write tracer="record"'),
+        ({"stage_compiler": torch.compile}, "both replace what a stage runs"),
+        ({"parallelize": "fsdp"}, "it is a function"),
+        ({"parallelize": add_a_parameter}, "a parameter that the model lacks, adapter"),
+        ({"parallelize": lose_a_parameter}, "nothing in place of a parameter a.up.weight"),
+        ({"parallelize": another_shape}, r"made \[2\] of a.up.weight"),
     ],
 )
-def test_what_parallelize_must_leave_is_said(parallelize: Any, message: str) -> None:
+def test_what_cannot_be_is_refused_by_compile(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RunError, match=message):
-        fxpipe.compile(graph_of(), Topology([("pipe", 2)]), parallelize=parallelize)
+        fxpipe.compile(graph_of(), Topology([("pipe", 2)]), **{"parallelize": nothing} | options)
 
 
 def test_a_capture_in_other_pieces_is_refused() -> None:
@@ -778,7 +727,7 @@ def test_a_capture_in_other_pieces_is_refused() -> None:
 
 
 @in_a_new_world
-def message_of(axes: list[tuple[str, int]], parallelize: Any, build: Any) -> str:
+def message_of(axes: Axes, parallelize: Any, build: Any) -> str:
     try:
         forward_backward = fxpipe.compile(build(), Topology(axes), parallelize=parallelize, microbatches=PARTS)
         forward_backward.optimizer(torch.optim.AdamW, offload=True)
@@ -820,6 +769,6 @@ def tied_otherwise(stage: nn.Module, mesh: Any) -> None:
     ],
 )
 def test_what_cannot_run_in_a_pipeline_is_said_on_some_rank(
-    pool: Pool, axes: list[tuple[str, int]], parallelize: Any, build: Any, message: str
+    pool: Pool, axes: Axes, parallelize: Any, build: Any, message: str
 ) -> None:
     assert any(message in told for told in pool.run(message_of, axes, parallelize, build))

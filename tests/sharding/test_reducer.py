@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpipe
 from fxpipe.distributed.transport import broadcast
 from fxpipe.sharding.flat_bucket import FlatBucket
-from fxpipe.sharding.gradients import Piece
+from tests.replicas import CLEARS, Layout, Parts, assert_parts, assert_walk, compiled_alone, parts, random_moves, walk
 from tests.strict_transport import connect, run_strict
-from tests.thinned import ALL, every
+from tests.thinned import every, in_turn
 
 ROWS = 24  # of a whole batch
 
@@ -44,20 +42,8 @@ class Net(nn.Module):
         return fxpipe.Sum(x.sum(), x.shape[0] * 3) if self.total else x.mean()
 
 
-@dataclass(frozen=True)
-class Setup:
-    axes: tuple[tuple[str, int], ...]
-    ranks_per_node: int | None
-    zero: int
-    scope: str
-
-    @property
-    def topology(self) -> fxpipe.Topology:
-        return fxpipe.Topology(self.axes, self.ranks_per_node)
-
-
-SETUPS = [
-    Setup(axes, per_node, zero, scope)
+LAYOUTS = [
+    Layout(axes, per_node, zero, scope)
     for axes, nodes in (
         ((("pipe", 2), ("data", 2)), (None, 1, 2)),
         ((("data", 4), ("pipe", 2)), (None, 2, 4)),
@@ -68,156 +54,44 @@ SETUPS = [
     for scope in (("node", "data") if zero else ("node",))
 ]
 
-Gradients = dict[str, list[tuple[int, int, Tensor | None]]]
-"""Name → (start, stop, what a rank has of the gradient)."""
 
-
-def part_of(batch: Tensor, setup: Setup, rank: int) -> Tensor:
-    return batch.chunk(setup.topology.size("data"))[setup.topology.coordinate(rank)["data"]]
-
-
-def had(pieces: list[Piece]) -> Gradients:
-    found: Gradients = {}
-    for piece in pieces:
-        gradient = piece.gradient()
-        if gradient is not None:
-            gradient = in_memory_order(gradient).clone()
-            assert gradient.shape == (piece.stop - piece.start,)
-        found.setdefault(piece.name, []).append((piece.start, piece.stop, gradient))
-    return found
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def assert_gradients(setup: Setup, ranks: list[Gradients], wanted: dict[str, Tensor | None], what: str) -> None:
-    """Every rank's pieces are the reference's; over each shard group, and its parameters' other owners, they cover each
-    parameter once."""
-    topology = setup.topology
-    shards = topology.shard_groups() if setup.scope == "node" else topology.groups("data")
-    pipes = [[rank for pipe in topology.groups("pipe") if {*pipe} & {*group} for rank in pipe] for group in shards]
-    for group in pipes if setup.zero else [[rank] for rank in range(topology.world_size)]:
-        for name in {name for rank in group for name in ranks[rank]}:
-            pieces = sorted((piece for rank in group for piece in ranks[rank].get(name, [])), key=lambda one: one[:2])
-            reference = wanted[name]
-            ends = 0
-            for start, stop, gradient in pieces:
-                assert start == ends, f"{what}: {name} is covered {'twice' if start < ends else 'in part'}"
-                ends = stop
-                if reference is None or gradient is None:
-                    assert gradient is reference is None, f"{what}: {name} has {gradient}, wanted {reference}"
-                else:
-                    torch.testing.assert_close(
-                        gradient, in_memory_order(reference)[start:stop], rtol=1e-5, atol=1e-6, msg=f"{what}: {name}"
-                    )
-            sizes = {one: reference.numel() for one, reference in wanted.items() if reference is not None}
-            assert ends == sizes.get(name, ends)
-    replicas = topology.replica_groups() if setup.zero and setup.scope == "node" else []
-    for group in replicas if setup.zero else topology.groups("data"):
-        for rank in group[1:]:
-            assert_bits(ranks[group[0]], ranks[rank])
-
-
-def assert_bits(first: Gradients, second: Gradients) -> None:
-    assert first.keys() == second.keys()
-    for name, pieces in first.items():
-        for one, other in zip(pieces, second[name], strict=True):
-            assert one[:2] == other[:2]
-            assert (one[2] is None) == (other[2] is None)
-            assert one[2] is None or torch.equal(one[2], other[2]), name
-
-
-def names(setup: object) -> str | None:
-    if not isinstance(setup, Setup):
-        return None
-    axes = "×".join(f"{name}{size}" for name, size in setup.axes)
-    return f"{axes}, {setup.ranks_per_node or 'all'} to a node, zero={setup.zero} {setup.scope}"
-
-
-LOSSES = list(product([False, True], [False, True]))
-"""(tied, total)."""
-WALKS = every(
-    3,  # one or two of a layout's five
-    [(setup, *LOSSES[loss % 4]) for number, setup in enumerate(SETUPS) for loss in (range(4) if ALL else [number])],
+@pytest.mark.parametrize(
+    ("layout", "tied", "total", "freezes"),
+    in_turn(every(6, LAYOUTS), [False, True], [False, False, True, True], [False, True]),
+    ids=str,
 )
-"""Each layout, each ``zero`` and scope, and each loss."""
-
-
-@pytest.mark.parametrize(("setup", "tied", "total"), every(2, WALKS), ids=names)
-def test_any_walk_of_calls_gives_the_gradients_of_the_whole_batch(setup: Setup, tied: bool, total: bool) -> None:
+def test_any_walk_of_calls_gives_the_gradients_of_the_whole_batch(
+    layout: Layout, tied: bool, total: bool, freezes: bool
+) -> None:
     """Calls with and without synchronisation, gradients cleared in between or not: after each synchronised call they
-    are those that plain PyTorch accumulates."""
-    draw = random.Random(f"{setup} {tied} {total}")
-    walk = [draw.choice(["call", "call", "later", "clear", "clear to zero"]) for _ in range(10 if ALL else 6)] + [
-        "later",
-        "call",
-    ]
-    batches = [torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(place)) for place in range(len(walk))]
+    are those that plain PyTorch accumulates, and a parameter that was frozen keeps its own."""
+    draw = random.Random(f"{layout} {tied} {total}")
+    topology = layout.topology
 
-    def body(rank: int) -> list[Gradients]:
-        step = fxpipe.compile(
-            Net(tied, total),
-            setup.topology,
-            microbatches=3,
-            zero=setup.zero,
-            zero_scope=setup.scope,
-            bucket_cap_mb=0.0008,
-        )
-        seen = []
-        for place, what in enumerate(walk):
-            if what.startswith("clear"):
-                step.zero_grad(set_to_none=what == "clear")
-                continue
-            step.set_requires_gradient_sync(what == "call")
-            step(part_of(batches[place], setup, rank))
-            if what == "call":
-                seen.append(had(step._reducer.pieces()))
-        return seen
+    def batches() -> list[Tensor]:
+        return list(torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(draw.randrange(100))).chunk(replicas))
 
-    every = run_strict(body, setup.topology.world_size, seed=draw.randrange(100))
+    replicas = topology.size("data")
+    kinds = ["call", "call", "later", "clear", "clear to zero"]
+    moves = random_moves(draw, kinds, batches, [])
+    for before, way in zip(["call", "later", "call", "later"], CLEARS, strict=True):
+        moves += [(before, batches()), ("clear to zero", way), ("call", batches())]
+    moves += [("zero", "last.weight"), ("call", batches()), ("later", batches())]
+    if freezes:
+        moves.append(("freeze", draw.choice(["middle.weight", "t"])))  # that one, or all weights
+    moves.append(("call", batches()))
+
+    def body(rank: int) -> list[Parts]:
+        net = Net(tied, total)
+        step = fxpipe.compile(net, topology, microbatches=3, bucket_cap_mb=0.0008, **layout.options)
+        return walk(step, moves, topology.coordinate(rank)["data"], net)
+
+    def accumulate(batches: Sequence[Tensor]) -> None:
+        loss = model(torch.cat(list(batches)))
+        (loss.total / loss.count if total else loss).backward()
 
     model = Net(tied, total)
-    count = 0
-    for place, what in enumerate(walk):
-        if what.startswith("clear"):
-            model.zero_grad()
-            continue
-        loss = model(batches[place])
-        (loss.total / loss.count if total else loss).backward()
-        if what == "call":
-            wanted = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-            assert_gradients(setup, [seen[count] for seen in every], wanted, f"after {walk[: place + 1]}")
-            count += 1
-
-
-@pytest.mark.parametrize(("setup", "frozen"), every(26, list(product(SETUPS, ["middle.weight", "all"]))), ids=names)
-def test_what_was_frozen_since_a_call_that_was_not_summed_is_summed_with_the_next(setup: Setup, frozen: str) -> None:
-    """As in plain PyTorch, where a gradient stays that a parameter had when it was frozen."""
-    batches = [torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(place)) for place in range(2)]
-
-    def freeze(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in parameters:
-            if name == frozen or (frozen == "all" and name != "again.bias"):
-                parameter.requires_grad_(False)
-
-    def body(rank: int) -> Gradients:
-        model = Net(True, False)
-        options = {"zero": setup.zero, "zero_scope": setup.scope, "bucket_cap_mb": 0.0008}
-        step = fxpipe.compile(model, setup.topology, microbatches=3, **options)
-        step.set_requires_gradient_sync(False)
-        step(part_of(batches[0], setup, rank))
-        freeze(model.named_parameters(remove_duplicate=False))
-        step.set_requires_gradient_sync(True)
-        step(part_of(batches[1], setup, rank))
-        return had(step._reducer.pieces())
-
-    model = Net(True, False)
-    model(batches[0]).backward()
-    freeze(model.named_parameters(remove_duplicate=False))
-    model(batches[1]).backward()
-    wanted = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    assert_gradients(setup, run_strict(body, setup.topology.world_size), wanted, "after the second call")
+    assert_walk(run_strict(body, topology.world_size, draw.randrange(100)), layout, model, moves, accumulate)
 
 
 # --- what a parameter may be ---
@@ -235,13 +109,6 @@ class Branching(nn.Module):
         return y * self.sometimes if bool((x > 0).any()) else y
 
 
-def compiled_alone(module: nn.Module, topology: fxpipe.Topology, **options: object) -> fxpipe.ForwardBackward:
-    """One stage of its own for a module, and a loss behind it."""
-    stages = {"module": module, "loss": lambda y: y.square().mean()}
-    graph = fxpipe.StageGraph.from_callables(stages, [("module", "loss")], {"module": ["x"]})
-    return fxpipe.compile(graph, topology, placement={"module": 0, "loss": 0}, **options)
-
-
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("users", [(), (1,), (0, 1, 2)], ids=["nobody", "one", "all"])
 def test_a_parameter_that_no_replica_used_has_no_gradient_and_one_that_some_used_is_summed(
@@ -250,10 +117,10 @@ def test_a_parameter_that_no_replica_used_has_no_gradient_and_one_that_some_used
     topology = fxpipe.Topology([("pipe", 1), ("data", 3)])
     batches = [torch.full((2, 4), 1.0 if rank in users else -1.0) for rank in range(3)]
 
-    def body(rank: int) -> tuple[Gradients, list[Tensor | None]]:
+    def body(rank: int) -> tuple[Parts, list[Tensor | None]]:
         step = compiled_alone(Branching(), topology, microbatches=2, zero=zero)
         step(batches[rank])
-        return had(step._reducer.pieces()), [parameter.grad for parameter in step.parameters()]
+        return parts(step), [parameter.grad for parameter in step.parameters()]
 
     model = Branching()
     for batch in batches:
@@ -261,8 +128,7 @@ def test_a_parameter_that_no_replica_used_has_no_gradient_and_one_that_some_used
     wanted = {"module." + name: parameter.grad for name, parameter in model.named_parameters()}
     every = run_strict(body, 3)
     assert (wanted["module.sometimes"] is None) == (users == ())
-    setup = Setup((("pipe", 1), ("data", 3)), None, zero, "data")
-    assert_gradients(setup, [found for found, _ in every], wanted, "after a step")
+    assert_parts([found for found, _ in every], wanted)
     for _, shown in every:
         assert [gradient is None for gradient in shown] == [False, users == (), True]
 

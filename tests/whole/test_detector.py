@@ -11,16 +11,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Packed, Topology
-from tests.harness import (
-    accumulate,
-    assert_gradients,
-    assert_optimized,
-    assert_same,
-    gradients_of,
-    optimized,
-    replica_of,
-)
-from tests.models import Inputs
+from tests.harness import accumulate, assert_gradients, assert_same, assert_trains, distributed, gradients_of
+from tests.models import Case, Inputs
 from tests.pool import Pool
 
 CHANNELS, KINDS, STRIDE = 4, 3, 4
@@ -101,13 +93,6 @@ def compiled(pipe: int, data: int, **options: Any) -> fxpipe.ForwardBackward:
     return fxpipe.compile(model, topology, microbatches=MICROBATCHES, **options)
 
 
-def trained(pipe: int, data: int, zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    forward_backward = compiled(pipe, data, zero=zero)
-    replica = replica_of(forward_backward.topology) if data > 1 else 0
-    assert len(forward_backward.stages) == 4
-    return optimized(forward_backward, [batch_of(step, replica) for step in range(STEPS)])
-
-
 def parts_of(batch: Inputs) -> list[Inputs]:
     """Micro-batches, cut by hand."""
     size = len(batch["images"]) // MICROBATCHES
@@ -117,10 +102,20 @@ def parts_of(batch: Inputs) -> list[Inputs]:
     ]
 
 
+def cut(batch: Inputs, microbatches: int) -> list[Inputs]:
+    return parts_of(batch)
+
+
+SGD: Any = {"optimizer": torch.optim.SGD, "optimizer_options": {"lr": 0.1}}
+CASE = Case(Detector, microbatches=MICROBATCHES, cut=cut, **SGD)
+
+
 @pytest.mark.parametrize(("pipe", "data", "zero"), [(4, 1, 0), (2, 2, 1)])
 def test_images_and_boxes_in_lists_train_as_in_plain_pytorch(pipe: int, data: int, zero: int, pool: Pool) -> None:
-    steps = [[part for replica in range(data) for part in parts_of(batch_of(step, replica))] for step in range(STEPS)]
-    assert_optimized(pool.run(trained, pipe, data, zero, ranks=4), built(), steps, 1e-6 * (data - 1))
+    batches: Any = [tuple(batch_of(step, replica) for replica in range(data)) for step in range(STEPS)]
+    topology = Topology([("pipe", pipe), ("data", data)])
+    options = {"batch_dim": LISTS, "boundaries": CUTS, "example_kwargs": batch_of(0), "zero": zero}
+    assert_trains(CASE, distributed(pool), batches if data > 1 else sum(batches, ()), topology=topology, **options)
 
 
 def test_a_last_batch_of_fewer_images_trains_too() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import RunError, Topology
 from tests.device import DEVICE
-from tests.harness import assert_optimized, gradients_of, optimized, replica_of, strict
+from tests.harness import Batches, Run, assert_run, gradients_of, reference, replica_of, strict
+from tests.harness import trained as run_case
+from tests.models import Case
 from tests.pool import Pool
 from tests.whole.gathered import Contrastive, LocalLoss, OverReplicas, batch, by_hand, cut, model
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch
@@ -24,25 +28,27 @@ PIPE_4, TWO_BY_TWO = Topology([("pipe", 4)]), Topology([("pipe", 2), ("data", 2)
 # --- sharding ---
 
 
-def batches(rows: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    return [dict(zip(("image", "text"), batch(sum(rows), number), strict=True)) for number in range(3)]
+CASE = Case(Contrastive, microbatches=3, optimizer_options={"lr": 0.1})
 
 
-def trained(kind: type[nn.Module], zero: int, rows: tuple[int, ...]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Some steps of AdamW on this replica's rows."""
-    forward_backward = fxpipe.compile(model(kind), TWO_BY_TWO, microbatches=3, zero=zero, schedule="cached")
-    replica, mine = replica_of(TWO_BY_TWO), []
-    for whole in batches(rows):
-        mine.append({name: tensor.split(list(rows))[replica] for name, tensor in whole.items()})
-        mine[-1] |= {"replica": torch.full((rows[replica],), replica)} if kind is LocalLoss else {}
-    return optimized(forward_backward, mine, torch.optim.AdamW)
+def trained(kind: type[nn.Module], batches: Batches, zero: int) -> Run:
+    case = replace(CASE, build=partial(model, kind))
+    return run_case(case, batches, topology=TWO_BY_TWO, schedule="cached", zero=zero)
 
 
 @pytest.mark.parametrize(("kind", "zero"), [(LocalLoss, 2), (OverReplicas, 3)])
 def test_sharded_replicas_train_as_one_on_the_global_batch(kind: type[nn.Module], zero: int, pool: Pool) -> None:
-    rows = (8, 11)
-    steps = [[whole] for whole in batches(rows)]
-    assert_optimized(pool.run(trained, kind, zero, rows, ranks=4), model(Contrastive), steps, 1e-6, torch.optim.AdamW)
+    rows = [8, 11]
+    whole = [dict(zip(("image", "text"), batch(sum(rows), number), strict=True)) for number in range(3)]
+    batches = []
+    for images, texts in (each.values() for each in whole):
+        parts = zip(images.split(rows), texts.split(rows), strict=True)
+        given = [{"image": image, "text": text} for image, text in parts]
+        if kind is LocalLoss:
+            given = [{**part, "replica": torch.full((rows[number],), number)} for number, part in enumerate(given)]
+        batches.append(tuple(given))
+    wanted, _ = reference(replace(CASE, build=partial(model, Contrastive), microbatches=1), whole)
+    assert_run(pool.run(trained, kind, batches, zero), wanted, 1e-6)
 
 
 # --- types and random numbers ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +11,14 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import TraceError, stage_boundary
-from tests.harness import accumulate, assert_gradients, assert_same, cut, gradients_of
+from tests.layered import assert_trains
 from tests.thinned import in_turn
 from tests.two_ranks import TWO
 
 
-def assert_as_plain(model: nn.Module, batch: dict[str, Tensor], tolerance: float = 0.0, **options: Any) -> None:
-    """Two steps of micro-batches of two halves, the second on other numbers, leave the loop's loss and gradients."""
-    plain = copy.deepcopy(model)
-    forward_backward = fxpipe.compile(model, TWO, microbatches=2, example_kwargs=batch, **options)
-    for scale in (1.0, -2.0):
-        given = {name: value * scale if value.is_floating_point() else value for name, value in batch.items()}
-        wanted, _ = accumulate(lambda _, part: plain(**part), cut(given, 2))
-        assert_same(forward_backward(**given), wanted, "loss", tolerance)
-        assert_gradients(gradients_of(forward_backward.named_parameters()), plain, tolerance)
+def batches() -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    return [{"x": torch.randn(4, 4)} for _ in range(3)]
 
 
 def by_tensor_hook(h: Tensor, scale: Tensor) -> Tensor:
@@ -76,8 +69,7 @@ class Hooked(nn.Module):
 
 @pytest.mark.parametrize("how", [by_tensor_hook, by_multi_hook, by_function])
 def test_what_is_read_in_backward_alone_is_no_argument_unread(how: Callable[[Tensor, Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
-    assert_as_plain(Hooked(how), {"x": torch.randn(4, 4)}, tracer="record")
+    assert_trains(lambda: Hooked(how), batches(), tracer="record")
 
 
 class PackedBetween(Hooked):
@@ -116,8 +108,8 @@ class Field(nn.Module):
 
 @pytest.mark.parametrize(("by", "cut"), [("h", "before"), ("weight", "behind"), ("first", "behind")])
 def test_a_gradient_inside_forward_and_inside_a_stage_is_plain_pytorchs(by: str, cut: str) -> None:
-    torch.manual_seed(0)
-    assert_as_plain(Field(by, cut), {"x": torch.randn(4, 4)}, 1e-6 if cut == "behind" else 0.0, tracer="symbolic")
+    tolerance = 1e-6 if cut == "behind" else 0.0
+    assert_trains(lambda: Field(by, cut), batches(), tolerance=tolerance, tracer="symbolic")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +124,7 @@ def test_a_gradient_inside_forward_through_a_boundary_is_refused(by: str, cut: s
 
 
 def test_cuts_that_are_found_leave_a_gradient_inside_forward_in_one_stage() -> None:
-    torch.manual_seed(0)
-    assert_as_plain(Field("h", "none"), {"x": torch.randn(4, 4)}, 1e-6, tracer="symbolic", boundaries="auto")
+    assert_trains(lambda: Field("h", "none"), batches(), "auto", tolerance=1e-6, tracer="symbolic")
 
 
 class Energy(nn.Module):
@@ -171,8 +162,7 @@ class Fields(nn.Module):
 
 
 def test_a_submodule_that_takes_a_gradient_of_its_own_is_opaque() -> None:
-    torch.manual_seed(0)
-    assert_as_plain(Fields(True), {"x": torch.randn(4, 4)}, tracer="record")
+    assert_trains(lambda: Fields(True), batches(), tracer="record")
 
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export", "record", "auto"])

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import RunError, Topology, TraceError, stage_boundary
 from tests.device import DEVICE
-from tests.harness import assert_gradients, assert_same, gradients_of
+from tests.harness import assert_same
+from tests.layered import assert_trains, vectors
+from tests.models import Inputs
 from tests.replicas import refusals
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn
@@ -84,15 +86,9 @@ def test_types_that_forward_asks_for_are_those_of_precision(tracer: str) -> None
     assert forward_backward.evaluate(x).dtype == torch.float32
 
 
-def assert_a_step_is_plain_pytorchs(make: type[nn.Module], tracer: str, tolerance: float) -> None:
-    """``tolerance``: of the gradients."""
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(4, 4)
-    plain = copy.deepcopy(model)
-    forward_backward = fxpipe.compile(model, TWO, microbatches=1, tracer=tracer, example_args=(x,))
-    assert_same(forward_backward(x), (loss := plain(x)).detach(), "loss")
-    loss.backward()
-    assert_gradients(gradients_of(forward_backward.named_parameters()), plain, tolerance)
+def batches() -> list[Inputs]:
+    torch.manual_seed(1)
+    return [{"x": torch.randn(4, 4)} for _ in range(2)]
 
 
 class Watched(nn.Module):
@@ -112,7 +108,7 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
 def test_a_value_that_is_handed_off_amid_no_grad_keeps_its_gradient(tracer: str) -> None:
-    assert_a_step_is_plain_pytorchs(Watched, tracer, 0.0)
+    assert_trains(Watched, batches(), tracer=tracer, microbatches=1)
 
 
 class Teacher(nn.Module):
@@ -129,7 +125,7 @@ class Teacher(nn.Module):
 
 @pytest.mark.parametrize("tracer", ["auto", "export"])
 def test_a_module_called_with_other_parameters_uses_those(tracer: str) -> None:
-    assert_a_step_is_plain_pytorchs(Teacher, tracer, 1e-6)
+    assert_trains(Teacher, batches(), tolerance=1e-6, tracer=tracer)
     with pytest.raises(TraceError, match="other parameters or buffers than its own"):
         fxpipe.compile(Teacher(), TWO, microbatches=1, tracer="symbolic")
 
@@ -219,14 +215,9 @@ class StatisticsInPlace(Statistics):
 
 @pytest.mark.parametrize(("tracer", "kind"), in_turn(list(fxpipe.TRACERS), [Statistics, StatisticsInPlace]))
 def test_a_backward_sees_a_statistic_as_its_own_micro_batch_did(kind: type[nn.Module], tracer: str) -> None:
-    torch.manual_seed(0)
-    model, x = kind(), torch.randn(8, WIDTH)
-    plain = copy.deepcopy(model)
-    for part in x.chunk(4):
-        (plain(part) / 4).backward()
-    fxpipe.compile(model, TWO, microbatches=4, tracer=tracer, example_args=(x,), check_capture=False)(x)
-    for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(parameter.grad, wanted.grad), name
+    torch.manual_seed(1)
+    given = [{"x": torch.randn(8, WIDTH)} for _ in range(2)]
+    assert_trains(kind, given, tracer=tracer, microbatches=4, check_capture=False)
 
 
 # --- what placing stages leaves as it is; inputs that no rank can cut, or be sent ---
@@ -270,14 +261,7 @@ class Three(nn.Module):
 
 
 def test_placing_stages_leaves_counters_and_caches_as_they_are() -> None:
-    torch.manual_seed(0)
-    model = Three(Remembers())
-    plain = copy.deepcopy(model)
-    batch = {name: torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(5)) for name in ("x", "y")}
-    forward_backward = fxpipe.compile(model, TWO, microbatches=2, tracer="record", example_kwargs=batch)
-    loss = forward_backward(**batch)
-    wanted = torch.stack([plain(batch["x"][part], batch["y"][part]) for part in (slice(4), slice(4, 8))]).mean()
-    assert_same(loss, wanted.detach(), "loss", 1e-6)
+    assert_trains(lambda: Three(Remembers()), [vectors(5), vectors(5)], tolerance=1e-6, tracer="record")
 
 
 @pytest.mark.parametrize("tracer", ["symbolic", "record"])

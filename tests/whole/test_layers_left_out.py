@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from fxpipe import PartitionError
 from fxpipe.trace import NEED_SHAPES
-from tests.harness import Steps, assert_steps, steps_of
 from tests.layered import WIDTH, Layer, assert_trains, compiled, vectors
 from tests.models import Inputs
-from tests.pool import Pool
 
 DEPTH = 6
 
@@ -137,13 +135,3 @@ def test_what_the_first_batch_leaves_out_is_refused_with_what_to_give() -> None:
     forward_backward = compiled(Deep(), keeping(0, 3), ["layers.2"], tracer="export")
     with pytest.raises(PartitionError, match=r"uses layers\.3.* example_args= of the kind that uses most"):
         forward_backward(**keeping(1))
-
-
-def steps() -> Steps:
-    torch.manual_seed(0)
-    return steps_of(compiled(Deep(), vectors(0), ["layers.3"]), LEFT_OUT)
-
-
-def test_they_are_left_out_on_two_processes(pool: Pool) -> None:
-    torch.manual_seed(0)
-    assert_steps(pool.run(steps, ranks=2), Deep(), LEFT_OUT, 2)

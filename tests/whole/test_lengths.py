@@ -23,18 +23,15 @@ from tests.harness import (
     Steps,
     accumulate,
     assert_gradients,
-    assert_optimized,
     assert_same,
     assert_steps,
+    assert_trains,
     current_seat,
-    cut,
     gradients_of,
-    optimized,
-    replica_of,
     steps_of,
     strict,
 )
-from tests.models import Inputs
+from tests.models import Case, Inputs
 
 WIDTH, PARTS = 8, 4
 SIZES = [(9, 6), (11, 9), (10, 12), (12, 1), (8, 31), (8, 2), (5, 16)]
@@ -276,18 +273,13 @@ OF_REPLICAS = [
 @pytest.mark.parametrize(("zero", "engine"), [(2, "strict 3"), (3, "distributed")])
 def test_replicas_may_have_lengths_of_their_own(zero: int, engine: str, engines: Engines) -> None:
     """They are plain PyTorch's over the micro-batches of all, by their rows."""
-    steps = [
-        [part for place, size in enumerate(sizes) for part in cut(sized(*size, place), PARTS)]
-        for sizes in zip(*OF_REPLICAS, strict=True)
+    case = Case(Sized, stages=2, ranks=2, optimizer=torch.optim.SGD, optimizer_options={"lr": 0.1})
+    batches = [
+        tuple(sized(*size, replica) for replica, size in enumerate(sizes)) for sizes in zip(*OF_REPLICAS, strict=True)
     ]
-    assert_optimized(engines(engine)(4, of_replicas, zero), built(Sized), steps, 1e-6)
-
-
-def of_replicas(zero: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
-    replica = replica_of(topology)
-    forward_backward = compiled(Sized, topology, zero=zero)
-    return optimized(forward_backward, [sized(*size, replica) for size in OF_REPLICAS[replica]])
+    options = {"tracer": "export", "check_batches": False, "example_kwargs": sized(*SIZES[0])}
+    assert_trains(case, engines(engine), batches, topology=topology, zero=zero, **options)
 
 
 def test_micro_batches_of_one_step_may_each_have_a_length() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,81 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import Topology, stage_boundary
+from fxpipe import stage_boundary
 from tests.harness import gradients_of
 from tests.pool import Pool
-from tests.replicas import PAIR, SQUARE, Parts, assert_parts, compiled_alone, every_zero, linear, parts
+from tests.replicas import PAIR, SQUARE, Parts, assert_parts, compiled_alone, linear, parts
 from tests.strict_transport import run_strict
-from tests.thinned import every, in_turn
-
-# --- by whichever way a loop has ---
-
-
-def zero_each(step: fxpipe.ForwardBackward) -> None:
-    for parameter in step.parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
-
-
-CLEARS: dict[str, Callable[[fxpipe.ForwardBackward, Any], object]] = {
-    "optimizer": lambda step, optimizer: optimizer.zero_grad(set_to_none=False),
-    "forward_backward": lambda step, optimizer: step.zero_grad(set_to_none=False),
-    "module": lambda step, optimizer: step.module.zero_grad(set_to_none=False),
-    "each": lambda step, optimizer: zero_each(step),
-}
-
-
-@pytest.mark.parametrize(
-    ("by", "per_node", "zero", "earlier"),  # shards of one or of two by the last two
-    every(11, list(product(CLEARS, [None, 1], [0, 1, 2], [(True, True), (False,), (True, False)]))),
-    ids=str,
-)
-def test_whoever_clears_gradients_to_zero_clears_them(
-    zero: int, per_node: int | None, by: str, earlier: tuple[bool, ...]
-) -> None:
-    """``earlier``: whether the calls before it are synchronised."""
-    topology = Topology([("pipe", 1), ("data", 2)], per_node)
-
-    def body(rank: int) -> Parts:
-        step = compiled_alone(nn.Sequential(linear(), linear()), topology, microbatches=1, zero=zero)
-        optimizer = step.optimizer(torch.optim.SGD, lr=0.0)
-        for sync in earlier:
-            step.set_requires_gradient_sync(sync)
-            step(torch.full((2, 4), 1.0 + rank))
-        CLEARS[by](step, optimizer)
-        step.set_requires_gradient_sync(True)
-        step(torch.ones(2, 4))
-        return parts(step)
-
-    model = nn.Sequential(linear(), linear())
-    model(torch.ones(2, 4)).square().mean().backward()
-    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
-
-
-@every_zero
-def test_a_gradient_cleared_to_zero_alone_leaves_the_others(zero: int) -> None:
-    def clear(module: nn.Module) -> None:
-        first = module.get_submodule("0").weight.grad
-        assert first is not None
-        first.zero_()
-
-    def body(rank: int) -> Parts:
-        module = nn.Sequential(linear(), linear())
-        step = compiled_alone(module, PAIR, microbatches=1, zero=zero)
-        for sync in (True, False):
-            step.set_requires_gradient_sync(sync)
-            step(torch.ones(2, 4))
-        clear(module)
-        step.set_requires_gradient_sync(True)
-        step(torch.ones(2, 4))
-        return parts(step)
-
-    model = nn.Sequential(linear(), linear())
-    for _ in range(2):
-        model(torch.ones(2, 4)).square().mean().backward()
-    clear(model)
-    model(torch.ones(2, 4)).square().mean().backward()
-    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
+from tests.thinned import in_turn
 
 
 @pytest.mark.parametrize(("zero", "total"), [(0, False), (1, True), (2, False)])

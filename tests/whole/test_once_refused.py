@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fxpipe
 from fxpipe import RunError, TraceError, stage_boundary
-from tests.harness import Steps, assert_gradients, assert_same, assert_steps, cut, gradients_of, steps_of
+from tests.harness import assert_gradients, assert_same, cut, gradients_of
 from tests.layered import TRACERS, WIDTH, Layer, Layers, assert_trains, compiled, vectors
 from tests.models import Inputs
-from tests.pool import Pool
 from tests.thinned import ALL, in_turn
 
 
@@ -259,16 +258,6 @@ def test_a_cut_beside_a_checkpointed_submodule_lies_outside_of_the_checkpoint(
     forward_backward = assert_trains(make, [vectors(0), vectors(1)], cuts, stages)
     assert "record" in str(forward_backward.stages)
     assert any("checkpoint_" in str(stage.forward) for stage in forward_backward.stages)
-
-
-def steps() -> Steps:
-    torch.manual_seed(0)
-    return steps_of(compiled(Checkpointed(), vectors(0), ["layers.2"]), [vectors(1)])
-
-
-def test_it_does_so_on_two_processes(pool: Pool) -> None:
-    torch.manual_seed(0)
-    assert_steps(pool.run(steps, ranks=2), Checkpointed(), [vectors(1)], 2)
 
 
 def test_a_cut_amid_a_checkpointed_function_is_refused_and_auto_is_named() -> None:

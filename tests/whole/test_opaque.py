@@ -15,19 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
-from tests.harness import (
-    Engines,
-    Run,
-    accumulate,
-    assert_gradients,
-    assert_run,
-    assert_same,
-    compiled,
-    cut,
-    gradients_of,
-    reference,
-    trained,
-)
+from tests import harness
+from tests.harness import Engines, accumulate, assert_gradients, assert_same, compiled, cut, gradients_of, reference
 from tests.models import WIDTH, Case, Inputs, linear, vectors
 from tests.pool import Pool
 from tests.thinned import in_turn
@@ -43,19 +32,11 @@ def two(build: Callable[[], nn.Module], **changes: Any) -> Case:
 
 
 def assert_trains(
-    case: Case,
-    batches: Sequence[Inputs],
-    boundaries: Any = REGION,
-    tracer: str = "export",
-    **options: Any,
+    case: Case, batches: Sequence[Inputs], boundaries: Any = REGION, tracer: str = "export", **options: Any
 ) -> None:
     """As in plain PyTorch, captured with the first batch."""
-    wanted, _ = reference(case, batches)
-    assert_run([steps(case, batches, boundaries, tracer, options)], wanted, case.tolerance)
-
-
-def steps(case: Case, batches: Sequence[Inputs], boundaries: Any, tracer: str, options: Any) -> Run:
-    return trained(case, batches, boundaries=boundaries, tracer=tracer, example_kwargs=batches[0], **options)
+    options = {"boundaries": boundaries, "tracer": tracer, "example_kwargs": batches[0], **options}
+    harness.assert_trains(case, options.pop("engine", harness.local), batches, **options)
 
 
 class Looks(nn.Module):
@@ -114,12 +95,7 @@ BATCHES = [SELECTING.batch(number) for number in range(3)]
 @pytest.mark.parametrize(("engine", "tracer"), [("strict 1", "export"), ("distributed", "symbolic")])
 def test_what_a_region_returns_has_another_size_each_time(engine: str, tracer: str, engines: Engines) -> None:
     assert len({int(Selects()(batch["x"])["rows"].shape[0]) for batch in BATCHES}) > 1
-    wanted, _ = reference(SELECTING, BATCHES)
-    assert_run(engines(engine)(4, _selecting, tracer), wanted)
-
-
-def _selecting(tracer: str) -> Run:
-    return steps(SELECTING, BATCHES, CUTS, tracer, {})
+    assert_trains(SELECTING, BATCHES, CUTS, tracer, engine=engines(engine))
 
 
 class Twice(nn.Module):

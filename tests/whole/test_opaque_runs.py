@@ -20,16 +20,14 @@ from tests.harness import (
     Steps,
     accumulate,
     assert_gradients,
-    assert_optimized,
     assert_run,
     assert_same,
     assert_steps,
+    assert_trains,
     compiled,
     cut,
+    distributed,
     gradients_of,
-    optimized,
-    reference,
-    replica_of,
     steps_of,
     strict,
     trained,
@@ -321,7 +319,7 @@ class Sharded(nn.Module):
         return self.head(self.scaled(self.region(self.before(x)))).square().mean() + y.mean()
 
 
-SHARDED = Case(Sharded, vectors, rows=9, microbatches=3)
+SHARDED = Case(Sharded, vectors, stages=3, rows=9, microbatches=3, tolerance=1e-5)
 SHARDED_RULES: Any = {"region": "whole", "scaled": "whole", "reg[i]on": "before", "head": "before"}
 
 
@@ -331,31 +329,15 @@ def sharded_batch(step: int, replica: int) -> dict[str, Tensor]:
     return {**batch, "x": batch["x"] + (1 - 2 * replica)}
 
 
-def trained_sharded(tracer: str, recompute: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    topology = Topology([("pipe", 2), ("data", 2)])
-    forward_backward = fxpipe.compile(
-        SHARDED.model(),
-        topology,
-        zero=3,
-        microbatches=SHARDED.microbatches,
-        boundaries=SHARDED_RULES,
-        tracer=tracer,
-        recompute=recompute,
-        placement={"before": 0, "region": 1, "head": 0},
-        example_kwargs=sharded_batch(0, 0),
-    )
-    batches = [sharded_batch(step, replica_of(topology)) for step in range(3)]
-    return optimized(forward_backward, batches, torch.optim.AdamW, 0.01)
-
-
 @pytest.mark.parametrize(("tracer", "recompute"), [("export", False), ("symbolic", True)])
 def test_its_parameters_are_gathered_and_reduced_whatever_branches_replicas_take(
     pool: Pool, tracer: str, recompute: bool
 ) -> None:
     """What a replica has not used counts as zeros; how often a collective runs goes by the table alone."""
-    steps = [[part for replica in (0, 1) for part in cut(sharded_batch(step, replica), 3)] for step in range(3)]
-    runs = pool.run(trained_sharded, tracer, recompute, ranks=4)
-    assert_optimized(runs, SHARDED.model(), steps, 1e-5, torch.optim.AdamW, 0.01)
+    batches = [tuple(sharded_batch(step, replica) for replica in (0, 1)) for step in range(3)]
+    options = {"tracer": tracer, "recompute": recompute, "boundaries": SHARDED_RULES, "example_kwargs": batches[0][0]}
+    topology, placement = Topology([("pipe", 2), ("data", 2)]), {"before": 0, "region": 1, "head": 0}
+    assert_trains(SHARDED, distributed(pool), batches, topology=topology, placement=placement, zero=3, **options)
 
 
 # --- in evaluation ---
@@ -483,7 +465,7 @@ def assert_sometimes(build: Callable[[], nn.Module], batches: Sequence[Any], tra
     """As in plain PyTorch, captured with the first batch."""
     case = Case(build, vectors, stages=4, ranks=4, rows=4, microbatches=2)
     options: Any = {"boundaries": SOMETIMES, "tracer": tracer, "example_kwargs": batches[0]}
-    assert_run(strict(1)(4, lambda: trained(case, batches, **options)), reference(case, batches)[0])
+    assert_trains(case, strict(1), batches, **options)
 
 
 @pytest.mark.parametrize(

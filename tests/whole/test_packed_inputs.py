@@ -9,24 +9,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxpipe
 from fxpipe import FxpipeError, Packed, RunError, Topology
 from fxpipe.batch.rows import split_rows
+from tests import models
 from tests import packed_models as packed
 from tests.harness import (
+    Batches,
     Engines,
+    Run,
     Steps,
     accumulate,
     assert_gradients,
-    assert_optimized,
+    assert_run,
     assert_same,
     gradients_of,
-    optimized,
-    replica_of,
+    reference,
     steps_of,
     strict,
+    trained,
 )
 from tests.packed_models import SIX
 from tests.pool import Pool
@@ -79,14 +82,7 @@ def wanted(case: Case, microbatches: int, seed: int = 0) -> Steps:
     for place, rows in enumerate(case.batches):
         model, sizes = built(case), split_rows(len(rows), microbatches)
         parts = case.cut(case.batch(rows, seed + place), rows, sizes)
-        if case.model is packed.Summed:
-            totals = [model(**part) for part in parts]
-            count = sum(one.count for one in totals)
-            for one in totals:
-                (one.total / count).backward()
-            loss = torch.stack([one.total.detach() for one in totals]).sum() / count
-        else:
-            loss, _ = accumulate(lambda _, part, model=model: model(**part), parts, [float(size) for size in sizes])
+        loss, _ = accumulate(lambda _, part, model=model: model(**part), parts, [float(size) for size in sizes])
         found.append((loss, gradients_of(model.named_parameters())))
     return found
 
@@ -247,19 +243,26 @@ REPLICAS = [SIX, [[(1, 2, 2)] * 3, [], [(1, 1, 2)], []]]
 """Of other numbers of rows and images."""
 
 
-def on_replicas() -> tuple[list[Tensor], dict[str, Tensor]]:
-    topology, case = Topology([("pipe", 2), ("data", 2)]), CASES["images"]
-    forward_backward = compiled(case, 4, topology, zero=1)
-    replica = replica_of(topology)
-    return optimized(forward_backward, [packed.seen_batch(REPLICAS[replica], 10 * step + replica) for step in range(2)])
+def cut_of_replica(batch: models.Inputs, microbatches: int) -> list[models.Inputs]:
+    rows = next(rows for rows in REPLICAS if len(rows) == len(batch["input_ids"]))
+    return packed.cut_images(batch, rows, split_rows(len(rows), microbatches))
+
+
+SGD: Any = {"optimizer": torch.optim.SGD, "optimizer_options": {"lr": 0.1}}
+REPLICATED = models.Case(packed.Seeing, stages=3, cut=cut_of_replica, **SGD)
+
+
+def on_replicas(batches: Batches) -> Run:
+    options = {"batch_dim": packed.IMAGES, "example_kwargs": packed.seen_batch(SIX), "check_batches": False, "zero": 1}
+    return trained(REPLICATED, batches, topology=Topology([("pipe", 2), ("data", 2)]), **options)
 
 
 def test_replicas_may_have_other_numbers_of_images(pool: Pool) -> None:
-    steps: list[list[dict[str, Any]]] = [[], []]
-    for step, parts in enumerate(steps):
-        for replica, rows in enumerate(REPLICAS):
-            parts += packed.cut_images(packed.seen_batch(rows, 10 * step + replica), rows, split_rows(len(rows), 4))
-    assert_optimized(pool.run(on_replicas), built(CASES["images"]), steps, 1e-5)
+    batches = [
+        tuple(packed.seen_batch(rows, 10 * step + replica) for replica, rows in enumerate(REPLICAS))
+        for step in range(2)
+    ]
+    assert_run(pool.run(on_replicas, batches), reference(REPLICATED, batches)[0], 1e-5)
 
 
 # --- what is refused, on all ranks, before anything is sent

@@ -11,9 +11,24 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import Topology, stage_boundary
+from fxpipe import stage_boundary
 from tests.harness import gradients_of, replica_of
-from tests.replicas import PAIR, SQUARE, Kinds, Parts, assert_parts, compiled_alone, every_zero, linear, parts, refusals
+from tests.replicas import (
+    PAIR,
+    SQUARE,
+    Kinds,
+    Layout,
+    Parts,
+    assert_parts,
+    assert_walk,
+    compiled_alone,
+    every_zero,
+    linear,
+    parts,
+    random_moves,
+    refusals,
+    walk,
+)
 from tests.strict_transport import run_strict
 from tests.thinned import every, pairwise
 
@@ -21,20 +36,23 @@ COUNT = 4  # parameters that data may use; the column behind theirs is a micro-b
 
 
 class Choosing(nn.Module):
-    """Uses the parameters that the data names."""
+    """Uses the parameters that the data names; the memory of the last is in another order."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         shapes: list[tuple[int, ...]] = [(3,), (20,), (), (2, 5)]
-        self.chosen = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
+        tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+        tensors[3] = tensors[3].t().contiguous().t()
+        self.chosen = nn.ParameterList(map(nn.Parameter, tensors))
         self.always = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         y = x[:, 0] * self.always
         for place, parameter in enumerate(self.chosen):
             if bool(x[:, 1 + place].any()):
-                y = y + parameter.sum() * x[:, 0] * x[:, 1 + place]
+                count = parameter.numel()
+                y = y + parameter.flatten() @ torch.linspace(0.5, 2, count) * x[:, 0] * x[:, 1 + place]
         return y
 
 
@@ -64,91 +82,23 @@ def loss_of(y: Tensor) -> Tensor:
     return y.square().sum() / 10
 
 
-Move = tuple[str, Any]
-"""("call" or "later", each replica's batch), ("clear" or "clear to zero", None) or ("drop", which parameter)."""
+def sum_of(y: Tensor) -> fxpipe.Sum:
+    return fxpipe.Sum(loss_of(y), 3.0)
 
 
-def accumulate(model: Choosing, batches: Sequence[Tensor], total: bool, tied: bool) -> None:
-    """Plain PyTorch's gradients of all replicas' batches, row by row."""
-    rows = [row for batch in batches for row in batch.split(1) if weight_of(row)]
-    for row in rows:
-        share = 1 / (3.0 * len(rows)) if total else weight_of(row) / sum(weight_of(row) for row in rows)
-        y = model(row)
-        (loss_of(Again(model)(row, y) if tied else y) * share).backward()
+def choosing_stages(total: bool, tied: bool) -> fxpipe.StageGraph:
+    """``tied``: two stages share the parameters."""
+    first, loss = Choosing(), sum_of if total else loss_of
+    stages: dict[str, Any] = {"module": first, "loss": loss}
+    edges, inputs = [("module", "loss")], {"module": ["x"]}
+    if tied:
+        stages = {"module": first, "again": Again(first), "loss": loss}
+        edges, inputs = [("module", "again"), ("again", "loss")], {"module": ["x"], "again": ["x"]}
+    return fxpipe.StageGraph.from_callables(stages, edges, inputs)
 
 
-def walked(moves: Sequence[Move], topology: Topology, total: bool, tied: bool, seed: int, **options: Any) -> None:
-    """After each synchronised call of the walk every rank has its part of what plain PyTorch has. ``tied``: two stages
-    share the parameters."""
-
-    def body(rank: int) -> list[Parts]:
-        def loss(y: Tensor) -> Any:
-            return fxpipe.Sum(loss_of(y), 3.0) if total else loss_of(y)
-
-        first, last = Choosing(), topology.size("pipe") - 1
-        if tied:
-            stages: dict[str, Any] = {"module": first, "again": Again(first), "loss": loss}
-            edges, inputs = [("module", "again"), ("again", "loss")], {"module": ["x"], "again": ["x"]}
-        else:
-            stages, edges, inputs = {"module": first, "loss": loss}, [("module", "loss")], {"module": ["x"]}
-        graph = fxpipe.StageGraph.from_callables(stages, edges, inputs)
-        placement = {name: 0 if name == "module" else last for name in stages}
-        step = fxpipe.compile(graph, topology, placement=placement, loss_weight=weight_of, **options)
-        replica = topology.coordinate(rank)["data"]
-        seen = []
-        for what, given in moves:
-            if what.startswith("clear"):
-                step.zero_grad(set_to_none=what == "clear")
-            elif what == "drop":
-                for name, parameter in step.named_parameters():
-                    if name.endswith(f".chosen.{given}"):
-                        parameter.grad = None
-            else:
-                step.set_requires_gradient_sync(what == "call")
-                step(given[replica])
-                if what == "call":
-                    seen.append(
-                        {
-                            name.removeprefix("again.own.").removeprefix("module."): had
-                            for name, had in parts(step).items()
-                        }
-                    )
-        return seen
-
-    every = run_strict(body, topology.world_size, seed)
-    model, count = Choosing(), 0
-    for place, (what, given) in enumerate(moves):
-        if what.startswith("clear"):
-            model.zero_grad(set_to_none=what == "clear" or options["zero"] > 0)
-        elif what == "drop":
-            model.chosen[given].grad = None
-        else:
-            accumulate(model, given, total, tied)
-            if what == "call":
-                names = [name for name, _ in moves[: place + 1]]
-                assert_parts([seen[count] for seen in every], gradients_of(model.named_parameters()), f"after {names}")
-                count += 1
-
-
-def random_walk(draw: random.Random, replicas: int, rows: int) -> list[Move]:
-    def batch() -> Tensor:
-        drawn = [
-            choice(
-                draw.choice([1.0, 2.0, 3.0]),
-                [draw.random() < 0.4 for _ in range(COUNT)],
-                draw.choice([0.0, 1.0, 1.0, 2.0]),
-            )
-            for _ in range(rows)
-        ]
-        return torch.cat(drawn)
-
-    moves: list[Move] = []
-    for _ in range(8):
-        what = draw.choice(["call", "call", "later", "later", "clear", "clear to zero", "drop"])
-        given: Any = draw.randrange(COUNT) if what == "drop" else None
-        moves.append((what, [batch() for _ in range(replicas)] if what in ("call", "later") else given))
-    nobody = choice(1.0, [False] * COUNT, 1.0).expand(rows, -1)  # so that what is there must be from earlier
-    return [*moves, ("call", [nobody] * replicas)]
+def of_the_model(found: Parts) -> Parts:
+    return {name.removeprefix("again.own.").removeprefix("module."): pieces for name, pieces in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -159,18 +109,39 @@ def test_any_walk_of_calls_in_which_replicas_use_different_parameters_and_weight
 ) -> None:
     draw = random.Random(f"{zero} {total} {pipe} {seed}")
     replicas, per_node = draw.choice([(2, None), (4, 2), *([(2, 1), (3, None)] if pipe == 1 else [])])
-    rows = draw.choice([1, 2])
-    walked(
-        random_walk(draw, replicas, rows),
-        Topology([("pipe", pipe), ("data", replicas)], per_node),
-        total,
-        pipe == 2 or draw.random() < 0.3,
-        seed,
-        zero=zero,
-        zero_scope=draw.choice(["node", "data"]),
-        bucket_cap_mb=draw.choice([1e-6, 1e-4, 25.0]),
-        microbatches=rows,
-    )
+    rows, tied = draw.choice([1, 2]), pipe == 2 or draw.random() < 0.3
+    layout = Layout((("pipe", pipe), ("data", replicas)), per_node, zero, draw.choice(["node", "data"]))
+    options = {"bucket_cap_mb": draw.choice([1e-6, 1e-4, 25.0]), "microbatches": rows, **layout.options}
+
+    def row() -> Tensor:
+        uses = [draw.random() < 0.4 for _ in range(COUNT)]
+        return choice(draw.choice([1.0, 2.0, 3.0]), uses, draw.choice([0.0, 1.0, 1.0, 2.0]))
+
+    def batches() -> list[Tensor]:
+        return [torch.cat([row() for _ in range(rows)]) for _ in range(replicas)]
+
+    kinds = ["call", "call", "later", "later", "clear", "clear to zero", "drop", "zero"]
+    moves = random_moves(draw, kinds, batches, [f"chosen.{place}" for place in range(COUNT)])
+    everybody, nobody = (choice(1.0, [used] * COUNT, 1.0).expand(rows, -1) for used in (True, False))
+    for what in ("drop", "zero"):  # where nobody uses a parameter, its gradient must be from earlier
+        moves += [("call", [everybody] * replicas), (what, "chosen.1"), ("call", [nobody] * replicas)]
+
+    def body(rank: int) -> list[Parts]:
+        graph = choosing_stages(total, tied)
+        placement = {stage.name: 0 if stage.name == "module" else pipe - 1 for stage in graph}
+        step = fxpipe.compile(graph, layout.topology, placement=placement, loss_weight=weight_of, **options)
+        return list(map(of_the_model, walk(step, moves, layout.topology.coordinate(rank)["data"])))
+
+    def accumulate(batches: Sequence[Tensor]) -> None:
+        """Row by row."""
+        rows = [row for batch in batches for row in batch.split(1) if weight_of(row)]
+        for row in rows:
+            share = 1 / (3.0 * len(rows)) if total else weight_of(row) / sum(weight_of(row) for row in rows)
+            y = model(row)
+            (loss_of(Again(model)(row, y) if tied else y) * share).backward()
+
+    model = Choosing()
+    assert_walk(run_strict(body, layout.topology.world_size, seed), layout, model, moves, accumulate)
 
 
 @every_zero

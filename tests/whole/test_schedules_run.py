@@ -1,4 +1,4 @@
-"""Every schedule that can run does, on processes of their own, and no table changes a bit of the gradients."""
+"""Tables by hand, from files and of users' own families run, and no table changes a bit of the gradients."""
 
 from __future__ import annotations
 
@@ -8,41 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import fxpipe
-from fxpipe import Action, Op, Schedule, ScheduleError, Topology
+from fxpipe import Action, Op, Schedule, ScheduleError
 from fxpipe.schedules import Costs, Problem, build, with_costs
-from tests.graphs import FAMILIES
-from tests.harness import Engines, accumulate, assert_run, compiled, cut, reference, strict, trained
-from tests.models import CASES
+from tests.harness import assert_trains, compiled, distributed, strict
+from tests.models import CASES, WIDTH
 from tests.pool import Pool
-from tests.thinned import in_turn
 
-MODELS = ["two towers, text first", "6 stages in turn on 3 ranks", "encoder-decoder"]
-
-
-def train(name: str, schedule: Any) -> Any:
-    case = CASES[name]
-    return trained(case, [case.batch(number) for number in range(2)], schedule=schedule)
+TOWERS = "two towers, text first"
 
 
-def assert_trains(pool: Pool, name: str, schedule: Any) -> None:
-    """Two steps on processes equal plain PyTorch to the last bit."""
-    case = CASES[name]
-    wanted, _ = reference(case, [case.batch(number) for number in range(2)])
-    assert_run(pool.run(train, name, schedule, ranks=case.ranks), wanted)
-
-
-def table_of(name: str, schedule: str = "1f1b") -> Schedule:
+def table_of(name: str, schedule: Any = "1f1b") -> Schedule:
     """The table that this model gets."""
     return compiled(CASES[name], schedule=schedule).schedule
-
-
-@pytest.mark.parametrize(("name", "schedule"), in_turn(MODELS, FAMILIES))
-def test_every_family_runs_on_processes_and_changes_no_bit(name: str, schedule: str, pool: Pool) -> None:
-    assert_trains(pool, name, schedule)
 
 
 def swapped(schedule: Schedule, rank: int, first: str, second: str) -> Schedule:
@@ -53,18 +31,17 @@ def swapped(schedule: Schedule, rank: int, first: str, second: str) -> Schedule:
 
 
 def test_a_table_edited_by_hand_runs_as_it_was_edited(pool: Pool) -> None:
-    table = table_of("two towers, text first")
+    table = table_of(TOWERS)
     rank = next(rank for rank, row in enumerate(table.rows) if Action(row[0].stage, Op.F, 2) in row[:3])
     stage = table.rows[rank][0].stage
     edited = swapped(table, rank, f"{stage}B0", f"{stage}F3")  # one more forward before the first backward
     assert edited.rows != table.rows
-    assert_trains(pool, "two towers, text first", edited)
+    assert_trains(CASES[TOWERS], distributed(pool), schedule=edited)
 
 
 def test_a_table_with_whole_backwards_among_halves_runs() -> None:
     """The first micro-batch's backwards are in one, but for the first stage's."""
-    name = "two towers, text first"
-    table = table_of(name, "zb_h1")
+    table = table_of(TOWERS, "zb_h1")
     whole = [stage for stage in range(4) if stage != table.rows[0][0].stage]
     rows = []
     for row in table.rows:
@@ -72,16 +49,15 @@ def test_a_table_with_whole_backwards_among_halves_runs() -> None:
         rows.append(tuple(Action(a.stage, Op.B, 0) if a[:3] in {(s, Op.I, 0) for s in whole} else a for a in kept))
     mixed = replace(table, rows=tuple(rows))
     assert sum(action.op is Op.B for row in mixed.rows for action in row) == 3
-    assert_run(strict(3)(4, train, name, mixed), reference(CASES[name], [CASES[name].batch(n) for n in range(2)])[0])
+    assert_trains(CASES[TOWERS], strict(3), schedule=mixed)
 
 
 def test_a_table_from_a_file_runs(pool: Pool, tmp_path: Path) -> None:
-    name = MODELS[0]
-    table = table_of(name, "gpipe")
+    table = table_of(TOWERS, "gpipe")
     table.to_csv(tmp_path / "table.csv", communication=True)
     read = Schedule.from_csv(tmp_path / "table.csv")  # its edges are a chain's: the model's own replace them
     assert read.rows == table.rows
-    assert_trains(pool, name, read)
+    assert_trains(CASES[TOWERS], distributed(pool), schedule=read)
 
 
 def backwards_last(problem: Problem) -> Sequence[Sequence[Action]]:
@@ -97,27 +73,26 @@ def backwards_last(problem: Problem) -> Sequence[Sequence[Action]]:
 
 
 def test_a_users_own_family_runs(pool: Pool) -> None:
-    assert compiled(CASES[MODELS[0]], schedule=backwards_last).schedule.name == "backwards_last"
-    assert_trains(pool, MODELS[0], backwards_last)
+    assert table_of(TOWERS, backwards_last).name == "backwards_last"
+    assert_trains(CASES[TOWERS], distributed(pool), schedule=backwards_last)
 
 
-def test_a_family_takes_costs_and_limits_along(pool: Pool) -> None:
+def test_a_family_takes_costs_and_limits_along() -> None:
     costs = Costs.of(6, forward=[1, 5, 1, 1, 2, 1], backward=[2, 9, 2, 2, 4, 2], comm=0.5)
     wide = with_costs("greedy", costs, in_flight=4)
     narrow = with_costs("greedy", costs, in_flight=1)
     name = "6 stages in turn on 3 ranks"
-    tables = [compiled(CASES[name], schedule=family).schedule for family in (wide, narrow)]
+    tables = [table_of(name, family) for family in (wide, narrow)]
     assert [max(table.simulate().peak_in_flight) for table in tables] == [4, 1]
     assert tables[0].name == "greedy"
-    runs = strict(0)(3, train, name, narrow)
-    assert_run(runs, reference(CASES[name], [CASES[name].batch(number) for number in range(2)])[0])
+    assert_trains(CASES[name], strict(0), schedule=narrow)
 
 
 # --- what cannot run ---
 
 
 def test_a_table_in_halves_is_refused_where_stages_are_not_the_captured_graphs() -> None:
-    case = CASES[MODELS[0]]
+    case = CASES[TOWERS]
     with pytest.raises(ScheduleError) as error:
         compiled(case, schedule="zb_h1", example_kwargs=case.batch(), parallelize=lambda stage, mesh: None)
     assert "zb_h1 has backwards in two halves" in str(error.value)
@@ -133,7 +108,7 @@ def not_actions(problem: Problem) -> Any:
 
 
 def test_a_users_family_that_is_wrong_is_told_what_is() -> None:
-    graph = compiled(CASES[MODELS[0]]).stages
+    graph = compiled(CASES[TOWERS]).stages
     for family, told in ((too_few, "3 rows for 4 ranks"), (not_actions, "'0F0' is no Action")):
         with pytest.raises(ScheduleError, match=told):
             build(family, graph.stage_edges, 4, graph.placement)
@@ -153,58 +128,15 @@ def test_a_limit_that_a_family_does_not_keep_is_an_error(family: Any) -> None:
 # --- a value that several stages of a rank use crosses to it once ---
 
 
-WIDTH, ROWS, PARTS = 8, 16, 4
-
-
-class Forked(nn.Module):
-    """``a`` feeds ``b``, ``c`` and ``d``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = fxpipe.stage_boundary(torch.tanh(self.a(x)), name="b")
-        g = fxpipe.stage_boundary(torch.tanh(self.b(h)), name="c")
-        e = fxpipe.stage_boundary(self.c(g) * h, name="d")
-        return (self.d(e) + h).square().sum(-1).mean()
-
-
-def rows_of_step(step: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def forked() -> nn.Module:
-    torch.manual_seed(0)
-    return Forked()
-
-
-def stepped(options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    """Losses of two steps and what their gradients sum to, and the bytes that the second one sent."""
-    forward_backward = fxpipe.compile(forked(), Topology([("pipe", 2)]), microbatches=PARTS, **options)
-    losses = [forward_backward(rows_of_step(step)) for step in range(2)]
-    sent = int(sum(row.bytes for row in forward_backward.traffic().select("send")))  # of the last call
-    gradients = {name: p.grad.clone() for name, p in forward_backward.named_parameters() if p.grad is not None}
-    return losses, gradients, sent
-
-
-APART = {"a": 0, "b": 1, "c": 1, "d": 1}
-
-
-@pytest.mark.parametrize(("schedule", "engine"), [("1f1b", "distributed"), ("zb_h1", "strict 1")])
-def test_gradients_are_plain_pytorchs(schedule: str, engine: str, engines: Engines) -> None:
-    results = engines(engine)(2, stepped, {"placement": APART, "schedule": schedule})
-    plain, losses = forked(), []
-    for step in range(2):
-        losses.append(accumulate(lambda _, part: plain(**part), cut({"x": rows_of_step(step)}, PARTS))[0])
-    for found, gradients, _ in results:
-        assert all(map(torch.equal, found, losses))
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+def sent_in_a_step(name: str) -> int:
+    """Bytes of the second step: the first describes its messages."""
+    forward_backward = compiled(CASES[name])
+    for _ in range(2):
+        forward_backward(**CASES[name].batch())
+    return int(sum(row.bytes for row in forward_backward.traffic().select("send")))
 
 
 def test_a_step_sends_the_value_once_and_each_readers_gradient(pool: Pool) -> None:
-    """One value of ROWS x WIDTH floats to rank 1, of which three gradients come back: b's, c's and d's."""
-    (_, _, first), (_, _, second) = pool.run(stepped, {"placement": APART}, ranks=2)
-    value = 4 * ROWS * WIDTH
-    assert (first, second) == (value, 3 * value)
+    """The floats of one value go to rank 1, and three gradients come back: b's, c's and d's."""
+    value = 4 * CASES["forked"].rows * WIDTH
+    assert pool.run(sent_in_a_step, "forked", ranks=2) == [value, 3 * value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.plan.capture import capturing
+from tests.harness import accumulate
 from tests.strict_transport import run_strict
+from tests.thinned import in_turn, pairwise
 
 STEPS, ROWS, TWO = 5, 8, fxpipe.Topology([("pipe", 2)])
 Batch = tuple[Tensor, Any]
@@ -62,33 +65,57 @@ def batch(kind: type[Captioned], step: int) -> Batch:
     return x, {"x": x, "captions": captions} if kind is InDict else captions
 
 
-def part(texts: Any, rows: slice) -> Any:
-    return {name: value[rows] for name, value in texts.items()} if isinstance(texts, dict) else texts[rows]
+def cut(given: Batch) -> list[Batch]:
+    """Two micro-batches."""
+    x, texts = given
+    halves = [slice(len(x) // 2), slice(len(x) // 2, None)]
+    if isinstance(texts, dict):
+        return [(x[rows], {name: value[rows] for name, value in texts.items()}) for rows in halves]
+    return [(x[rows], texts[rows]) for rows in halves]
 
 
-def plain(kind: type[Captioned]) -> list[Tensor]:
+def plain(kind: type[Captioned], batches: Sequence[Batch]) -> list[Tensor]:
+    """The loss of each step, and that of an evaluation behind it."""
     model, losses = kind(), []
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for step in range(STEPS):
+    for given in batches:
         optimizer.zero_grad()
-        x, texts = batch(kind, step)
-        found = [model(x[rows], part(texts, rows)) / 2 for rows in (slice(0, 4), slice(4, 8))]
-        torch.stack(found).sum().backward()
+        loss, _ = accumulate(lambda _, part: model(*part.values()), [dict(enumerate(part)) for part in cut(given)])
         optimizer.step()
-        losses.append(torch.stack(found).sum().detach())
+        losses += [loss, sum(model(*part).detach() / 2 for part in cut(given))]
     return losses
 
 
-def trained(kind: type[Captioned], boundaries: Any, steps: int = STEPS, **options: Any) -> list[Tensor]:
+def trained(kind: type[Captioned], batches: Sequence[Batch], **options: Any) -> list[Tensor]:
     rule: Any = {"captions": fxpipe.Packed(1)} if kind is InDict else fxpipe.Packed(1)
     given = {"microbatches": 2, "batch_dim": {"texts": rule}, "example_args": batch(kind, 0), **options}
-    run = fxpipe.compile(kind(), TWO, boundaries=boundaries, **given)
+    run = fxpipe.compile(kind(), TWO, **given)
     optimizer, losses = run.optimizer(torch.optim.SGD, lr=0.1), []
-    for step in range(steps):
+    for x, texts in copy.deepcopy(batches):
         optimizer.zero_grad()
-        losses.append(run(*copy.deepcopy(batch(kind, step))))
+        losses.append(run(x, texts))
         optimizer.step()
+        losses.append(run.evaluate(x, texts, outputs="all"))
     return losses
+
+
+def assert_no_captures_of_later_ones(
+    kind: type[Captioned],
+    batches: Sequence[Batch],
+    later: Sequence[Batch],
+    ranks: int,
+    made: list[object],
+    options: Any,
+) -> None:
+    """Losses are plain PyTorch's; with the ``later`` batches there are as many captures as without."""
+    counts = []
+    for given in [[*batches], [*batches, *later]]:
+        made.clear()
+        runs = run_strict(lambda rank: trained(kind, given, **options), 2) if ranks == 2 else []  # noqa: B023
+        for losses in runs or [trained(kind, given, **options)]:
+            torch.testing.assert_close(losses, plain(kind, given))
+        counts.append(len(made))
+    assert kind is Asking or counts[0] == counts[1] > 0
 
 
 @pytest.fixture
@@ -104,18 +131,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("whole", [{}, {"words": "whole"}], ids=["by itself", "named"])
-@pytest.mark.parametrize("kind", [Captioned, InDict, Branching])
+@pytest.mark.parametrize(
+    ("kind", "whole", "ranks"), pairwise([Captioned, InDict, Branching], [{}, {"words": "whole"}], [1, 2])
+)
 def test_other_strings_take_no_capture(kind: Any, whole: Any, ranks: int, made: list[object]) -> None:
-    boundaries, counts = {"above": "before", **whole}, []
-    for steps in (1, STEPS):
-        made.clear()
-        runs = run_strict(lambda rank: trained(kind, boundaries, steps), 2) if ranks == 2 else []  # noqa: B023
-        for losses in runs or [trained(kind, boundaries, steps)]:
-            torch.testing.assert_close(losses, plain(kind)[:steps])
-        counts.append(len(made))
-    assert counts[0] == counts[1] > 0
+    first, *later = [batch(kind, step) for step in range(STEPS)]
+    assert_no_captures_of_later_ones(kind, [first], later, ranks, made, {"boundaries": {"above": "before", **whole}})
 
 
 def sized(step: int, rows: int) -> Batch:
@@ -163,33 +184,19 @@ WAYS: list[tuple[type[Captioned], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("kind", "options"), WAYS)
-def test_batches_of_other_sizes_hold_for_any_strings_too(
-    kind: Any, options: dict[str, Any], ranks: int, made: list[object]
-) -> None:
-    def losses(batches: list[Batch]) -> list[Tensor]:
-        given: dict[str, Any] = {"boundaries": {"above": "before"}, "microbatches": 2, "example_args": sized(0, 8)}
-        run = fxpipe.compile(kind(), TWO, batch_dim={"texts": fxpipe.Packed(1)}, **{**given, **options})
-        found = [loss for one in batches for loss in (run(*one), run.evaluate(*one, outputs="all"))]
-        counts.append(len(made))
-        return found
-
-    model, counts = kind(), list[int]()
+@pytest.mark.parametrize(("way", "ranks"), in_turn(WAYS, [1, 2]))
+def test_batches_of_other_sizes_hold_for_any_strings_too(way: Any, ranks: int, made: list[object]) -> None:
+    """Of a size that was met before, other strings take no capture."""
+    kind, options = way
     batches = [sized(step + 1, rows) for step, rows in enumerate(SIZES)]
-    halves = [[(x[:half], t[:half]), (x[half:], t[half:])] for x, t in batches for half in [len(x) // 2]]
-    wanted = [torch.stack([model(*one).detach() / 2 for one in parts]).sum() for parts in halves]
-    for more in [[]] if kind is Asking else [[], [sized(9, 12)]]:
-        made.clear()
-        runs = run_strict(lambda rank: losses([*batches, *more]), 2) if ranks == 2 else []  # noqa: B023
-        for got in runs or [losses([*batches, *more])]:
-            torch.testing.assert_close(got[: 2 * len(wanted)], [loss for loss in wanted for _ in range(2)])
-    if kind is not Asking:
-        assert counts[0] == counts[-1] > 0, "of a size that was met before, with other strings"
+    later = [] if kind is Asking else [sized(9, 12)]
+    options = {"boundaries": {"above": "before"}, "example_args": sized(0, 8), **options}
+    assert_no_captures_of_later_ones(kind, batches, later, ranks, made, options)
 
 
 def test_the_tenth_capture_names_the_input_whose_strings_change(capsys: pytest.CaptureFixture[str]) -> None:
-    trained(Captioned, {"above": "before"}, steps=6, tracer="export")
+    batches = [batch(Captioned, step) for step in range(6)]
+    trained(Captioned, batches, boundaries={"above": "before"}, tracer="export")
     told = capsys.readouterr().err
     assert "10 captures by now: strings or numbers of Python's in 'texts' change" in told
     assert "pad batches" not in told
