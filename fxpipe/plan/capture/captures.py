@@ -393,7 +393,8 @@ class Captures:
         """The inputs that captures have objects from."""
         given = [each for pattern in self.kept for each in pattern.given]
         fixed = {name for each in given for name, value in each.fixed if isinstance(value, ObjectValue)}
-        return fixed | {name for each in given for name, *_ in each.holding}
+        inside = ((name, leaf) for each in given for name, _, leaves in each.holding for leaf in leaves)
+        return fixed | {name for name, leaf in inside if isinstance(leaf, ObjectValue)}
 
     def _check_unchanged(self, given: GivenInputs) -> None:
         """TraceError where forward has changed an object that it is given."""

@@ -40,7 +40,7 @@ def split_description(
 def _described(description: Description, likes: Mapping[str, Any]) -> Description:
     """A description with these in place of its inputs."""
     return tuple(
-        (name, described(likes[name], any(isinstance(leaf, tuple) for leaf in given.detail[1])))
+        (name, described(likes[name], not any(type(leaf) is str for leaf in given.detail[1])))
         if name in likes
         else (name, given)
         for name, given in description
