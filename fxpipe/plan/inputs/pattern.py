@@ -70,7 +70,7 @@ class GivenInputs(NamedTuple):
     inputs: tuple[str, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
     holding: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
-    """Each input whose items have names, or that holds an object, None or a truth value: its container, these leaves."""
+    """Each input whose items have names, or that holds an object, None or a truth value: its container and these."""
 
 
 @dataclass(frozen=True)
