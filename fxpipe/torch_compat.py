@@ -251,6 +251,8 @@ ASSERTIONS = {
 """What only checks, as operators."""
 CHECKS = (torch._assert, torch._assert_async)
 """The same as users write it."""
+DISTRIBUTION_CHECKS = torch.distributions.Distribution, "_validate_args"
+"""Where ``set_default_validate_args`` keeps whether distributions look at the values that they are given."""
 
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 CHECKPOINT_GENERATOR = next(
@@ -549,7 +551,9 @@ def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.Pr
     """A process group that its members alone make; ``name``: one that no other group has had, the same on all of them.
 
     ``new_group(use_local_synchronization=True)`` names it by how many groups a process has, which differs by process;
-    and on NCCL it would split a communicator of all ranks, for which all of them would have to come.
+    and on NCCL it would split a communicator of all ranks, for which all of them would have to come. It takes no name.
+    transformers' LLaVA needs such a group where only one replica is given a batch without images, and so has a link
+    between two ranks that the others never have.
     """
     home: Any = dist.distributed_c10d
     # While the group is made, the name and the source of a split are those given here.

@@ -52,13 +52,13 @@ def gather(program: Program) -> Program:
         of_copies = [said for said, _ in map(crossed, operands) if said is not None]
         said = [arrival.gather for arrival in arriving if arrival.gather is not None] + of_copies
         sources = [found.get(program.stage_of.get(arrival.value.name, -1)) for arrival in arriving]
-        groups = {one.group for one in [*said, *sources] if one is not None}
+        groups = {gathering.group for gathering in [*said, *sources] if gathering is not None}
         if not groups:
             continue
         if len(groups) > 1:
             _fail(program, stage, f"is given groups of several sizes, group={sorted(groups, key=str)}; write one")
         # whose rows enter: the group's alone, or every replica's, too
-        modes = {one.mode for one in of_copies}
+        modes = {gathering.mode for gathering in of_copies}
         for arrival, source in zip(arriving, sources, strict=True):
             if arrival.gather is not None and (source is None or arrival.gather.mode == "global"):
                 modes.add(arrival.gather.mode)

@@ -26,13 +26,13 @@ class Union(Generic[T]):
             self._parent[item], item = root, self._parent[item]
         return root
 
-    def join(self, one: T, *others: T) -> None:
+    def join(self, item: T, *others: T) -> None:
         """Puts the groups of all into one, for which the first stands."""
         for other in others:
-            self._parent[self.find(other)] = self.find(one)
+            self._parent[self.find(other)] = self.find(item)
 
-    def same(self, one: T, other: T) -> bool:
-        return self.find(one) == self.find(other)
+    def same(self, item: T, other: T) -> bool:
+        return self.find(item) == self.find(other)
 
     def groups(self) -> list[list[T]]:
         """All groups, in order of their first items."""

@@ -25,8 +25,7 @@ SLOW = """
     distributed/test_processes.py
     distributed/test_topology.py::test_the_mesh
     distributed/test_topology.py::test_the_data_mesh
-    formats/test_csv_messages.py
-    formats/test_svg_picture.py::test_a_long_table
+    schedules/show/test_svg_picture.py::test_a_long_table
     parameters/test_materialise.py::test_compile_needs
     parameters/test_materialise.py::test_a_rank_needs
     distributed/test_collective.py::test_what_fails_beside_a_gpu

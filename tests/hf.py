@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fxpipe.plan.inputs.batch import describe
+from fxpipe.batch.description import describe
 from fxpipe.trace import Request
 from fxpipe.trace.cuts.cuts_by_name import Boundaries, resolve
 from tests.harness import Run, accumulate, cut, gradients_of, rows_of

@@ -17,7 +17,6 @@ NOT_ON_GPUS = {
         test_doctor.py::test_a_part_that_fails_on_a_rank_names_itself_and_stops_no_other[nodes
         """,
     "needs no device": """
-        formats/
         schedules/
         test_docstrings.py
         test_imports.py

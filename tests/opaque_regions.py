@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Packed
-from fxpipe.plan.inputs.label_count import Items
+from fxpipe.batch.label_count import Items
 from tests import hf
 from tests.hf import DECODER, IMAGE_TOKEN, NONE_LEFT, SPECIAL, WIDTH, WORDS, layers
 

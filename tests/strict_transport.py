@@ -17,14 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from fxpipe import compiler
+from fxpipe.distributed import processes
 from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work
-from fxpipe.distributed.processes import seat_thread
 from fxpipe.distributed.topology import Topology
-from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
+from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair, Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import decode, encode_for_all
 from tests import device
@@ -60,8 +62,7 @@ def run_strict(function: Callable[[int], T], ranks: int, seed: int = 0) -> list[
     def body(rank: int) -> None:
         torch.set_num_threads(threads_per_kernel)  # OpenMP keeps this per thread, and it changes bits
         device.place()
-        seat = _seat.seat = Seat(world, rank)
-        seat_thread(ranks, partial(StrictTransport, seat))
+        _seat.seat = Seat(world, rank)
         try:
             world.enter(rank)
             with torch.autograd.set_multithreading_enabled(False):  # autograd has one thread for all ranks on a GPU
@@ -72,13 +73,23 @@ def run_strict(function: Callable[[int], T], ranks: int, seed: int = 0) -> list[
             world.leave(rank)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with mock.patch.object(compiler, "connect", connect):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if world.error is not None:
         raise world.error
     return results
+
+
+def connect(topology: Topology, *options: Any) -> Transport:
+    """``processes.connect``, and in a thread of a strict world the strict transport of its rank."""
+    seat = current_seat()
+    if seat is None:
+        return processes.connect(topology, *options)
+    assert topology.world_size == seat.world.size
+    return StrictTransport(seat, topology)
 
 
 @dataclass

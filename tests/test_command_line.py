@@ -230,26 +230,6 @@ def test_checkpoints_are_shown_verified_and_exported(
     assert re.match(r"fxpipe: step-000002: .* was altered.*\nstep-000001: whole", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["show", "nowhere"], 1, "nowhere has no checkpoint of fxpipe.save"),
-        (["export", "run"], 2, "write checkpoint export PATH OUT"),
-        (["verify", "run", "out"], 2, "the others take PATH alone"),
-        (["draw", "run"], 2, "invalid choice: 'draw'"),
-    ],
-)
-def test_a_wrong_checkpoint_command_is_told(
-    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        found = main(["checkpoint", *arguments])
-    except SystemExit as end:
-        found = int(str(end.code))
-    assert found == code
-    assert says in capsys.readouterr().err
-
-
 # --- help ---
 
 
@@ -277,62 +257,6 @@ def test_the_examples_in_the_help_run(about: Sequence[str], called: Run) -> None
     assert 2 <= len(examples) <= 5
     for line in examples:
         printed(called(*line.split("#")[0].split()))
-
-
-# --- what goes wrong is told, with an exit code, and is never a traceback ---
-
-USAGE = {
-    "no command": ((), "COMMAND"),
-    "no family": (("show",), "FAMILY_OR_CSV"),
-    "no stages": (("show", "1f1b"), "which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4"),
-    "an abbreviated option of another kind": (("show", "1f1b", "--stages", "4", "--comm-cost", "1"), "--comm-cost"),
-    "words for numbers": (("show", "1f1b", "--stages", "four"), "invalid int value: 'four'"),
-    "a cost left out": (("show", "1f1b", "--stages", "2", "--forward", "1,"), "invalid costs value: '1,'"),
-    "an edge with an arrow": (("show", "1f1b", "--edges", "0>1"), "invalid edges value: '0>1'"),
-    "messages and no file": (("show", "1f1b", "--stages", "2", "--communication"), "add --csv PATH"),
-    "micro-batches of a file": (("show", "good.csv", "-m", "4"), "--microbatches is for the families"),
-    "an axis without a size": (("topology", "pipe"), "invalid axes value: 'pipe'"),
-}
-
-REFUSED = {
-    "an unknown family": (("show", "1f1", "--stages", "4"), "unknown schedule '1f1'; did you mean \"1f1b\"?"),
-    "no such file": (("show", "none.csv"), "none.csv: No such file or directory"),
-    "a malformed file": (("show", "bad.csv"), "bad.csv, line 2, cell 1: '1f0' is no action"),
-    "a binary file": (("show", "binary.csv"), "binary.csv is no CSV file in UTF-8"),
-    "a table that deadlocks": (("show", "stuck.csv"), "rank 1 waits at 1B0 for 1F0 on rank 1"),
-    "edges in a circle": (("show", "1f1b", "--edges", "0-1,1-0"), "the edges form a cycle"),
-    "a rank without stages": (("show", "1f1b", "--placement", "0,2"), "leaves a rank without stages"),
-    "a cost below 0": (("show", "1f1b", "--stages", "3", "--comm", "-1"), "a cost is a finite number, 0 or more"),
-    "a file in no folder": (("show", "1f1b", "--stages", "2", "--csv", "none/x.csv"), "none/x.csv: No such file"),
-    "an unknown axis": (("topology", "pip=2"), 'unknown axis "pip"; did you mean "pipe"?'),
-    "a node that does not fit": (("topology", "pipe=2,data=4", "--ranks-per-node", "3"), "does not divide the 8 ranks"),
-}
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> None:
-    (tmp_path / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    (tmp_path / "bad.csv").write_text("0F0,0B0\n1f0,1B0\n")
-    (tmp_path / "stuck.csv").write_text("0F0,0B0\n1B0,1F0\n")
-    (tmp_path / "binary.csv").write_bytes(b"\x89PNG\r\n\x1a\n")
-
-
-@pytest.mark.usefixtures("files")
-@pytest.mark.parametrize(("arguments", "fact"), USAGE.values(), ids=USAGE.keys())
-def test_bad_usage_is_told_with_exit_code_2(arguments: Sequence[str], fact: str, called: Run) -> None:
-    message = told(called(*arguments), 2)
-    assert message.startswith("usage: python -m fxpipe")
-    assert fact in message
-
-
-@pytest.mark.usefixtures("files")
-@pytest.mark.parametrize(("arguments", "fact"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_fxpipe_or_the_system_refuses_is_told_with_exit_code_1(
-    arguments: Sequence[str], fact: str, called: Run
-) -> None:
-    message = told(called(*arguments), 1)
-    assert message.startswith("fxpipe: ")
-    assert fact in message
 
 
 def test_a_table_that_is_refused_is_printed_with_the_cell_in_brackets(run: Run, tmp_path: Path) -> None:
@@ -408,19 +332,6 @@ def test_groups_of_given_size_and_cost_are_compared(called: Run) -> None:
     assert lines["store_all"] == ["51", "51", "20.0%", "16", "68"]
     done = called("compare", "store_all", *EDGES, "-m", "8", "--gather", "4", "--gather-cost", "5,7")
     assert lines_of(printed(done))["store_all"][0] == "39"
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "fact"),
-    [
-        (("--recompute", "5"), 2, "--recompute names stage 5; they are 0 to 4"),
-        (("--gather", "4:3"), 1, "stage 4 is gathered in groups of 3, which do not divide 8 micro-batches"),
-        (("--gather-cost", "1,2"), 1, "gather_cost= is of the stages of gather=, and there is none"),
-    ],
-    ids=str,
-)
-def test_a_gather_that_cannot_be_is_told(options: tuple[str, ...], code: int, fact: str, called: Run) -> None:
-    assert fact in " ".join(told(called("show", "1f1b", *EDGES, "-m", "8", *options), code).split())
 
 
 # --- preview ---
@@ -518,18 +429,66 @@ def test_preview_takes_hardware_from_a_file(tmp_path: Path, called: Run) -> None
     assert "a step takes" in printed(called("preview", "makers_of_models:both", *TWO, "--hardware", "here.json"))
 
 
+# --- what goes wrong is told, with an exit code, and is never a traceback ---
+
+FOUR, WORKED_EXAMPLE = ("--stages", "4"), ("show", "1f1b", *EDGES, "-m", "8")
+USAGE: dict[str, Sequence[str]] = {
+    "COMMAND": (),
+    "FAMILY_OR_CSV": ("show",),
+    "which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4": ("show", "1f1b"),
+    "--comm-cost": ("show", "1f1b", *FOUR, "--comm-cost", "1"),
+    "invalid int value: 'four'": ("show", "1f1b", "--stages", "four"),
+    "invalid costs value: '1,'": ("show", "1f1b", *FOUR, "--forward", "1,"),
+    "invalid edges value: '0>1'": ("show", "1f1b", "--edges", "0>1"),
+    "add --csv PATH": ("show", "1f1b", *FOUR, "--communication"),
+    "--microbatches is for the families": ("show", "good.csv", "-m", "4"),
+    "invalid axes value: 'pipe'": ("topology", "pipe"),
+    "--recompute names stage 5; they are 0 to 4": (*WORKED_EXAMPLE, "--recompute", "5"),
+    "write checkpoint export PATH OUT": ("checkpoint", "export", "run"),
+    "the others take PATH alone": ("checkpoint", "verify", "run", "out"),
+    "invalid choice: 'draw'": ("checkpoint", "draw", "run"),
+}
+PREVIEW = "preview {} --pipe 2 --data 2 --boundaries layers.2"
+REFUSED: dict[str, Sequence[str]] = {
+    "unknown schedule '1f1'; did you mean \"1f1b\"?": ("show", "1f1", *FOUR),
+    "none.csv: No such file or directory": ("show", "none.csv"),
+    "bad.csv, line 2, cell 1: '1f0' is no action": ("show", "bad.csv"),
+    "binary.csv is no CSV file in UTF-8": ("show", "binary.csv"),
+    "rank 1 waits at 1B0 for 1F0 on rank 1": ("show", "stuck.csv"),
+    "the edges form a cycle": ("show", "1f1b", "--edges", "0-1,1-0"),
+    "leaves a rank without stages": ("show", "1f1b", "--placement", "0,2"),
+    "a cost is a finite number, 0 or more": ("show", "1f1b", *FOUR, "--comm", "-1"),
+    "none/x.csv: No such file": ("show", "1f1b", *FOUR, "--csv", "none/x.csv"),
+    'unknown axis "pip"; did you mean "pipe"?': ("topology", "pip=2"),
+    "does not divide the 8 ranks": ("topology", "pipe=2,data=4", "--ranks-per-node", "3"),
+    "gathered in groups of 3, which do not divide 8 micro-batches": (*WORKED_EXAMPLE, "--gather", "4:3"),
+    "gather_cost= is of the stages of gather=, and there is none": (*WORKED_EXAMPLE, "--gather-cost", "1,2"),
+    "nowhere has no checkpoint of fxpipe.save": ("checkpoint", "show", "nowhere"),
+    **{
+        fact: PREVIEW.format(what).split()
+        for fact, what in {
+            "there is no module 'no_such_module' in": "no_such_module:both",
+            "has no function 'bot'; did you mean \"both\"?": "makers_of_models:bot",
+            "; return (model, (x, y)), (model, {'x': x})": "makers_of_models:wrong",
+            "or options of fxpipe.preview behind the batch": "makers_of_models:no_dict",
+            "makers_of_models:unread failed: FileNotFoundError: [Errno 2]": "makers_of_models:unread",
+            "hardware is 'h1000'; write one of v100": "makers_of_models:model --hardware h1000",
+            "optimizer is 'adamv', which torch.optim has not": "makers_of_models:both --optimizer adamv",
+        }.items()
+    },
+}
+
+
 @pytest.mark.usefixtures("makers")
-@pytest.mark.parametrize(
-    ("what", "fact"),
-    [
-        ("no_such_module:both", "there is no module 'no_such_module' in"),
-        ("makers_of_models:bot", "has no function 'bot'; did you mean \"both\"?"),
-        ("makers_of_models:wrong", "; return (model, (x, y)), (model, {'x': x})"),
-        ("makers_of_models:no_dict", "or options of fxpipe.preview behind the batch"),
-        ("makers_of_models:unread", "makers_of_models:unread failed: FileNotFoundError: [Errno 2]"),
-        ("makers_of_models:model --hardware h1000", "hardware is 'h1000'; write one of v100"),
-        ("makers_of_models:both --optimizer adamv", "optimizer is 'adamv', which torch.optim has not"),
-    ],
-)
-def test_preview_tells_what_it_cannot_use(what: str, fact: str, called: Run) -> None:
-    assert fact in told(called("preview", *what.split(), *TWO), 1)
+@pytest.mark.parametrize("fact", [*USAGE, *REFUSED])
+def test_what_is_wrong_is_told_with_its_exit_code(fact: str, called: Run, tmp_path: Path) -> None:
+    (tmp_path / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1f0,1B0\n")
+    (tmp_path / "stuck.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (tmp_path / "binary.csv").write_bytes(b"\x89PNG\r\n\x1a\n")
+    if fact in USAGE:
+        message, beginning = told(called(*USAGE[fact]), 2), "usage: python -m fxpipe"
+    else:
+        message, beginning = told(called(*REFUSED[fact]), 1), "fxpipe: "
+    assert message.startswith(beginning)
+    assert fact in " ".join(message.split())

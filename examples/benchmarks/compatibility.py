@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for the models of the test
 from families import FAMILIES, Family, Inputs
 
 import fxpipe
-from fxpipe.plan.inputs.label_count import Items
+from fxpipe.batch.label_count import Items
 
 BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
 STEPS, MICROBATCHES, RATE, SECONDS = 2, 3, 0.01, 240

@@ -193,5 +193,5 @@ def first_difference(mine: Sequence[Call], theirs: Sequence[Call], same_pipe: bo
     ('save', 'step')
     """
     # Places count from where both began: in one pipe group all its calls, between two of them those of all ranks.
-    ours, others = ({one.place if same_pipe else one.number: one.name for one in calls} for calls in (mine, theirs))
+    ours, others = ({call.place if same_pipe else call.number: call.name for call in calls} for calls in (mine, theirs))
     return next(((name, others[at]) for at, name in ours.items() if at and others.get(at, name) != name), None)

@@ -60,9 +60,9 @@ E = TypeVar("E", bound=BaseException)
 
 def without_frames(error: E) -> E:
     """The error without what led to it: frames would keep groups, and so connections, that others wait to be closed."""
-    for one in (error, error.__context__):
-        if one is not None:
-            traceback.clear_frames(one.__traceback__)  # whoever handles it may have the traceback, too
+    for failure in (error, error.__context__):
+        if failure is not None:
+            traceback.clear_frames(failure.__traceback__)  # whoever handles it may have the traceback, too
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 

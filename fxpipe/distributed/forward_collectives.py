@@ -54,7 +54,12 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
     modules: list[tuple[str, object]] = [("", model)]
     if not isinstance(model, nn.Module):
         modules = [(stage.name, stage.module) for stage in model]
-    parts = [part for prefix, one in modules if isinstance(one, nn.Module) for part in one.named_modules(prefix=prefix)]
+    parts = [
+        part
+        for prefix, module in modules
+        if isinstance(module, nn.Module)
+        for part in module.named_modules(prefix=prefix)
+    ]
     for name, part in parts:
         if not isinstance(part, nn.SyncBatchNorm):
             continue

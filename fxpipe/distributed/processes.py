@@ -307,33 +307,25 @@ def _leave() -> None:
 # --- the transport ---
 
 
-_thread = threading.local()
-
-
-def seat_thread(processes: int, transport: Callable[[Topology], Transport]) -> None:
-    """Makes this thread a rank by itself, of that many: ``connect`` in it is ``transport``. For a test's transport."""
-    _thread.seat = processes, transport
-
-
 def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, str] = NO_OPTIONS) -> Transport:
-    """The transport of this process, for which torch.distributed is started where it must be.
+    """The transport of this process; starts torch.distributed where it must.
 
-    One process alone plays every pipe rank. ``timeout``: seconds that any wait may take. ``options``: what, in words,
-    must be the same on all ranks. TopologyError where the number of processes is another than the topology's.
+    A single process plays every pipe rank. ``timeout``: seconds that any wait may take. ``options``: the texts that
+    must be the same on all ranks.
+
+    Raises:
+        TopologyError: the number of processes is not the topology's.
     """
-    seat: tuple[int, Callable[[Topology], Transport]] | None = getattr(_thread, "seat", None)
-    if seat is None:
-        init(timeout)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return LocalTransport()
-        seat = dist.get_world_size(), partial(DistributedTransport, timeout=timeout, options=options)
-    processes, transport = seat
+    init(timeout)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return LocalTransport()
+    processes = dist.get_world_size()
     if topology.world_size != processes:
         raise TopologyError(
             f"the topology has {topology.world_size} ranks ({shape(topology.axes)}), but "
             f"{processes} processes run; start {topology.world_size}, or change an axis"
         )
-    return transport(topology)
+    return DistributedTransport(topology, timeout=timeout, options=options)
 
 
 # --- launch ---

@@ -264,7 +264,7 @@ class Metered:
         """How many edges of a ring lead out of this node, of all such rings in the data group together."""
         nodes, here = [member // self._per_node for member in group], rank // self._per_node
         # A ring of k ranks sends its share over each of k edges; those from this node to another one leave it.
-        edges = sum(one == here != other for one, other in zip(nodes, nodes[1:] + nodes[:1], strict=True))
+        edges = sum(node == here != other for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True))
         if not set(group) <= set(data):
             return edges
         # Rings over the data axis run side by side, one for each position in a node: this rank has one of them.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work, without_frames
 from fxpipe.errors import RunError, describe_error
+from fxpipe.graph.plain_data import digest_of
 
 Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
@@ -197,3 +198,12 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
                 )
             tensor, values = tensor.narrow(dim, 0, 1), once
     tensor.copy_(values)
+
+
+def differing(transport: Transport, fact: Any) -> list[Any]:
+    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
+
+    A collective call of the data axis.
+    """
+    digests = transport.gather_int("data", digest_of([repr(fact)]))
+    return [] if len(set(digests)) == 1 else transport.gather("data", fact)

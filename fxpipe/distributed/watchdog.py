@@ -273,7 +273,7 @@ class Watchdog:
         late = [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks
         heard = [self._heard(rank) for rank in late if self._heard(rank).system != "stopped"]
         # A capture, a compilation or a save may take longer than any timeout: the clock stands while one runs.
-        if any(one.report.extends and not one.is_silent for one in heard):
+        if any(peer.report.extends and not peer.is_silent for peer in heard):
             self._extended = min(self._extended + now - self._looked, EXTENSION * waiting.timeout)
         self._looked = now
         is_over = age > waiting.timeout + self._extended

@@ -129,15 +129,15 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
             leaves[place] = cut[id(leaf)]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         results, shape = pytree.tree_flatten(run(*args, **kwargs))
-        places = [place for place, one in enumerate(results) if isinstance(one, Tensor) and one.requires_grad]
+        places = [place for place, result in enumerate(results) if isinstance(result, Tensor) and result.requires_grad]
         if places:
             own = _OwnGraph(deferred, used, list(cut.values()), [get_gradient_edge(results[place]) for place in places])
             made = [results[place].detach() for place in places]
             sources = {id(leaf): leaf for leaf in given.values()}.values()
             anchor = torch.empty(0, requires_grad=True)
             joined = _Join.apply(anchor, own, made, *sources)  # type: ignore[no-untyped-call]
-            for place, one in zip(places, joined, strict=True):
-                results[place] = one
+            for place, result in zip(places, joined, strict=True):
+                results[place] = result
         return pytree.tree_unflatten(results, shape)
 
     call.__name__ = call.__qualname__ = name
@@ -182,8 +182,8 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """I's part: the gradients of what the call was given."""
         own = ctx.own
-        arrived = [(root, one) for root, one in zip(own.roots, gradients, strict=True) if one is not None]
-        roots, seeds = [root for root, _ in arrived], [one for _, one in arrived]
+        arrived = [(root, seed) for root, seed in zip(own.roots, gradients, strict=True) if seed is not None]
+        roots, seeds = [root for root, _ in arrived], [seed for _, seed in arrived]
         own.deferred.keep(roots, seeds, own.parameters)
         # W goes through the same graph later: what it needs of it stays
         found = own.entered and torch.autograd.grad(roots, own.entered, seeds, retain_graph=True, allow_unused=True)

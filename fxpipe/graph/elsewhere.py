@@ -62,7 +62,7 @@ class Elsewhere(Tensor):
                 return cls(first.memory.to(given["dtype"]), first.why, given["device"])
             if name.endswith("_like") or name.startswith("new_"):
                 return func(first.memory, *args[1:], **given)
-        return next(one for one in pytree.tree_leaves((args, given)) if isinstance(one, Elsewhere)).refuse()
+        return next(leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Elsewhere)).refuse()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.memory.untyped_storage()
@@ -72,7 +72,9 @@ class Elsewhere(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """None for nn.Module and optimizers, which pass over it; for others, who would sum it up, it is elsewhere."""
+        """None for ``nn.Module.zero_grad`` and optimizers, which skip it; HeldElsewhere for all other code."""
+        # A property is given the tensor alone, and both ask the same: nanoGPT's optimizer of model.parameters() must
+        # skip the parameter, and its clip_grad_norm_(model.parameters()) must not leave it out of the norm in silence.
         frame = sys._getframe(1)
         passes_over = isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
         return None if passes_over or frame.f_globals["__name__"] == nn.Module.__module__ else self.refuse()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ Places = Mapping[tuple[str, int], tuple[int, ...]]
 """(value, leaf) → the dimensions that hold its rows, where the shapes for two numbers of rows have shown them."""
 
 
+N = TypeVar("N", int, float)
+
+
+def of_groups(numbers: Sequence[N], size: int) -> tuple[N, ...]:
+    """The sum of each group of so many."""
+    return tuple(sum(numbers[start : start + size]) for start in range(0, len(numbers), size))
+
+
 def concatenated(parts: Sequence[Tensor], along: int) -> Tensor:
     """The parts in a row, cut from where they came from; it requires a gradient if one of them does."""
     if len(parts) == 1:
@@ -22,8 +30,8 @@ def concatenated(parts: Sequence[Tensor], along: int) -> Tensor:
     return whole.requires_grad_(any(part.requires_grad for part in parts))
 
 
-def added(one: Any, other: Any) -> Any:
+def added(gradient: Any, other: Any) -> Any:
     """The sum of a value's gradients by two ways; None is no gradient."""
-    if one is None or other is None:
-        return other if one is None else one
-    return pytree.tree_map(lambda a, b: b if a is None else a if b is None else a + b, one, other)
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return pytree.tree_map(lambda a, b: b if a is None else a if b is None else a + b, gradient, other)

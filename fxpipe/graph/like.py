@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,21 @@ class TensorLike:
                 "mask or lengths, or packed, with batch_dim={name: fxpipe.Packed(counts)}, and make it in forward"
             )
         return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
+
+    def of_size(self, dim: int, size: int) -> TensorLike:
+        """A view of that size in a dimension, as ``Tensor.narrow`` makes it; of no dimension, the same."""
+        own = range(len(self.shape))[dim] if self.shape else None
+        return replace(self, shape=tuple(size if i == own else old for i, old in enumerate(self.shape)))
+
+    def resized(self, dim: int, size: int) -> TensorLike:
+        """A tensor of that size in a dimension, dense if this one is; of no dimension, the same."""
+        if not self.shape:
+            return self
+        # Where the new size reaches the stride of an outer dimension, outer strides grow, or entries would overlap.
+        inside = self.stride[dim]
+        larger = any(inside < step < inside * size for step in self.stride)
+        stride = tuple(step * size if larger and step > inside else step for step in self.stride)
+        return replace(self.of_size(dim, size), stride=stride)
 
 
 @admitted

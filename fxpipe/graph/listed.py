@@ -6,10 +6,8 @@ any number of entries. Code that looks at an entry, or at how many there are, is
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from dis import opname
 from typing import Any
 
 import torch
@@ -33,8 +31,12 @@ class ListOfTensors:
     opened_at: str = ""
     joined: bool = False
     """Whether forward concatenates it."""
-    unpacked: bool = False
-    """Whether forward is written for that number of entries, ``cos, sin = region(x)``."""
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether forward is written for that number of entries: of a tuple whose entries it looks at, as ``cos, sin``
+        of transformers' ``Phi3RotaryEmbedding``. A list may have another number in the next batch."""
+        return self.opened and self.kind is tuple
 
     def open(self) -> None:
         """Notes that the number of entries is a part of the capture."""
@@ -104,9 +106,6 @@ class Listed:
         return self.entries
 
     def __iter__(self) -> Iterator[Any]:
-        # `a, b = region(x)` is written for two: the number is the code's own, and no size of the batch
-        caller = sys._getframe(1)
-        self.listing.unpacked |= opname[caller.f_code.co_code[caller.f_lasti]].startswith("UNPACK")
         return iter(self.opened())
 
     def __radd__(self, other: Any) -> Any:

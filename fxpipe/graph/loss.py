@@ -86,7 +86,9 @@ def read_loss(result: Any) -> MicrobatchLoss:
 def _loss_fn_for(result: Any) -> str:
     """What to write for the first number in a container that a model returned."""
     items = result.items() if isinstance(result, Mapping) else enumerate(result if isinstance(result, tuple) else ())
-    found = (key for key, one in items if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point())
+    found = (
+        key for key, value in items if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+    )
     return next((f"loss_fn=lambda out: out[{key!r}]" for key in found), "loss_fn=")
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -29,10 +30,10 @@ MOST_BYTES = 64 * 2**20
 
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
-_CONSTANTS: dict[str, Any] = {str(one): one for one in vars(torch).values() if isinstance(one, _NAMED_BY_TORCH)}
-_CONSTANTS |= {one.__name__: one for one in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
+_CONSTANTS: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, _NAMED_BY_TORCH)}
+_CONSTANTS |= {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
 _CONSTANTS["..."] = ...
-_NAMES = {id(one): name for name, one in _CONSTANTS.items()}
+_NAMES = {id(value): name for name, value in _CONSTANTS.items()}
 _REFUSED = "refused"
 _admitted: dict[str, type] = {}
 
@@ -92,6 +93,16 @@ def check_length(length: int, sender: str) -> int:
             "same program on every rank, and nothing else on the ports of this job"
         )
     return length
+
+
+def digest_of(words: Iterable[str]) -> int:
+    """A number for a text, the same in every process."""
+    return number_of(" ".join(words).encode())
+
+
+def number_of(data: bytes) -> int:
+    """A number that fits an int64, which ranks exchange in place of the data."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 # --- a value → what JSON has

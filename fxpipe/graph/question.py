@@ -45,10 +45,10 @@ class Question:
         """The answer for a micro-batch; None where an input of the question is not among ``values``, or is of another
         size."""
         given = {name: values.get(name) for name in self.inputs}
-        leaves = {name: pytree.tree_leaves(one) for name, one in given.items()}
+        leaves = {name: pytree.tree_leaves(value) for name, value in given.items()}
         # the graph that answers holds for these sizes alone, as captures do
         fits = (leaves[name][place].shape[dim] == size for name, place, dim, size in self.sizes)
-        if any(one is None for one in given.values()) or not all(fits):
+        if any(value is None for value in given.values()) or not all(fits):
             return None
         cast = pytree.tree_map_only(Tensor, self._cast, [*given.values()])
         with torch.no_grad(), within(self.autocast):

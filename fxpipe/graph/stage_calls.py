@@ -192,7 +192,7 @@ def _gradient(arrival: Any) -> Any:
         return None if arrival is None else arrival.gradient
     arrivals, spec = arrival
     gradients = list(map(_gradient, arrivals))
-    return None if all(one is None for one in gradients) else pytree.tree_unflatten(gradients, spec)
+    return None if all(gradient is None for gradient in gradients) else pytree.tree_unflatten(gradients, spec)
 
 
 def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], list[Tensor | None]]:

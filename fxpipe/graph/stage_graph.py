@@ -240,7 +240,7 @@ class StageGraph(Tabular):
     @property
     def held(self) -> set[int]:
         """The tensors that stages use, by identity."""
-        return {one for stage in self.stages for one in stage.held}
+        return {key for stage in self.stages for key in stage.held}
 
     def with_tensors_of_module(self) -> StageGraph:
         """The same graph; its stages hold the tensors that now bear their names in the module."""

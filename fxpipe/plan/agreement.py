@@ -17,25 +17,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.counts import Counts, check_cut, counts_of, merge_counts
+from fxpipe.batch.description import Description, bind, check_calls, describe, for_any_words, merge
+from fxpipe.batch.label_count import with_number
+from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
+from fxpipe.batch.rows import whole_lists
 from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.modes import Ambient
-from fxpipe.graph.plain_data import admitted, encode
+from fxpipe.graph.plain_data import admitted, digest_of, encode, number_of
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.packed import BatchDim, read_for, written
+from fxpipe.packed import read_for, written
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, MOST
-from fxpipe.plan.inputs.batch import Description, bind, check_calls, describe, for_any_words, merge
-from fxpipe.plan.inputs.counts import Counts, check_cut, counts_of, merge_counts
-from fxpipe.plan.inputs.cuts import split, split_description
-from fxpipe.plan.inputs.label_count import with_number
-from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
-from fxpipe.plan.inputs.rows import row_count, split_rows, whole_lists
-from fxpipe.plan.plan import Plan, digest_of, number_of
+from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
@@ -74,31 +74,10 @@ class Proposal:
 
 
 class ReportedCall(NamedTuple):
-    """All ranks' proposals for a call, and what these come to: the micro-batches, or the batch, and its rows."""
+    """All ranks' proposals for a call, and the batch that these come to."""
 
     proposals: Sequence[Proposal]
-    merged: list[Description]
-    counts: Counts
-    """The counts of packed inputs, for a batch that is cut."""
-    sizes: Rows
-    """Rows of each micro-batch."""
-    has_rows: bool
-    """Whether any input gives how many rows there are."""
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether it is one batch, to be cut into several micro-batches."""
-        return self.proposals[0].split_evenly and len(self.sizes) > 1
-
-    def parts(self, given: list[Any], cut: Callable[..., list[Any]], batch_dim: BatchDim) -> list[Any]:
-        """The micro-batches of what a rank was given. ``cut``: how a batch becomes several."""
-        return cut(given[0], batch_dim, self.sizes, self.counts) if self.proposals[0].split_evenly else given
-
-
-def _sizes_of(rows: Sequence[int | None], call: Proposal, wanted: int) -> Rows:
-    if not call.split_evenly:
-        return tuple(1 if count is None else count for count in rows)
-    return split_rows(rows[0], wanted if call.training else min(wanted, rows[0] or wanted))
+    batch: Batch
 
 
 def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str], model: nn.Module) -> None:
@@ -141,7 +120,7 @@ class AgreedBatch:
     @property
     def sizes(self) -> Rows:
         """Rows of each micro-batch."""
-        return self.call.sizes
+        return self.call.batch.sizes
 
 
 class Agreement:
@@ -207,15 +186,14 @@ class Agreement:
 
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
         """The proposal, with what this rank can answer of what forward asks about the inputs of each micro-batch."""
-        captures, batch_dim = self._planner.captures, self._options.batch_dim
+        captures = self._planner.captures
         # Questions are asked of micro-batches, so a rank cuts its own batch, before all have agreed on how it is cut.
         if captures is not None and captures.questions.asked:
-            counts, parts = dict(proposal.counts[0]), given
-            rows = row_count(proposal.given[0], batch_dim, counts) if proposal.split_evenly else None
-            if rows is not None:  # else this rank was given nothing that is cut
-                parts = split(given[0], batch_dim, _sizes_of([rows], proposal, self._planner.microbatches), counts)
-            if rows is not None or not proposal.split_evenly:
-                proposal = replace(proposal, answers=tuple(map(captures.questions.answers, parts)))
+            parts: Sequence[dict[str, Any]] = given
+            if proposal.split_evenly:
+                batch = self._batch(proposal, proposal.given, list(map(dict, proposal.counts)))
+                parts = [] if batch.rows is None else batch.split(given)  # this rank was given nothing that is cut
+            proposal = replace(proposal, answers=tuple(map(captures.questions.answers, parts)))
         if proposal not in self._numbers:
             self._numbers[proposal] = number_of(encode(proposal))
         return proposal
@@ -297,7 +275,7 @@ class Agreement:
             # 2. The kind of batch that these numbers stand for, with the rows of all replicas where its plan sees them.
             reported = self._reported[key]
             if everyone is None:  # all replicas ask for it, once
-                everyone = self._rows_of_everyone(reported.sizes)
+                everyone = self._rows_of_everyone(reported.batch.sizes)
             rows = everyone if (key, everyone) in self._settled else None
             agreed = self._settled.pop((key, rows), None)
             # 3. A new kind takes a plan, and captures, on all ranks of the pipe group at once.
@@ -317,15 +295,11 @@ class Agreement:
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
         """RunError, on all ranks, where they make different calls, or one has reported what is wrong with its own."""
         _check_same_call(proposals, partial(member, self._transport, "pipe"), self._planner.module)
-        batch_dim = self._options.batch_dim
         merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
         counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
-        counts = list(map(merge_counts, counted))
-        rows = [row_count(given, batch_dim, numbers) for given, numbers in zip(merged, counts, strict=True)]
-        sizes = _sizes_of(rows, proposals[0], self._planner.microbatches)
-        has_rows = any(count is not None for count in rows)
-        reported = ReportedCall(proposals, merged, counts[0], sizes, has_rows)
-        for path in whole_lists(merged[0], batch_dim, sum(sizes)) if has_rows and reported.is_cut else ():
+        batch = self._batch(proposals[0], merged, list(map(merge_counts, counted)))
+        is_cut = batch.is_whole and len(batch.sizes) > 1 and batch.rows is not None
+        for path in whole_lists(merged[0], batch.batch_dim, sum(batch.sizes)) if is_cut else ():
             if path not in self._lists:
                 self._lists.add(path)
                 log(
@@ -333,14 +307,17 @@ class Agreement:
                     f"micro-batch is given all of it; write {written(path, 'fxpipe.Packed(1)')} where it has one for "
                     f"each row, or {written(path, 'None')} where it has not"
                 )
-        return reported
+        return ReportedCall(proposals, batch)
+
+    def _batch(self, call: Proposal, given: Sequence[Description], counts: Sequence[Counts]) -> Batch:
+        microbatches = self._planner.microbatches if call.split_evenly else None
+        return Batch.of(given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training)
 
     def _pattern(self, reported: ReportedCall, everyone: Rows) -> Pattern:
         """What the plan of a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
         where stages see them."""
         first = reported.proposals[0]
-        parts = reported.parts(reported.merged, split_description, self._options.batch_dim)
-        described = list(map(self._planner.items.described, parts))
+        described = list(map(self._planner.items.described, reported.batch.describe_parts()))
         states = tuple(proposal.flags.state for proposal in reported.proposals)
         flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
         pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient, first.wants_loss)
@@ -371,8 +348,7 @@ class Agreement:
         """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
         if self._transport.pipe_rank is not None:
             return LATER
-        batch_dim = self._options.batch_dim
-        return Sample(self._planner.items.given(reported.parts(given, split, batch_dim)), batch_dim, later=True)
+        return Sample(self._planner.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
 
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
@@ -385,7 +361,7 @@ class Agreement:
             self._pairs |= new
         # 3. What this batch must have for it.
         gathered = [stage.name for stage in plan.graph if stage.gathered is not None]
-        if gathered and len(reported.sizes) > 1 and not reported.has_rows:
+        if gathered and len(reported.batch.sizes) > 1 and reported.batch.rows is None:
             raise RunError(
                 f"stage {gathered[0]!r} runs once for a group of micro-batches, but no input of this batch is cut into "
                 "them: each has all of it, and a group would have it several times; see batch_dim=, or write "
@@ -394,7 +370,7 @@ class Agreement:
         self._check_required(plan, reported.proposals)
         # 4. How its values are put together and sent.
         has_loss = pattern.with_loss or self._options.loss_fn is None
-        joins = plan.graph.gathers and (len(reported.sizes) > 1 or self._transport.data_size > 1)
+        joins = plan.graph.gathers and (len(reported.batch.sizes) > 1 or self._transport.data_size > 1)
         places = self._planner.row_places(plan, pattern) if joins else {}
         layouts = self._layouts_of(plan, pattern, reported)
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
@@ -446,11 +422,11 @@ class Agreement:
         # Not the digest of a proposal: that of a batch of other rows may have micro-batches of the same.
         distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks were given the same
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
-        parts = [reported.parts(list(given), split_description, self._options.batch_dim) for given in distinct]
+        parts = [reported.batch.describe_parts(given) for given in distinct]
         fixed = replace(pattern.for_any_shape(), given=pattern.given[:1])
-        captures = plan.captures or (None,) * len(reported.sizes)
+        captures = plan.captures or (None,) * len(reported.batch.sizes)
         keys = [
-            (plan.graph.edges, fixed, reported.is_cut, who, *each)
+            (plan.graph.edges, fixed, reported.batch.is_whole, who, *each)
             for each in zip(captures, plan.halved, *parts, strict=True)
         ]
         return tuple(self._layouts.setdefault(key, next(self._new_layouts)) for key in keys)

@@ -10,6 +10,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.counts import check_cut, counts_of
+from fxpipe.batch.description import bind, describe, required_names
+from fxpipe.batch.label_count import with_number
+from fxpipe.batch.pattern import GivenInputs, Pattern, pattern_of
 from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.question import Answers, Unanswered
@@ -17,12 +22,6 @@ from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.plan.capture.capture_check import Sample
-from fxpipe.plan.inputs.batch import bind, describe, required_names
-from fxpipe.plan.inputs.counts import Counts, check_cut, counts_of
-from fxpipe.plan.inputs.cuts import split
-from fxpipe.plan.inputs.label_count import with_number
-from fxpipe.plan.inputs.pattern import GivenInputs, Pattern, pattern_of
-from fxpipe.plan.inputs.rows import row_count, split_rows
 from fxpipe.plan.planner import Planner
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace import Request
@@ -76,8 +75,8 @@ class Example:
     options: Options
 
     @cached_property
-    def batch(self) -> tuple[dict[str, Any], int | None, Counts]:
-        """The inputs by name, how many rows they have, and their counts. RunError where they are no batch."""
+    def given(self) -> dict[str, Any]:
+        """The inputs by name. RunError where they are no inputs of the model, or cannot be split."""
         args = () if self.options.example_args is None else tuple(self.options.example_args)
         try:
             given = with_number(bind(self.planner.signature, args, self.options.example_kwargs or {}))
@@ -85,16 +84,19 @@ class Example:
             raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
         if self.planner.microbatches > 1:
             check_cut(given, self.options.batch_dim)
-        counts = counts_of(given, self.options.batch_dim)
-        return given, row_count(describe(given), self.options.batch_dim, counts), counts
+        return given
+
+    def batch(self, may_be_fewer: bool = True) -> Batch:
+        """The batch. RunError where its inputs do not go together; or for too few rows, unless it ``may_be_fewer``."""
+        given, batch_dim = self.given, self.options.batch_dim
+        counts = [counts_of(given, batch_dim)]
+        return Batch.of([describe(given)], counts, batch_dim, self.planner.microbatches, may_be_fewer)
 
     @cached_property
     def microbatches(self) -> list[dict[str, Any]]:
-        """The batch cut into micro-batches; one of too few rows is each micro-batch itself."""
-        (given, rows, counts), count = self.batch, self.planner.microbatches
-        if rows is None or rows < count:
-            return [given] * count
-        return split(given, self.options.batch_dim, split_rows(rows, count), counts)
+        """The batch split into micro-batches; one of too few rows is each micro-batch itself."""
+        batch, count = self.batch(), self.planner.microbatches
+        return batch.split([self.given]) if len(batch.sizes) == count else [self.given] * count
 
     @property
     def numbered(self) -> list[dict[str, Any]]:
@@ -168,8 +170,7 @@ def with_previewed_plan(planner: Planner, options: Options) -> Planner:
     """
     example = Example(planner, options)
     if options.has_example:
-        _, rows, _ = example.batch
-        split_rows(rows, planner.microbatches)
+        example.batch(may_be_fewer=False)
     regions = () if planner.captures is None else planner.captures.whole
     runs = any(region.returns is None for region in regions) and example.has_numbers
     answers: tuple[Answers, ...] = ()

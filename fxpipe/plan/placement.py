@@ -80,4 +80,4 @@ def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
     cost = between([0, *accumulate(costs)])
     ends = partition(lambda behind: cost, ranks)
     assert ends is not None  # there are no fewer stages than ranks
-    return tuple(segments_of(tuple(range(len(costs))), ends))
+    return tuple(segments_of(tuple(range(len(costs))), ends).values())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fxpipe.batch.pattern import Pattern
 from fxpipe.device import with_shared_names
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.opaque_call import has_opaque_calls
+from fxpipe.graph.plain_data import digest_of
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step
@@ -99,13 +100,3 @@ def values_of(graphs: Sequence[StageGraph]) -> list[str] | None:
     """What each edge carries, so that one value is sent once to those on one rank. None where micro-batches have
     captures of their own: there a value may bear the name of another one."""
     return [edge.value for edge in graphs[0].edges] if all(graph is graphs[0] for graph in graphs) else None
-
-
-def digest_of(words: Iterable[str]) -> int:
-    """A number for a text, the same in every process."""
-    return number_of(" ".join(words).encode())
-
-
-def number_of(data: bytes) -> int:
-    """A number that fits an int64, which ranks exchange in place of the data."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")

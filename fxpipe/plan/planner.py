@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.description import check_objects
+from fxpipe.batch.label_count import Items
+from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
@@ -25,9 +28,6 @@ from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.capture.sizes import outline
-from fxpipe.plan.inputs.batch import check_objects
-from fxpipe.plan.inputs.label_count import Items
-from fxpipe.plan.inputs.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.plan.placement import check_replicated, place
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily

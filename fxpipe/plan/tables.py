@@ -11,12 +11,12 @@ from functools import cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from fxpipe.batch.pattern import Pattern
 from fxpipe.errors import PartitionError, ScheduleError, nearest
 from fxpipe.graph.ranks import Placement, replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options
 from fxpipe.plan.capture.captures import Captures
-from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules import Family, Limited, Problem, ScheduleName, make_table, with_costs
 from fxpipe.schedules.costs import Costs

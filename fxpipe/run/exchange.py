@@ -1,9 +1,9 @@
-"""Exchange: where a rank's instructions send, post and take messages; where one process plays all ranks, a mailbox.
+"""Exchange: a rank's instructions send, post and take messages by it; a single process uses a mailbox instead.
 
-What a message looks like (container, shapes, types, strides) follows from the capture and the shapes of its
-micro-batch, which both ends know. So its description travels once for each of these, in front of the first such
-message; from then on the receiver allocates and posts ahead, in every step and for every micro-batch that is like it.
-Where a stage makes values of another shape each time, it travels in front of each.
+The layout of a message (container, shapes, types, strides) follows from the capture and the shapes of its micro-batch,
+which both ends know. So a description of the layout travels once for each capture and shape, before the first such
+message. From then on the receiver allocates and posts receives ahead. Where a stage makes values of a new shape each
+time, a description travels before each message.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import bytes_of
 
 _Buffers = list[tuple[Work, Tensor]]
-"""Buffers that are under way."""
+"""Buffers under way, each with its send or receive."""
 
 BURST = 2**18
-"""Bytes that are received from one rank ahead of their time: a receive that is posted takes those behind it along. Each
-one that is posted alone wakes the sender up, which for small messages takes longer than to send them."""
+"""Bytes to receive from one rank ahead of time: a receive posts the receives behind it, up to this size. A receive that
+is posted alone wakes the sender up, which for small messages takes longer than to send them."""
 
 HEADER = 256
-"""Bytes of the message that goes in front of one that is not described yet, so that it can be posted ahead: the length
-of the description, 8 bytes, and its beginning. Of a single tensor that is all; else the rest is a message behind it."""
+"""Bytes of the header that travels before a message without a known layout. Its fixed size lets the receiver post it
+ahead. It has the length of the description, in 8 bytes, and the beginning of the description. The description of a
+single tensor fits; the rest of a longer one travels as another message."""
 
 
 class _WireLayout:
-    """What a message looks like."""
+    """The layout of a message: container, shapes, types and strides."""
 
     __slots__ = ("like", "meta", "nbytes", "number")
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
-        self.like = PlainMeta.of(meta, device)  # of a single plain tensor, which travels unchanged
-        # a size that one stage has asked for another's sake: both ends know it, and nothing travels
+        self.like = PlainMeta.of(meta, device)  # for a single plain tensor, which travels unchanged
+        # A size that one stage asks for another stage: both ends know it, and nothing travels.
         self.number = meta.leaves[0] if meta.spec.is_leaf() and type(meta.leaves[0]) is int else None
 
 
@@ -58,13 +59,13 @@ class WireExchange:
         self._layouts: dict[tuple[int, Op, Pair], dict[Hashable, _WireLayout]] = {}
         self.kind: Hashable = None
         self.numbers: Sequence[Hashable] = ()
-        """Of the micro-batches of the step that runs."""
+        """A key for each micro-batch of the step that runs: micro-batches with equal keys have equal shapes."""
         self._receives: Sequence[Port] = ()
         self.sending: dict[_Wire, _Buffers] = {}
         self.arriving: dict[_Wire, tuple[_WireLayout, _Buffers]] = {}
 
     def port(self, message: Message, varies: bool = False) -> _Wire:
-        """A message's, the same object in all steps. ``varies``: whether it may look otherwise each time; the
+        """The port of a message, the same object in all steps. ``varies``: whether its layout may change each time; the
         same at both ends."""
         if (message, varies) not in self._ports:
             pair = message.sender, message.receiver
@@ -74,13 +75,13 @@ class WireExchange:
         return self._ports[message, varies]
 
     def forget(self) -> None:
-        """Forgets what messages look like; both ends of each do."""
+        """Forgets the layouts of all messages; both ends of each do so."""
         for layouts in self._layouts.values():
             layouts.clear()
 
     def begin(self, kind: Hashable, numbers: Sequence[Hashable], receives: Sequence[Port]) -> None:
-        """A step begins. ``numbers``: one for each micro-batch: where they are equal, messages have the same layout.
-        ``receives``: what will be posted, in order; the same object in all steps that post the same."""
+        """Begins a step. ``numbers``: a key for each micro-batch; messages of equal keys have the same layout.
+        ``receives``: the ports that the step will post, in order; the same object in all steps that post the same."""
         self.drop()
         self.kind, self.numbers = kind, numbers
         if receives is not self._receives:
@@ -89,15 +90,15 @@ class WireExchange:
                 line.coming = [wire for wire in receives if isinstance(wire, _Wire) and wire.line is line]
 
     def drop(self) -> None:
-        """Forgets what is under way, without waiting: the step has failed."""
+        """Forgets all messages under way, without waiting, after a step that failed."""
         self.sending.clear()
         self.arriving.clear()
         for line in self._lines.values():
             line.drop()
 
     def finish(self) -> None:
-        """Waits for what is still under way, at the end of a step."""
-        # What was sent and never taken must be received, or it would be taken for the next step's first message.
+        """Waits for all messages under way, at the end of a step."""
+        # A message that no action took must be received, or the next step would take it for its first message.
         for line in self._lines.values():
             while line.waiting:
                 line.waiting[0].take()
@@ -109,14 +110,15 @@ class WireExchange:
 
 
 class _Receives:
-    """Of one pair of ranks, in the sender's order, what is to be received. ``coming``: in this step. ``waiting``: what
-    cannot be posted yet: it is not described, or stands behind what is not; of the first the header is posted."""
+    """The receives of one pair of ranks, in the sender's order. ``coming``: all receives of this step. ``waiting``: the
+    receives that cannot be posted yet: the first has no known layout, and its header is posted; the rest wait for it.
+    """
 
     def __init__(self, exchange: WireExchange, pair: Pair) -> None:
         self._exchange, self._pair = exchange, pair
         self._header: tuple[Work, Tensor] | None = None
         self.coming: Sequence[_Wire] = ()
-        self._place = 0  # of the next in it that is neither posted nor waiting
+        self._place = 0  # in ``coming``: the next receive that is neither posted nor waiting
         self.waiting: deque[_Wire] = deque()
 
     def drop(self) -> None:
@@ -124,24 +126,24 @@ class _Receives:
         self.waiting.clear()
 
     def add(self, wire: _Wire) -> None:
-        """Posts a receive, and those behind it that are small; or lets it wait for its turn."""
+        """Posts a receive, and small receives behind it; or lets it wait for its turn."""
         self.waiting.append(wire)
         self._place += 1
         self._advance()
 
     def _advance(self) -> None:
-        """Posts whatever can be."""
-        # Receives of a pair match sends by order alone: nothing may be posted past one that is not described.
+        """Posts all receives that can be posted."""
+        # Receives of a pair match sends by order alone: no receive may be posted past one without a known layout.
         while self.waiting and (layout := self.waiting[0].layout) is not None:
             self.waiting.popleft().post_like(layout)
-        # The header's size is fixed, so that its receive can be posted before anything is known of the message.
+        # The header's size is fixed, so that its receive can be posted before the message's layout is known.
         if self.waiting:
             if self._header is None:
                 self._header = self._receive(HEADER)
             return
-        # Post what comes next, too, as long as it is small and described. It would be posted later anyway, so that
-        # nobody waits because it is posted now.
-        # On a GPU each receive occupies the stream of its communicator: there none is posted early.
+        # Post the next receives, too, as long as they are small and their layouts are known. They would be posted later
+        # anyway, so that no rank waits because they are posted now.
+        # On a GPU each receive occupies the stream of its communicator: there no receive is posted early.
         left = BURST if self._exchange.device.type == "cpu" else 0
         while self._place < len(self.coming):
             wire = self.coming[self._place]
@@ -152,8 +154,8 @@ class _Receives:
             self._place += 1
 
     def describe_first(self) -> None:
-        """Waits for the description of the first, and posts it."""
-        assert self._header is not None  # for there is a first one
+        """Waits for the description of the first waiting message, and posts the message."""
+        assert self._header is not None  # it was posted when the message began to wait
         (work, buffer), self._header = self._header, None
         work.wait()
         header = bytes_of(buffer.cpu())
@@ -174,8 +176,8 @@ class _Receives:
 
 
 class _Wire:
-    """One message's way between two ranks, in every step. ``line``: its pair's. ``layouts``: of its edge's values, or
-    gradients, by what is the same at both ends; None where it varies."""
+    """The port of one message between two ranks, in every step. ``line``: the receives of the pair. ``layouts``: key of
+    a micro-batch → layout, for the values or the gradients of the edge; None where the layout varies."""
 
     def __init__(
         self, exchange: WireExchange, message: Message, line: _Receives, layouts: dict[Hashable, _WireLayout] | None
@@ -185,21 +187,21 @@ class _Wire:
 
     @property
     def layout(self) -> _WireLayout | None:
-        """What it looks like in this step, where that is known by now, which it is at both ends or at none."""
+        """The layout in this step; None where it is not known yet. Both ends know it, or neither."""
         layouts, exchange = self._layouts, self._exchange
         if layouts is None:
             return None
         number = exchange.numbers[self._microbatch]
-        # A part of the batch has a layout for its place in it; all else has one for all micro-batches of its shapes.
+        # A slice of the batch has a layout for each micro-batch; all other values have one for all micro-batches of
+        # equal shapes.
         return layouts.get((exchange.kind, number, self._microbatch)) or layouts.get(number)
 
     def learn(self, meta: Meta) -> _WireLayout:
-        """It was described, for all that are like it."""
+        """Stores the layout that was described, for all messages of the same key."""
         exchange, layout = self._exchange, _WireLayout(meta, self._exchange.device)
         key = exchange.numbers[self._microbatch]
         if meta.is_of_its_place:
-            # as a part of the batch: its place there decides how it is aligned, and that the last bit of what is
-            # computed of it
+            # A slice of the batch: its offset decides how it is aligned, and so the last bit of results.
             key = exchange.kind, key, self._microbatch
         if self._layouts is not None:
             self._layouts[key] = layout
@@ -209,7 +211,7 @@ class _Wire:
 
     def send(self, value: Any) -> None:
         """Starts a send; does not wait."""
-        # The usual case: one plain tensor that looks as the last one did. It is sent as it is, without being packed.
+        # The usual case, a plain tensor with the layout of the last message: it is sent without packing.
         known = self.layout
         if known is not None and known.like is not None and known.like.fits(value):
             self._start([value.detach()])
@@ -232,7 +234,7 @@ class _Wire:
 
     def _start(self, parts: Sequence[Tensor]) -> None:
         exchange = self._exchange
-        # The buffers are held until the send is over: gloo and NCCL read them later.
+        # The buffers must live until the send is over: gloo and NCCL read them later.
         buffers = [part.to(exchange.device) for part in parts]
         exchange.sending[self] = [(exchange.transport.send(self._pair, buffer), buffer) for buffer in buffers]
 
@@ -246,28 +248,28 @@ class _Wire:
         return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
     def release(self) -> None:
-        """Frees the buffer of a send that is known to have been received."""
+        """Frees the buffer of a send that was received."""
         for work, _ in self._exchange.sending.pop(self, ()):
             work.wait()
 
     # receiving
 
     def post(self) -> None:
-        """Posts a receive ahead, unless what comes, or something in front of it, is not described yet."""
-        if self not in self._exchange.arriving:  # posted with one before it
+        """Posts a receive ahead, unless the layout of this message, or of an earlier one, is not known yet."""
+        if self not in self._exchange.arriving:  # otherwise an earlier receive has posted it
             self.line.add(self)
 
     def post_like(self, layout: _WireLayout) -> None:
-        """Posts ahead; it is this wire's turn."""
+        """Posts the receive, whose turn it is."""
         exchange = self._exchange
         buffers = allocate(layout.meta, exchange.device) if layout.like is None else [layout.like.allocate()]
         works = [(exchange.transport.receive(self._pair, buffer), buffer) for buffer in buffers]
         exchange.arriving[self] = layout, works
 
     def take(self) -> Any:
-        """The message's value, once it is here."""
+        """Waits for the message, and returns its value."""
         arriving = self._exchange.arriving
-        while self not in arriving:  # in the sender's order, for that is how they come
+        while self not in arriving:  # messages come in the sender's order
             self.line.describe_first()
         layout, works = arriving.pop(self)
         for work, _ in works:
@@ -280,7 +282,7 @@ class _Wire:
 
 
 class Mailbox:
-    """The exchange of a process that plays all ranks: values are handed over as they are."""
+    """The exchange of a process that plays all ranks: it hands values over unchanged."""
 
     def __init__(self) -> None:
         self._boxes: dict[Message, _Letterbox] = {}
@@ -295,7 +297,7 @@ class Mailbox:
         self.drop()
 
     def finish(self) -> None:
-        pass  # all that was sent was taken
+        pass  # every message was taken
 
     def drop(self) -> None:
         for box in self._boxes.values():
@@ -303,7 +305,7 @@ class Mailbox:
 
 
 class _Letterbox:
-    """One message's place in a mailbox."""
+    """The port of one message in a mailbox."""
 
     __slots__ = ("values",)
 
@@ -324,7 +326,7 @@ class _Letterbox:
 
 
 Port = _Wire | _Letterbox
-"""One message's way, in every step."""
+"""The port of one message, in every step."""
 
 Exchange = WireExchange | Mailbox
-"""Where a rank's instructions send, post and take messages."""
+"""Through it a rank's instructions send, post and take messages."""

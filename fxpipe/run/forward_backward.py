@@ -99,7 +99,7 @@ class ForwardBackward:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
         _check_flag(set_to_none=set_to_none)
-        if set_to_none or self._reducer.way.sharded:
+        if set_to_none or self._reducer.sums.sharded:
             self._reducer.clear()
         else:
             self.module.zero_grad(set_to_none=False)
@@ -231,8 +231,8 @@ class ForwardBackward:
         whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
         ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
         ``loss_fn`` and ``target=`` given, the output is the loss; with one that needs no target, for
-        ``outputs="loss"`` alone. A tensor whose rows are no rows of the batch, as one for each image, comes as a list,
-        one for each micro-batch.
+        ``outputs="loss"`` alone. A tensor without its micro-batch's rows in dimension 0, or in the inputs', comes as a
+        list, one for each micro-batch.
 
         Args:
             *args: a batch, as in a call.
@@ -277,11 +277,12 @@ class ForwardBackward:
             which = f" of optimizer {number}" if number else ""
             facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
             facts[f"the class of optimizer {number}"] = optimizer.made
-        groups = [(one, number, group) for one in own for number, group in enumerate(one.param_groups)]
-        for place, (one, number, group) in enumerate(groups):
+        groups = [(optimizer, *entry) for optimizer in own for entry in enumerate(optimizer.param_groups)]
+        for place, (optimizer, number, group) in enumerate(groups):
             # An optimizer that looks across parameters finds other numbers on other ranks.
-            found = [key for key, v in group.items() if isinstance(v, float)] if one.everywhere >> number & 1 else []
-            for key in sorted(one.given.union(_SCHEDULED, found)):
+            is_everywhere = optimizer.everywhere >> number & 1
+            found = [key for key, value in group.items() if is_everywhere and isinstance(value, float)]
+            for key in sorted(optimizer.given.union(_SCHEDULED, found)):
                 value = group.get(key)
                 # a device would be waited for a tensor's
                 is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)
@@ -317,7 +318,7 @@ class ForwardBackward:
             self._has_stepped = True
             # a group names its parameters, and means no others: those that no optimizer has would stay as they are
             named = self._planner.module.named_parameters()
-            left = [name for name, one in named if one.requires_grad and name not in self._steppers]
+            left = [name for name, parameter in named if parameter.requires_grad and name not in self._steppers]
             if left:
                 log(
                     f"fxpipe: no optimizer steps {len(left)} of the model's trainable parameters, first {left[0]!r}; "
@@ -506,15 +507,15 @@ _ELSEWHERE = {
 """What stands in place of what a model or a tensor has."""
 
 
-def steps_of(one: ForwardBackward) -> Steps:
+def steps_of(forward_backward: ForwardBackward) -> Steps:
     """What makes its steps, for ``fxpipe.save`` and ``load`` between two of them. CheckpointError where a call runs."""
-    if not isinstance(one, ForwardBackward):
-        raise CheckpointError(f"forward_backward is {shown(one)}; it is what fxpipe.compile returned")
-    if one._running or any(optimizer.stepping for optimizer in one._optimizers):
+    if not isinstance(forward_backward, ForwardBackward):
+        raise CheckpointError(f"forward_backward is {shown(forward_backward)}; it is what fxpipe.compile returned")
+    if forward_backward._running or any(optimizer.stepping for optimizer in forward_backward._optimizers):
         raise CheckpointError(
             "it is saved or loaded while a call of it runs, or a step of its optimizer: from a hook, a signal handler, "
             "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
             "is set"
         )
-    tensors_of(one._planner.module)  # which refuses what would be lost
-    return one._steps
+    tensors_of(forward_backward._planner.module)  # which refuses what would be lost
+    return forward_backward._steps

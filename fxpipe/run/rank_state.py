@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.group_inputs import SCOPE
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError
@@ -19,9 +20,8 @@ from fxpipe.parameters.ownership import Ownership, RankModule, ownership, releas
 from fxpipe.parameters.weights import Weights
 from fxpipe.plan.planner import Planner
 from fxpipe.precision import cast_parameters
-from fxpipe.run.actions.group_inputs import SCOPE
 from fxpipe.schedules.lower import pairs
-from fxpipe.sharding.data_axis import check_ties, data_groups, way_of
+from fxpipe.sharding.data_axis import check_ties, data_groups, sums_of
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.parallelise import ParallelGradients, parallelise_stages, tensor_groups
 from fxpipe.sharding.reducer import Reducer, reducer_for
@@ -101,7 +101,7 @@ def _take_own_part(
         release(planner.module, names, why_elsewhere(planner.first.graph, owners), device)
         for _, module, ranks in _stages_with_modules(planner):
             if rank not in ranks:  # what it shares with this rank's may have another name there
-                release(module, frozenset(name for name, one in all_tensors(module).items() if id(one) in own))
+                release(module, frozenset(name for name, tensor in all_tensors(module).items() if id(tensor) in own))
     return planner.with_tensors_of_module()
 
 
@@ -176,8 +176,8 @@ def make_rank_state(
     if gradients is None:
         graph, rows, rank = planner.first.graph, planner.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
-        way = way_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
+        sums = sums_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
         make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
-        gradients = reducer_for(graph, row, module, owners, transport, way, options.bucket_bytes, make)
+        gradients = reducer_for(graph, row, module, owners, transport, sums, options.bucket_bytes, make)
     device = _device_of(planner, owners, transport)
     return RankState(planner, module, gradients, originals, owners, device, seed)

@@ -138,9 +138,9 @@ def timeline_of(
     spans = {lap.action: Span(lap.start - first, lap.end - first) for lap in every}
     since = {lap.action: max(lap.since - first, 0.0) for lap in every}
     beside = tuple(
-        Reduction(rank, one.what, max(one.start - first, 0.0), max(one.end - first, 0.0))
+        Reduction(rank, reduction.what, max(reduction.start - first, 0.0), max(reduction.end - first, 0.0))
         for rank, row in enumerate(reductions)
-        for one in row
+        for reduction in row
     )
     costs = _costs(schedule, spans, 0.0 if in_turns else _hop(schedule, spans, since))
     timeline = Timeline(schedule, spans, since, costs, measured=True, reductions=beside)
@@ -156,8 +156,8 @@ def _spells(
     timeline: Timeline, ranks: tuple[int, ...], laps: Sequence[Lap], course: Sequence[Elapsed], first: float
 ) -> Iterator[Spell]:
     """A process's, one behind another. ``first``: the moment that times count from."""
-    ran = [one.what for one in course].index(ACTIONS)
-    moments = [(BEFORE, one.what, one.end) for one in course[1:ran]]
+    ran = [part.what for part in course].index(ACTIONS)
+    moments = [(BEFORE, part.what, part.end) for part in course[1:ran]]
     kind, what = BEFORE, course[ran - 1].what  # until the first action what came before it goes on
     for lap in laps:
         source = _awaited(timeline, lap.action, ranks)
@@ -166,10 +166,10 @@ def _spells(
         moments.append((COMPUTE, str(lap.action), lap.end))
         kind, what = BETWEEN, ""
     moments.append((AFTER, course[ran + 1].what, course[ran].end) if laps else (kind, what, course[ran].end))
-    moments += [(AFTER, one.what, one.end) for one in course[ran + 1 :]]
+    moments += [(AFTER, part.what, part.end) for part in course[ran + 1 :]]
     now = course[0].end - first
     # Neighbours of one kind are one spell; each begins where the one before it ends, so that they add up to the step.
-    for (kind, what), group in itertools.groupby(moments, key=lambda one: one[:2]):
+    for (kind, what), group in itertools.groupby(moments, key=lambda moment: moment[:2]):
         end = max(now, *(moment - first for *_, moment in group))  # events of a GPU are given in single precision
         if end > now:
             yield Spell(ranks, kind, what, now, end)
@@ -180,8 +180,8 @@ def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
     """Of the messages that an action takes from other processes, the one that was made last; empty where none is."""
     rank = timeline.schedule.rank
     others = timeline.schedule.dependencies.before(action)
-    sources = [one for one in others if one in timeline.spans and rank(one) not in ranks]
-    last = max(sources, key=lambda one: timeline.spans[one].end, default=None)
+    sources = [action for action in others if action in timeline.spans and rank(action) not in ranks]
+    last = max(sources, key=lambda action: timeline.spans[action].end, default=None)
     return f"{last} from rank {rank(last)}" if last is not None else ""
 
 
@@ -213,9 +213,9 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
 
 def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> Costs:
     """The mean of what several replicas measured, with what a step does not measure."""
-    kinds = zip(*((one.forward, one.backward, one.weight) for one in costs), strict=True)
+    kinds = zip(*((cost.forward, cost.backward, cost.weight) for cost in costs), strict=True)
     forward, backward, weight = (tuple(map(fmean, zip(*given, strict=True))) for given in kinds)
-    return Costs.of(len(forward), forward, backward, weight, fmean(one.comm for one in costs), activation_bytes)
+    return Costs.of(len(forward), forward, backward, weight, fmean(cost.comm for cost in costs), activation_bytes)
 
 
 Round = tuple[float, float]

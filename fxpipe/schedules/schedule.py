@@ -99,7 +99,7 @@ class Schedule:
                 ``verify`` finds what is wrong with its table.
             OSError: it cannot be read.
         """
-        from fxpipe.formats import csv_file
+        from fxpipe.schedules.show import csv_file
 
         return csv_file.read(path, edges)
 
@@ -119,7 +119,7 @@ class Schedule:
             ScheduleError: a table that is to be written with communication does not verify.
             OSError: the file cannot be written.
         """
-        from fxpipe.formats import csv_file
+        from fxpipe.schedules.show import csv_file
 
         csv_file.write(self, path, communication)
 
@@ -244,7 +244,7 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """Behind a cell of a notebook: the picture of the plan, and the table."""
-        from fxpipe.formats.html_page import pictured
+        from fxpipe.schedules.show.html_page import pictured
 
         return pictured(self, self.planned)
 
@@ -356,7 +356,7 @@ class Timeline:
         """What no table that splits the same backwards in halves could undercut at these costs."""
         from fxpipe.schedules.simulate import lower_bound
 
-        return lower_bound(self.schedule, self.costs)
+        return lower_bound(self.schedule, self.costs, self.schedule.groups, self.schedule.rows)
 
     def cause(self, action: Action) -> Cause | None:
         """The last thing that had to happen before an action could begin; None where nothing had to.
@@ -395,19 +395,19 @@ class Timeline:
 
     def to_svg(self, path: StrPath) -> None:
         """Writes the picture: a row a rank, to scale, with its bubbles and the critical path."""
-        from fxpipe.formats.svg_picture import svg
+        from fxpipe.schedules.show.svg_picture import svg
 
         write_whole(path, svg(self))
 
     def to_html(self, path: StrPath) -> None:
         """Writes the picture as a page; a cell's title says when the action ran and what it waited for."""
-        from fxpipe.formats.html_page import html
+        from fxpipe.schedules.show.html_page import html
 
         write_whole(path, html(self))
 
     def to_trace(self, path: StrPath) -> None:
         """Writes a trace that ui.perfetto.dev and chrome://tracing open; a planned unit of time is shown as 1 ms."""
-        from fxpipe.formats.chrome_trace import chrome_trace
+        from fxpipe.schedules.show.chrome_trace import chrome_trace
 
         write_whole(path, chrome_trace(self))
 
@@ -430,14 +430,14 @@ class Timeline:
         return f"{text}\n{tabulated(self.spells)}" if self.spells else text
 
     def __repr__(self) -> str:
-        from fxpipe.formats.words import headline
+        from fxpipe.schedules.show.words import headline
 
         what, figures = headline(self)
         return f"<Timeline of {what}: {figures}>"
 
     def _repr_html_(self) -> str:
         """Behind a cell of a notebook: the picture, and the table."""
-        from fxpipe.formats.html_page import pictured
+        from fxpipe.schedules.show.html_page import pictured
 
         return pictured(self, lambda: self)
 

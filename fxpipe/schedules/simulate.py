@@ -7,17 +7,21 @@ to R it keeps the inputs alone. A group counts as all of its micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies, in_order
+from fxpipe.schedules.dependency import Dependencies, Half, in_order
 from fxpipe.schedules.lower import Message
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule, Span, Timeline
+
+if TYPE_CHECKING:
+    from fxpipe.schedules.families.problem import Problem
 
 
 @paused()
@@ -97,20 +101,22 @@ def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
 
 
 def least_makespan(schedule: Schedule, costs: Costs) -> float:
-    """What ``simulate`` cannot undercut, found much faster: the makespan where no message waits for its link, and no
-    stage for its readers; infinite where the table deadlocks."""
-    ranks, rows = [set(ranks_of(place)) for place in schedule.placement], schedule.rows
-    time = {op: [costs.time(Action(stage, op, 0)) for stage in range(len(ranks))] for op in Op}
-    # stage → when the values, or gradients, of each micro-batch are there
-    values, gradients = ([[math.inf] * schedule.microbatches for _ in ranks] for _ in range(2))
-    made: dict[Op, list[list[float]]] = {Op.F: values, Op.B: gradients, Op.I: gradients}
-    needs: dict[Op, list[list[tuple[list[float], float]]]] = {op: [[] for _ in ranks] for op in Op}
+    """What ``simulate`` cannot undercut, found much faster: the makespan where every receive is posted in time, and no
+    stage waits for its readers; infinite where the table deadlocks."""
+    backward, rank_of, rows, stages = schedule.backward, schedule.rank_of, schedule.rows, range(len(schedule.placement))
+    time = {op: [costs.time(Action(stage, op, 0)) for stage in stages] for op in Op}
+    # of each value and gradient the times at which it arrives, by micro-batch, for the stage that makes it and its user
+    makes: dict[Op, list[list[tuple[list[float], int, int]]]] = {op: [[] for _ in stages] for op in Op}
+    needs: dict[Op, list[list[list[float]]]] = {op: [[] for _ in stages] for op in Op}
     for source, target in schedule.edges:
-        hop = costs.comm * ranks[source].isdisjoint(ranks[target])
-        needs[Op.F][target].append((values[source], hop))
-        for op in (Op.B, Op.I) if schedule.backward[target] else ():
-            needs[op][source].append((gradients[target], hop))
+        passed = [(Op.F, source, target)]
+        passed += [(op, target, source) for op in (Op.B, Op.I) if backward[source] and backward[target]]
+        arrivals = {op is Op.F: [math.inf] * schedule.microbatches for op, _, _ in passed}
+        for op, maker, user in passed:
+            makes[op][maker].append((arrivals[op is Op.F], user, schedule.groups[source]))
+            needs[op][user].append(arrivals[op is Op.F])
     free, places, before = [0.0] * len(rows), [0] * len(rows), -1
+    links = [[0.0] * len(rows) for _ in rows]  # [sender][receiver] → when the link is free
     # Each rank as far as it comes, round and round: what the others make lets it go on.
     while before < (before := sum(places)):
         for rank, row in enumerate(rows):
@@ -118,19 +124,27 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
             for place in range(places[rank], len(row)):
                 stage, op, microbatch, count = row[place]
                 last, start = microbatch + count - 1 if op is Op.F else microbatch, now
-                for times, hop in needs[op][stage]:
-                    if times[last] + hop > start:
-                        start = times[last] + hop
+                for times in needs[op][stage]:
+                    if times[last] > start:
+                        start = times[last]
                 if start == math.inf:
                     break
                 free[rank] = now = start + time[op][stage]
                 places[rank] = place + 1
-                if op in made:
-                    made[op][stage][microbatch : microbatch + count] = [now] * count
+                sent: dict[tuple[int, int], float] = {}  # a value travels once to each rank
+                for times, user, size in makes[op][stage]:
+                    for first in range(microbatch, microbatch + count, size):
+                        there = rank_of(user, first)
+                        if there != rank and (op is not Op.F or (there, first) not in sent):
+                            links[rank][there] = max(now, links[rank][there]) + costs.comm
+                            sent[there, first] = links[rank][there]
+                        times[first : first + size] = [sent.get((there, first), now)] * size
     return max(free) if before == sum(map(len, rows)) else math.inf
 
 
-def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None = None) -> float:
+def lower_bound(
+    stages: Schedule | Problem, costs: Costs, groups: Sequence[int] | None, rows: Sequence[Sequence[Action]] = ()
+) -> float:
     """What no table of a stage graph that splits the same backwards in halves can undercut:
     max over ranks of [shortest head + max(m·Σ(F + B), m·Σ(F + G) + shortest tail)].
 
@@ -141,18 +155,18 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
     A message counts with its own time: what it waits for its link comes on top, in no bound.
 
     An R counts as work, and not in tails, for it need not wait. A gathered stage has m / K actions; its head has K
-    forwards of each stage that feeds it, and the tails of those K gradients. ``groups``: K of each stage, where the
-    table has no rows. Of a stage on several ranks each has its turns; a rank is also looked at without such stages,
-    whose heads and tails may be shorter than those of the rest.
+    forwards of each stage that feeds it, and the tails of those K gradients. ``groups``: K of each stage; None: no
+    stage is gathered. ``rows``: the table, where it has an I or an R. Of a stage on several ranks each has its turns; a
+    rank is also looked at without such stages, whose heads and tails may be shorter than those of the rest.
     """
-    count, ranks = len(schedule.placement), [ranks_of(place) for place in schedule.placement]
-    size = schedule.groups if groups is None else groups
-    split = {action.stage for row in schedule.rows for action in row if action.op is Op.I}
-    again = {action.stage for row in schedule.rows for action in row if action.op is Op.R}
+    count, ranks = len(stages.placement), [ranks_of(place) for place in stages.placement]
+    size = groups or (1,) * count
+    split = {action.stage for row in rows for action in row if action.op is Op.I}
+    again = {action.stage for row in rows for action in row if action.op is Op.R}
     gradient = [costs.input[s] if s in split else costs.backward[s] for s in range(count)]
     head, tail = [0.0] * count, [0.0] * count
     after: dict[int, list[int]] = {stage: [] for stage in range(count)}
-    for source, target in schedule.edges:
+    for source, target in stages.edges:
         after[source].append(target)
     # Longest paths, in topological order. A gathered target needs K forwards of its source first, and gives the
     # gradients of K back; a source on r ranks runs ⌈K / r⌉ of them behind one another.
@@ -161,18 +175,18 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
             hop = costs.comm * set(ranks[source]).isdisjoint(ranks[target])
             times = -(-max(size[target] // size[source], 1) // len(ranks[source]))
             head[target] = max(head[target], head[source] + times * costs.forward[source] + hop)
-            if schedule.backward[source] and schedule.backward[target]:
+            if stages.backward[source] and stages.backward[target]:
                 tail[target] = max(tail[target], tail[source] + times * gradient[source] + hop)
     bounds = []
-    for rank in range(rank_count(schedule.placement)):
+    for rank in range(rank_count(stages.placement)):
         mine = [stage for stage in range(count) if rank in ranks[stage]]
         for some in {tuple(mine), tuple(stage for stage in mine if len(ranks[stage]) == 1)} - {()}:
             work = sent = 0.0
             for s in some:
                 forward = costs.forward[s] * (2 if s in again else 1)
-                turns = len(range(ranks[s].index(rank), schedule.microbatches // size[s], len(ranks[s])))
-                work += (forward + costs.backward[s] * schedule.backward[s]) * turns
-                sent += (forward + gradient[s] * schedule.backward[s]) * turns
+                turns = len(range(ranks[s].index(rank), stages.microbatches // size[s], len(ranks[s])))
+                work += (forward + costs.backward[s] * stages.backward[s]) * turns
+                sent += (forward + gradient[s] * stages.backward[s]) * turns
             # The rank may run W's while the last gradient is under way, so the tail is added to F and G alone.
             last = min(tail[s] for s in some)
             bounds.append(min(head[s] for s in some) + max(work, sent + last))
@@ -182,23 +196,33 @@ def lower_bound(schedule: Schedule, costs: Costs, groups: Sequence[int] | None =
 # --- what stages hold ---
 
 
-def held(schedule: Schedule, action: Action) -> int:
-    """How many micro-batches more a stage holds with this action, a negative number where it lets go of them."""
-    if action.op is Op.F:
-        recomputed = (action.stage, action.microbatch) in schedule.dependencies.recomputed
-        return action.count if schedule.backward[action.stage] and not recomputed else 0
-    return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
+def recomputed_in(schedule: Schedule) -> frozenset[Half]:
+    """The (stage, micro-batch) of each forward that the table has again, as R."""
+    actions = (action for row in schedule.rows for action in row)
+    return frozenset((action.stage, action.microbatch) for action in actions if action.op is Op.R)
+
+
+def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
+    """Action → the number of micro-batches that its stage holds more after it; negative where it frees them."""
+    recomputed = recomputed_in(schedule)
+
+    def change(action: Action) -> int:
+        if action.op is Op.F:
+            is_held = schedule.backward[action.stage] and (action.stage, action.microbatch) not in recomputed
+            return action.count if is_held else 0
+        return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
+
+    return change
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches that it holds, on any of its ranks."""
-    peaks = [0] * len(schedule.placement)
+    """The most micro-batches that each stage holds, on any of its ranks."""
+    peaks, change = [0] * len(schedule.placement), changes_in_flight(schedule)
     for row in schedule.rows:
         in_flight = [0] * len(peaks)
         for action in row:
-            in_flight[action.stage] += held(schedule, action)
-            if in_flight[action.stage] > peaks[action.stage]:
-                peaks[action.stage] = in_flight[action.stage]
+            in_flight[action.stage] += change(action)
+            peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
     return tuple(peaks)
 
 
@@ -208,7 +232,7 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     What has arrived for a forward that has not run yet is not in it.
     """
     # The peak may lie inside an action, which holds more while it runs than before or after it.
-    recomputed = schedule.dependencies.recomputed
+    recomputed = recomputed_in(schedule)
     peaks = []
     for row in schedule.rows:
         now = peak = 0.0

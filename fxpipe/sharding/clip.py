@@ -80,7 +80,9 @@ def grad_norms(
     order = float(norm_type)
     total = torch.zeros(len(part), dtype=torch.float64, device=transport.device)
     for place, pieces in enumerate(part.values()):
-        gradients = [gradient for one in pieces if one.counts and (gradient := one.current_gradient()) is not None]
+        gradients = [
+            gradient for piece in pieces if piece.counts and (gradient := piece.current_gradient()) is not None
+        ]
         if gradients:
             total[place] = _norm(gradients, order, transport.device)
     for scope in ("shard", "pipe") if sharded else ("pipe",):

@@ -1,4 +1,4 @@
-"""Data axis: in which groups of ranks gradients are summed, in which buckets, and what each rank has of the sum."""
+"""Data axis: the groups of ranks that sum gradients, the buckets, and each rank's section of the sum."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from fxpipe.precision import Precision
 class GradientSums:
     """How gradients are summed.
 
-    ``zero``: what is sharded. ``shards``: the size of the shard group; ``rank``: this rank's place in it.
-    ``replicas``: how many ranks hold the same section. ``wire``: the type that gradients travel in; None: their own.
+    ``zero``: the ZeRO stage, 0 to 3. ``shards``: the size of the shard group. ``rank``: this rank's number in the shard
+    group. ``replicas``: how many ranks have the same section. ``wire``: the type that gradients travel in; None for
+    the gradients' type.
     """
 
     zero: int
@@ -35,17 +36,17 @@ class GradientSums:
         return self.zero > 0
 
     def on_wire(self, tensor: Tensor) -> Tensor:
-        """As it travels; complex numbers as they are."""
+        """The tensor in the type in which it travels; complex numbers keep theirs."""
         return tensor if self.wire in (None, tensor.dtype) or tensor.is_complex() else tensor.to(self.wire)
 
 
 def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     """The groups of the data axis.
 
-    "shard": among which gradients are summed first, and cut into sections where there is another sum to come. It is
-    the node's ranks where data groups have several in several nodes, the whole data group otherwise and with
-    ``zero_scope="data"``. "replica": the ranks with the same section. "gather" is "shard" once more, "flags" the data
-    group, "all" everybody: groups of their own, on which nothing waits for what is under way on another.
+    "shard": the ranks that sum gradients first, and cut them into sections where another sum follows. These are the
+    ranks of a node where data groups have several ranks in each of several nodes; the whole data group otherwise, and
+    with ``zero_scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags"
+    those of the data group, "all" every rank: groups of their own, so that no collective waits for another group's.
     """
     data, nodes = topology.groups("data"), topology.shard_groups()
     cut = [[part for part in nodes if part[0] in group] for group in data]
@@ -59,8 +60,8 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     return {"shard": shards, "gather": shards, "replica": replicas, "flags": data, "all": everyone}
 
 
-def way_of(zero: int, transport: Transport, precision: Precision | None, replicated: bool) -> GradientSums:
-    """How this rank's gradients are summed. ``replicated``: whether a stage is on several ranks, which shard it."""
+def sums_of(zero: int, transport: Transport, precision: Precision | None, replicated: bool) -> GradientSums:
+    """How this rank's gradients are summed. ``replicated``: whether a stage lies on several ranks, which shard it."""
     wire = precision.reduce if precision else None
     if transport.data_size == 1:
         return GradientSums(zero if replicated and transport.pipe_rank is not None else 0, 1, 0, 1, wire)
@@ -82,15 +83,15 @@ def check_ties(topology: Topology, transport: Transport, owners: Ownership) -> N
                 )
 
 
-# --- buckets: which parameters share a flat buffer, and which section of it is whose
+# --- buckets: which parameters share a flat buffer, and which rank has which section of it
 
 ALIGNMENT = 64
-"""Bytes. Where a parameter begins decides which kernel runs, and so the last bit: all begin as torch would let them."""
+"""Bytes. A parameter's alignment decides which kernel runs, and so the last bit: all have torch's alignment."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter to be placed. Only items of one ``kind`` share a bucket."""
+    """A parameter to put into a bucket. Only items of the same ``kind`` share a bucket."""
 
     name: str
     numel: int
@@ -99,9 +100,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Kind:
-    """``stage``: the one whose backward completes the gradient; None where there are several. ``owners``: the pipe
-    ranks that share the parameter, where there are several. ``whole``: whether one rank must step all of it.
-    ``element``: bytes of the smallest of its types. ``group``: its types and device, which must be the same."""
+    """``stage``: the stage whose backward completes the gradient; None where several stages use the parameter.
+    ``owners``: the pipe ranks that share the parameter, if several. ``whole``: whether one rank must step all of it.
+    ``element``: bytes of the smallest of its types. ``group``: its types and device; equal throughout a bucket."""
 
     stage: int | None
     owners: tuple[int, ...]
@@ -112,7 +113,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lies in its bucket, in elements."""
+    """A parameter's first element in its bucket, and the element after its last."""
 
     name: str
     start: int
@@ -121,7 +122,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: ``size`` elements, with padding. ``root``: the shard rank that has all; None: equal sections."""
+    """A bucket of ``size`` elements, with padding. ``root``: the shard rank that has all of it; None for equal
+    sections."""
 
     kind: Kind
     slots: tuple[Slot, ...]
@@ -129,7 +131,7 @@ class BucketLayout:
     root: int | None
 
     def section(self, rank: int, ranks: int) -> tuple[int, int]:
-        """(start, stop) of what shard rank ``rank`` out of ``ranks`` has."""
+        """(start, stop) of the section of shard rank ``rank`` out of ``ranks``."""
         if self.root is not None:
             return (0, self.size) if rank == self.root else (0, 0)
         length = self.size // ranks
@@ -139,37 +141,37 @@ class BucketLayout:
 def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tuple[BucketLayout, ...]:
     """Buckets for items in the order in which their gradients come, over ``ranks`` shard ranks.
 
-    A bucket is closed once it holds ``capacity`` bytes (the first one ``first``). Those of tied items depend on nothing
-    else that a rank has: their owners must agree. Items to be stepped whole go to the ranks balanced by size, largest
-    first (Graham, 1969).
+    A bucket is closed once it holds ``capacity`` bytes, the first bucket once it holds ``first``. Buckets of tied items
+    depend on tied items alone, because their owners must agree. Items that one rank steps whole are balanced over ranks
+    by size, largest first (Graham, 1969).
     """
-    # An item joins the open bucket of its kind, and of the rank that steps it where one does.
+    # An item joins the open bucket of its kind and, where one rank steps it whole, of that rank.
     owner = _owners([item for item in items if item.kind.whole], ranks)
     open_: dict[tuple[Kind, int | None], list[Item]] = {}
     closed: list[tuple[tuple[Kind, int | None], list[Item]]] = []
     for item in items:
         key = (item.kind, owner.get(item))
-        held = open_.setdefault(key, [])
-        held.append(item)
-        # Which bucket is the first depends on the rank, so that those of tied items never are.
+        content = open_.setdefault(key, [])
+        content.append(item)
+        # Which bucket is the first depends on the rank, so a bucket of tied items never counts as the first.
         full = capacity if closed or item.kind.owners else first
-        if sum(one.numel for one in held) * item.kind.element >= full:
+        if sum(item.numel for item in content) * item.kind.element >= full:
             closed.append((key, open_.pop(key)))
-    return tuple(_bucket(*key, held, ranks) for key, held in [*closed, *open_.items()])
+    return tuple(_bucket(*key, content, ranks) for key, content in [*closed, *open_.items()])
 
 
 def _owners(items: Iterable[Item], ranks: int) -> dict[Item, int]:
-    """The shard rank that steps each item: the one with least so far, the largest item first.
+    """The shard rank that steps each item: the rank with the least so far, the largest item first.
 
     Tied items are counted apart from all others: every rank that shares them must come to the same result.
     """
     apart: dict[tuple[int, ...], list[Item]] = {}
-    for item in sorted(items, key=lambda one: one.name):
+    for item in sorted(items, key=lambda item: item.name):
         apart.setdefault(item.kind.owners, []).append(item)
     return {
         item: rank
         for group in apart.values()
-        for item, rank in zip(group, dealt([one.numel for one in group], ranks), strict=True)
+        for item, rank in zip(group, dealt([item.numel for item in group], ranks), strict=True)
     }
 
 

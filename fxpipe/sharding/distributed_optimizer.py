@@ -99,7 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         steppers: MutableMapping[str, DistributedOptimizer],
         alone: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        check_class(cls, store.way.sharded or precision is not None or offload)
+        check_class(cls, store.sums.sharded or precision is not None or offload)
         self._inner: torch.optim.Optimizer | None = None
         self._make = functools.partial(cls, **kw)
         self._store, self._transport = store, transport
@@ -225,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def target(piece: Piece) -> Target:
             original = originals_of(self._originals, self._names[id(piece.parameter)])
-            return Target(piece, original, self._precision, self._offload, self._store.way.sharded)
+            return Target(piece, original, self._precision, self._offload, self._store.sums.sharded)
 
         made = [[target(piece) for p in group["params"] for piece in pieces.get(id(p), ())] for group in groups]
         for name in names:
@@ -273,7 +273,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # where ranks step parts of one another's parameters, or decide together; elsewhere one need not step
         precision = self._precision
         skips = precision is not None and torch.float16 in (precision.compute, precision.reduce)
-        meets = self._store.way.sharded or skips
+        meets = self._store.sums.sharded or skips
         with self._calling("step", meets):
             self.steps += 1
             broken = self._broken_ranks() if skips else ()
@@ -295,7 +295,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         """Calls a method of the inner optimizer's own, which may write what it steps."""
-        with self._calling(name, self._store.way.sharded):
+        with self._calling(name, self._store.sums.sharded):
             try:
                 result = self._on_pieces(functools.partial(method, *args, **kw), is_step=False)
             except FxpipeError:
@@ -394,7 +394,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of its parameters, and those not summed yet along with them."""
-        super().zero_grad(set_to_none or self._store.way.sharded)
+        super().zero_grad(set_to_none or self._store.sums.sharded)
 
     # state
 

@@ -1,4 +1,4 @@
-"""Flat bucket: a bucket's buffers. The gradients of several parameters in one tensor, and how it is summed."""
+"""Flat bucket: the gradients of several parameters in one tensor, and the collectives that sum it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxpipe.torch_compat import ZERO
 
 @dataclass
 class InBucket:
-    """A parameter of a bucket. ``mark``: what stands in its ``.grad`` for a gradient that lies in sections."""
+    """A parameter of a bucket. ``mark``: the tensor in ``.grad`` that stands for a gradient which lies in sections."""
 
     slot: Slot
     parameter: nn.Parameter
@@ -31,23 +31,33 @@ class InBucket:
     view: Tensor | None = None
     """Its gradient in the bucket."""
     present: bool = False
-    """Whether it has a gradient: while a call runs on this rank, behind it on any."""
-    had: bool = False
-    """Whether it has one of earlier calls that stands aside and is summed."""
+    """Whether it has a gradient: in a call, one on this rank that is not summed yet; after it, one on any rank."""
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The gradients that earlier calls have left, while a call runs that must not sum or scale them again.
+
+    ``values``: the whole buffer, or this rank's section. ``summed``: the names of the parameters whose gradients in it
+    are sums over all ranks; empty where they are not summed yet.
+    """
+
+    values: Tensor
+    summed: frozenset[str]
 
 
 class FlatBucket:
     """One bucket of this rank, from the first gradient that arrives to their sum over all replicas and owners.
 
-    Between calls everything lies in one place, the buffer or this rank's section of it: gradients that are summed, or
-    those of calls without synchronisation, which are not summed yet. In a call the earlier ones may stand aside.
+    Between calls all gradients lie in one tensor, the buffer or this rank's section of it. They are summed, or not yet
+    where calls ran without synchronisation. In a call, ``Earlier`` may hold those of the calls before it.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
         parameters: Sequence[nn.Parameter],
-        way: GradientSums,
+        sums: GradientSums,
         transport: Transport,
         claim: int,
     ) -> None:
@@ -55,28 +65,30 @@ class FlatBucket:
         self.dtype: torch.dtype = first.grad_dtype or first.dtype
         self.device = first.device
         self.stage, self.owners = layout.kind.stage, layout.kind.owners
-        self.size, self.root, self.way, self.transport, self.claim = layout.size, layout.root, way, transport, claim
-        # begins to ends: this rank's section of the sum. _steps: the part of it that this rank steps.
-        self.begins, self.ends = self._steps = layout.section(way.rank, way.shards) if way.sharded else (0, self.size)
+        self.size, self.root, self.sums, self.transport, self.claim = layout.size, layout.root, sums, transport, claim
+        # begins to ends: this rank's section of the sum. _steps: the part of the section that this rank steps.
+        self.begins, self.ends = self._steps = (
+            layout.section(sums.rank, sums.shards) if sums.sharded else (0, self.size)
+        )
         # The owners of tied parameters have the same section of the sum. Each of them steps an equal part of it.
-        if way.sharded and transport.pipe_rank in self.owners and self.root is None:
+        if sums.sharded and transport.pipe_rank in self.owners and self.root is None:
             length = (self.ends - self.begins) // len(self.owners)
             begins = self.begins + self.owners.index(transport.pipe_rank) * length
             self._steps = begins, begins + length
         # One tensor holds all parameters, so that a single all-gather brings what every rank has stepped.
-        self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device) if way.sharded else None
+        self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device) if sums.sharded else None
         self.members: list[InBucket] = []
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if self.values is not None:
                 parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
             like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
-            mark = _Mark.of(like, f"zero={way.zero} {_IN_PARTS.format(slot.name)}", self.device)
+            mark = _Mark.of(like, f"zero={sums.zero} {_IN_PARTS.format(slot.name)}", self.device)
             self.members.append(InBucket(slot, parameter, mark))
-        self.complete = False  # whether its sum is on its way, and takes no gradient any more
-        self.awaited: set[str] | None = None  # what the backward that runs has still to give
+        self.complete = False  # whether its sum has started, so that no gradient may come any more
+        self.awaited: set[str] | None = None  # the parameters whose gradients the running backward still owes
         self.stopwatch = Stopwatch()
         self._works: list[Work] = []
-        self.gathering: Work | None = None  # the values that others have stepped are under way
+        self.gathering: Work | None = None  # the all-gather of the values that other ranks have stepped
         self._flat: Tensor | None = None
         self.forget()
 
@@ -88,99 +100,99 @@ class FlatBucket:
     def forget(self) -> None:
         """Drops all gradients; the buffers stay."""
         self.part: Tensor | None = None  # zero=1 and 2: this rank's section of the gradient
-        self._summed = False  # whether what is here is the sum over all ranks
-        self._aside: Tensor | None = None  # in a call: what earlier calls have left
-        for one in self.members:
-            one.present = one.had = False
-            one.parameter.grad = None
+        self._summed = False  # whether the gradients here are sums over all ranks
+        self._earlier: Earlier | None = None
+        for member in self.members:
+            member.present = False
+            member.parameter.grad = None
 
     def begin(self, scales: bool) -> None:
         """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
-        for one in self.members:
-            if vars(one.mark).pop("cleared", False) and one.parameter.grad is one.mark:
-                one.parameter.grad = None
-        if all(one.parameter.grad is None for one in self.members):
+        for member in self.members:
+            if vars(member.mark).pop("cleared", False) and member.parameter.grad is member.mark:
+                member.parameter.grad = None
+        if all(member.parameter.grad is None for member in self.members):
             self.forget()
             return
-        for one in self.members:
-            if one.parameter.grad is None:  # the user has cleared it, of this parameter alone
+        for member in self.members:
+            if member.parameter.grad is None:  # the user has cleared it, of this parameter alone
                 if self.part is not None:
-                    self._overlap(one, self.part, (self.begins, self.ends)).zero_()
-                one.present = False
-            elif one.parameter.grad is one.mark:
-                one.parameter.grad = None
+                    self._overlap(member, self.part, (self.begins, self.ends)).zero_()
+                member.present = False
+            elif member.parameter.grad is member.mark:
+                member.parameter.grad = None
             else:
-                self.collect(one)
-        # What is summed must not be summed again, and what is not of this call must not be scaled with it.
+                self.collect(member)
+        # Sums must not be summed again, and gradients of earlier calls must not be scaled by this call's factor.
         if self._summed or scales:
-            self._aside = self._take()
-        if self._summed:  # gradients that are not summed yet count as used until they are
-            for one in self.members:
-                one.had, one.present = one.present, False
+            names = frozenset(member.slot.name for member in self.members if member.present and self._summed)
+            self._earlier = Earlier(self._take(), names)
+        for member in self.members:
+            member.present = member.present and not self._summed
         self._summed = False
 
     def _take(self) -> Tensor:
-        """What is here from earlier calls; what comes now is collected apart from it."""
-        if self.way.zero == 2 or (self.way.sharded and self._summed):
+        """The gradients of earlier calls. This call's are collected apart from them."""
+        if self.sums.zero == 2 or (self.sums.sharded and self._summed):
             content, self.part = self._content(self._summed), None
             return content
         content = self._collected().clone()
-        for one in self.members:
-            one.parameter.grad = None
+        for member in self.members:
+            member.parameter.grad = None
         return content
 
     # collecting
 
-    def collect(self, one: InBucket) -> None:
-        """A gradient has arrived: it becomes a view into the bucket."""
-        gradient, view = one.parameter.grad, self._view(one)
+    def collect(self, member: InBucket) -> None:
+        """Makes a gradient that has arrived a view into the bucket."""
+        gradient, view = member.parameter.grad, self._view(member)
         if gradient is not view and gradient is not None:
             if gradient.layout != torch.strided:
                 raise RunError(
-                    f"the gradient of {one.slot.name} is sparse, and cannot be summed over replicas; "
+                    f"the gradient of {member.slot.name} is sparse, and cannot be summed over replicas; "
                     "write nn.Embedding(..., sparse=False)"
                 )
             view.copy_(gradient.detach())
-            one.parameter.grad = view
-        one.present = True
+            member.parameter.grad = view
+        member.present = True
 
-    def _view(self, one: InBucket) -> Tensor:
+    def _view(self, member: InBucket) -> Tensor:
         if self._flat is None:
             self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        if one.view is None:
-            view = view_of(self._flat, one.slot, one.parameter)
-            one.view = held(view) if len(self.transport.ranks("pipe")) > 1 else view
-        return one.view
+        if member.view is None:
+            view = view_of(self._flat, member.slot, member.parameter)
+            member.view = held(view) if len(self.transport.ranks("pipe")) > 1 else view
+        return member.view
 
     def _collected(self) -> Tensor:
-        """This rank's flat gradient; zero where there is none."""
-        for one in self.members:
-            if one.parameter.grad is None:
-                self._view(one).zero_()
-            elif one.parameter.grad is not one.view:  # a hook of the user's has put another in its place
-                self.collect(one)
+        """This rank's flat gradient; zeros for parameters without a gradient."""
+        for member in self.members:
+            if member.parameter.grad is None:
+                self._view(member).zero_()
+            elif member.parameter.grad is not member.view:  # a user's hook has set another tensor
+                self.collect(member)
         assert self._flat is not None
         return self._flat
 
     # summing
 
     def start(self, last: bool = True) -> None:
-        """Starts the sum of what has been collected; with zero=2 after each micro-batch, whose buffer it gives back.
+        """Starts the sum of the gradients so far; with zero=2 after each micro-batch, and then frees its buffer.
 
-        ``last``: nothing more comes in this call, so that the sum goes on to other nodes and to owners.
+        ``last``: no more gradients come in this call, so that the sum goes on to other nodes and to owners.
         """
         # A work keeps its buffers until it is waited for. With zero=2 each micro-batch has buffers of its own.
         flat = self._collected()
-        while self.way.zero == 2 and len(self._works) > 1:
+        while self.sums.zero == 2 and len(self._works) > 1:
             self._works.pop(0).wait()
-        self._go(self._to_section(flat, last) if self.way.sharded else self._in_place(flat))
-        if self.way.zero == 2:
+        self._go(self._to_section(flat, last) if self.sums.sharded else self._in_place(flat))
+        if self.sums.zero == 2:
             self._flat = None
-            for one in self.members:
-                one.view = one.parameter.grad = None
+            for member in self.members:
+                member.view = member.parameter.grad = None
 
     def start_across(self) -> None:
-        """zero=2: what is left to do behind micro-batches that were not known to be the last."""
+        """zero=2: starts the sum over nodes and owners, after micro-batches that were not known to be the last."""
         if self.part is not None:
             fill, steps = self._across(self.part)
             fill()
@@ -194,17 +206,17 @@ class FlatBucket:
                 self._works.append(self.transport.start([*steps[:-1], last], what))
 
     def _in_place(self, flat: Tensor) -> list[Collective]:
-        """zero=0: all of it, in place."""
-        wire = self.way.on_wire(flat)
+        """zero=0: the collectives that sum the whole buffer, in place."""
+        wire = self.sums.on_wire(flat)
         steps: list[Collective] = []
         # Across nodes only 1/shards of the bucket travels from each rank: scatter, sum the section across, gather.
-        if self.way.replicas > 1:
-            part = wire.new_empty(self.size // self.way.shards)
+        if self.sums.replicas > 1:
+            part = wire.new_empty(self.size // self.sums.shards)
             steps.append(Collective("reduce_scatter", "shard", part, wire))
             steps += self.all_reduces(part)
             steps.append(Collective("all_gather", "gather", wire, part))
         else:
-            if self.way.shards > 1:
+            if self.sums.shards > 1:
                 steps.append(Collective("all_reduce", "shard", wire))
             steps += self.all_reduces(wire)
         if wire is not flat:
@@ -212,17 +224,17 @@ class FlatBucket:
         return steps
 
     def _to_section(self, flat: Tensor, last: bool) -> list[Collective]:
-        """zero=1 and 2: the sum over the shard group; each rank adds its section to what it has."""
-        wire, root = self.way.on_wire(flat), self.root
-        if root is not None and root != self.way.rank:
+        """zero=1 and 2: the collectives that sum over the shard group; each rank adds its section to ``part``."""
+        wire, root = self.sums.on_wire(flat), self.root
+        if root is not None and root != self.sums.rank:
             return [Collective("reduce", "shard", wire, root=root)]
-        # Sections of several micro-batches (zero=2) add up in the gradients' own type, not in the wire's.
+        # Sections of several micro-batches (zero=2) add up in the gradients' type, not in the wire's.
         mine = wire[self.begins : self.ends]
         is_first = self.part is None
         if self.part is None:
             self.part = torch.empty_like(mine, dtype=self.dtype)
         part = self.part
-        received = torch.empty_like(mine) if self.way.shards > 1 and root is None else mine
+        received = torch.empty_like(mine) if self.sums.shards > 1 and root is None else mine
         fill, steps = self._across(part) if last else (None, [])
 
         def arrived() -> None:
@@ -230,7 +242,7 @@ class FlatBucket:
             if fill is not None:
                 fill()
 
-        if self.way.shards == 1:
+        if self.sums.shards == 1:
             arrived()
             return steps
         if root is not None:
@@ -238,11 +250,11 @@ class FlatBucket:
         return [Collective("reduce_scatter", "shard", received, wire, then=arrived), *steps]
 
     def _across(self, part: Tensor) -> tuple[Callable[[], object], list[Collective]]:
-        """The sum of a section over nodes and owners: a call for when the section is complete, and then collectives.
+        """The sum of a section over nodes and owners: a function to call once the section is complete, and collectives.
 
-        It travels in a buffer of its own where the wire has another type: the call fills the buffer.
+        Where the wire has another type, the section travels in a buffer of its own, which the function fills.
         """
-        dtype = self.way.on_wire(part[:0]).dtype
+        dtype = self.sums.on_wire(part[:0]).dtype
         if dtype == part.dtype:
             return lambda: None, self.all_reduces(part)
         wire = torch.empty_like(part, dtype=dtype)
@@ -252,92 +264,96 @@ class FlatBucket:
         return lambda: wire.copy_(part), steps
 
     def all_reduces(self, tensor: Tensor) -> list[Collective]:
-        """Over the ranks of other nodes that hold the same section, and over the owners of tied parameters."""
-        scopes: list[Scope] = ["replica"] if self.way.replicas > 1 else []
+        """All-reduces over the ranks of other nodes with the same section, and over the owners of tied parameters."""
+        scopes: list[Scope] = ["replica"] if self.sums.replicas > 1 else []
         scopes += [self.owners] if self.owners else []
         return [Collective("all_reduce", scope, tensor) for scope in scopes]
 
     def wait(self) -> None:
-        """Until what has been started is done."""
+        """Waits until all sums that were started are done."""
         with label("wait for a reduction"):
             for work in self._works:
                 work.wait()
         self._works.clear()
 
-    # behind a call
+    # after a call
 
     def scale(self, factor: Tensor | None, summed: bool) -> None:
-        """Multiplies this call's gradients, ``summed`` or not; then those that were set aside join them."""
+        """Multiplies this call's gradients, ``summed`` or not; then adds those of earlier calls to them."""
         if factor is not None:
             self._content(summed).mul_(factor)
-        if self._aside is None:
+        if self._earlier is None:
             return
-        content, share = self._content(summed), 1.0
-        if any(one.had for one in self.members) and not summed:
+        content, earlier, share = self._content(summed), self._earlier.values, 1.0
+        if self._earlier.summed and not summed:
             # All ranks will be summed, so each gets a share: over shards, where each has all of it, nodes and owners.
-            shards = 1 if self.way.sharded else self.way.shards
-            share /= shards * self.way.replicas * max(len(self.owners), 1)
+            shards = 1 if self.sums.sharded else self.sums.shards
+            share /= shards * self.sums.replicas * max(len(self.owners), 1)
         # With zero=1 summed gradients are a section, and unsummed ones the whole buffer.
-        is_section = self._aside.numel() < content.numel()
-        (content[self.begins : self.ends] if is_section else content).add_(self._aside, alpha=share)
-        self._aside = None
+        is_section = earlier.numel() < content.numel()
+        (content[self.begins : self.ends] if is_section else content).add_(earlier, alpha=share)
         if content is self._flat:
-            for one in self.members:
-                one.parameter.grad = self._view(one) if one.present or one.had else None
+            for member in self.members:
+                member.parameter.grad = self._view(member) if self._has_gradient(member) else None
+
+    def _has_gradient(self, member: InBucket) -> bool:
+        """Whether a member has a gradient of this call, or a summed one of earlier calls."""
+        return member.present or (self._earlier is not None and member.slot.name in self._earlier.summed)
 
     def _content(self, summed: bool) -> Tensor:
-        """Where this call's gradients are: the buffer, or this rank's section."""
-        if not self.way.sharded and summed:
+        """The tensor with this call's gradients: the buffer, or this rank's section."""
+        if not self.sums.sharded and summed:
             assert self._flat is not None
             return self._flat
-        if not self.way.sharded or (self.way.zero == 1 and not summed):
+        if not self.sums.sharded or (self.sums.zero == 1 and not summed):
             return self._collected()
         if self.part is None:
             self.part = torch.zeros(self.ends - self.begins, dtype=self.dtype, device=self.device)
         return self.part
 
     def finish(self, summed: bool) -> None:
-        """Gives each parameter that has a gradient its own, or the mark that there is one."""
+        """Sets ``.grad`` of each parameter with a gradient: to the gradient, or to the mark that stands for it."""
         self._summed, self.complete = summed, False
-        # A sum that lies in sections is no tensor that .grad could show.
-        shows = not self.way.sharded or (self.way.zero == 1 and not summed)
-        for one in self.members:
-            one.present, one.had = one.present or one.had, False
-            one.parameter.grad = (self._view(one) if shows else one.mark) if one.present else None
+        # Where a sum lies in sections, .grad cannot show it.
+        shows = not self.sums.sharded or (self.sums.zero == 1 and not summed)
+        for member in self.members:
+            member.present = self._has_gradient(member)
+            member.parameter.grad = (self._view(member) if shows else member.mark) if member.present else None
+        self._earlier = None
 
     # for the optimizer
 
     def pieces(self) -> list[Piece]:
-        """What this rank steps."""
-        # Owners that step equal parts all count theirs; where each has all of it, the first one counts it.
+        """The pieces that this rank steps."""
+        # Owners that step equal parts all count them in norms. Where each owner steps all, the first counts.
         is_apart = not self.owners or self._steps != (self.begins, self.ends)
         counts = is_apart or self.owners[0] == self.transport.pipe_rank
         found = []
-        for one in self.members:
-            slot, parameter = one.slot, one.parameter
+        for member in self.members:
+            slot, parameter = member.slot, member.parameter
             start, stop = _within(slot, self._steps)
-            if start < stop or (self.root in (None, self.way.rank) and slot.start == slot.stop):
+            if start < stop or (self.root in (None, self.sums.rank) and slot.start == slot.stop):
                 data = self.values[start:stop] if self.values is not None and self.root is None else parameter.detach()
-                read = partial(self._gradient, one)
+                read = partial(self._gradient, member)
                 found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
         return found
 
-    def _gradient(self, one: InBucket) -> Tensor | None:
-        if not self.way.sharded:
-            return one.parameter.grad
-        if self.part is None or not one.present:
+    def _gradient(self, member: InBucket) -> Tensor | None:
+        if not self.sums.sharded:
+            return member.parameter.grad
+        if self.part is None or not member.present:
             return None
         if self.root is not None:
-            return view_of(self.part, one.slot, one.parameter)
-        return self._overlap(one, self.part, self._steps)
+            return view_of(self.part, member.slot, member.parameter)
+        return self._overlap(member, self.part, self._steps)
 
-    def _overlap(self, one: InBucket, part: Tensor, section: tuple[int, int]) -> Tensor:
-        """What of a parameter's gradient lies in a section, out of this rank's part."""
-        start, stop = _within(one.slot, section)
+    def _overlap(self, member: InBucket, part: Tensor, section: tuple[int, int]) -> Tensor:
+        """The part of a parameter's gradient that lies in a section."""
+        start, stop = _within(member.slot, section)
         return part[start - self.begins : stop - self.begins]
 
     def gather(self) -> None:
-        """Starts all-gathers over the owners and the shard group: each rank has stepped its section of the values."""
+        """Starts all-gathers over the owners and the shard group, after each rank has stepped its section of values."""
         if self.values is None:
             return
         # The owners' parts make a section, and the sections the bucket.
@@ -345,15 +361,15 @@ class FlatBucket:
         if self._steps != (self.begins, self.ends):
             section, mine = (self.values[slice(*ends)] for ends in ((self.begins, self.ends), self._steps))
             steps.append(Collective("all_gather", self.owners, section, mine))
-        if self.root is not None and self.way.shards > 1:
+        if self.root is not None and self.sums.shards > 1:
             steps.append(Collective("broadcast", "gather", self.values, root=self.root))
-        elif self.way.shards > 1:
+        elif self.sums.shards > 1:
             steps.append(Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends]))
         if steps:
             self.gathering = self.transport.start(steps, f"parameters of {self}")
 
     def settle(self) -> None:
-        """Until its values are what all ranks have stepped."""
+        """Waits until ``values`` has what all ranks have stepped."""
         if self.gathering is not None:
             self.gathering.wait()
         self.gathering = None
@@ -367,8 +383,8 @@ _IN_PARTS = (
 
 
 class _Mark(Elsewhere):
-    """What stands in ``.grad`` for a gradient that lies in parts over the ranks. Setting it to zero, as
-    ``zero_grad(set_to_none=False)`` of a module does, clears the gradient."""
+    """The tensor in ``.grad`` that stands for a gradient which lies in parts over the ranks. Setting it to zero, as a
+    module's ``zero_grad(set_to_none=False)`` does, clears the gradient."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -379,7 +395,7 @@ class _Mark(Elsewhere):
 
 
 def _within(slot: Slot, section: tuple[int, int]) -> tuple[int, int]:
-    """What of a parameter lies in a section, in elements of the bucket."""
+    """(start, stop) of the part of a parameter that lies in a section, in elements of the bucket."""
     begins, ends = section
     return max(slot.start, begins), max(min(slot.stop, ends), slot.start, begins)
 

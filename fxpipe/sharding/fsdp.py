@@ -57,7 +57,8 @@ class _FsdpModules:
             # Shares are of the whole batch, so gradients are summed; and a sum alone is what gloo can.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self._managed = [one for module in self._modules for group in fsdp_groups(module) for one in group.fsdp_params]
+        groups = [group for module in self._modules for group in fsdp_groups(module)]
+        self._managed = [managed for group in groups for managed in group.fsdp_params]
         self.parameters: list[nn.Parameter] = [managed.sharded_param for managed in self._managed]
 
     def _post_backward(self) -> list[nn.Parameter]:
@@ -313,8 +314,8 @@ class FullyShardedGradients(Gradients):
         for module in [model, *_modules_of(graphs, transport.pipe_rank)]:
             replace_tensors(module, shards)
         held = {name: parameter for name, parameter in model.named_parameters() if name in kept}
-        way = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
-        super().__init__(held, transport, way, owners.tied)
+        sums = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
+        super().__init__(held, transport, sums, owners.tied)
         self._units, self._precision = units, precision
         self._home = {name: unit for unit in units for name in unit.shards}
         self._names = {id(parameter): name for name, parameter in held.items()}
@@ -377,7 +378,7 @@ class FullyShardedGradients(Gradients):
         self._gather_next()
 
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return [self._call.now.get(self._names.get(id(one), ""), one) for one in parameters]
+        return [self._call.now.get(self._names.get(id(parameter), ""), parameter) for parameter in parameters]
 
     def before(self, action: Action) -> None:
         # What no later action needs is reduced in this one, in an order that is the same on all replicas.
@@ -460,7 +461,7 @@ class FullyShardedGradients(Gradients):
         """This rank's shard of a parameter."""
         if name in self._whole:
             piece = super()._piece(name, parameter)
-            return replace(piece, counts=piece.counts and self.way.rank == 0)
+            return replace(piece, counts=piece.counts and self.sums.rank == 0)
 
         def gradient() -> Tensor | None:
             return None if parameter.grad is None else local(parameter.grad).view(-1)
@@ -468,7 +469,7 @@ class FullyShardedGradients(Gradients):
         # FSDP2 cuts along the first dimension, into chunks of equal length; the last ones may be shorter, or empty.
         data = local(parameter.detach()).view(-1)
         rows, length = parameter.shape[0], math.prod(parameter.shape[1:])
-        chunk, place = -(-rows // self.way.shards), self.way.rank
+        chunk, place = -(-rows // self.sums.shards), self.sums.rank
         start, stop = (min(row, rows) * length for row in (place * chunk, (place + 1) * chunk))
         return Piece(name, parameter, start, stop, data, self._is_first_owner(name), gradient)
 

@@ -1,4 +1,4 @@
-"""Gradients: what executors and optimizers ask of a rank's gradients, however its parameters lie over the data axis.
+"""Gradients: a rank's gradients, as executors and optimizers use them. Each class is for one layout of parameters:
 
 Reducer                 whole parameters, in flat buckets: zero=0, 1 and 2
 FullyShardedGradients   shards, gathered and reduced once in a call: zero=3
@@ -38,10 +38,10 @@ from fxpipe.torch_compat import FOREACH_NORM, given_to_total_norm, plain_results
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank steps of one parameter: its elements ``start`` to ``stop``, in the order of its memory.
+    """The elements ``start`` to ``stop`` of a parameter, in the order of its memory: one rank steps them.
 
-    ``data`` is a view of the parameter's memory, 1-dimensional, or of the parameter's own shape where the rank steps
-    all of it. ``counts``: whether this rank counts it in a norm over all ranks.
+    ``data`` is a view of the parameter's memory. It is 1-dimensional, or has the parameter's shape where the rank steps
+    the whole parameter. ``counts``: whether this rank counts the piece in a norm over all ranks.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Piece:
     data: Tensor
     counts: bool
     gradient: Callable[[], Tensor | None]
-    """The summed gradient, shaped like ``data``; None where nobody used the parameter."""
+    """The summed gradient, shaped like ``data``; None where no rank used the parameter."""
 
     def part_of(self, values: Tensor) -> Tensor:
         """The elements of a whole tensor that this piece has, shaped like ``data``."""
@@ -66,14 +66,14 @@ class Piece:
         return values.detach().as_strided((values.numel(),), (1,))[self.start : self.stop].view(self.data.shape)
 
     def current_gradient(self) -> Tensor | None:
-        """Its gradient, unless the user has cleared it: a tensor of its own, in the same memory."""
+        """The piece's gradient, as a new tensor in the same memory; None where the user has cleared it."""
         gradient = self.gradient() if self.parameter.grad is not None else None
         return None if gradient is None else plain(gradient).detach()
 
 
 @dataclass(frozen=True)
 class OptimizerPieces:
-    """What one optimizer steps."""
+    """The pieces that one optimizer steps. ``number`` tells the optimizers of a rank apart."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -82,70 +82,72 @@ class OptimizerPieces:
 class Gradients(ABC):
     """All gradients of one rank.
 
-    A call: ``begin``; ``awaited(stage)`` ahead of each forward, ``before`` and ``after`` around each backward, one that
-    is left out included; ``flush``, ``end``. In a forward-only call ``awaited`` stands inside of ``evaluating``.
+    The methods are called in this order: ``begin``; ``awaited(stage)`` before each forward; ``before`` and ``after``
+    around each backward, also around a backward that is left out; ``flush``; ``end``. A forward-only call runs
+    ``awaited`` within ``evaluating``.
 
-    ``own``: the parameters of this rank alone, by name, that lie in no bucket. What earlier calls have left in their
-    ``.grad`` is kept out of a call that sums or scales, and added at its end. ``tied``: owners → names, as
-    ``Ownership`` has them.
+    ``own``: the parameters, by name, that only this rank has and that lie in no bucket. A call that sums or scales
+    takes the gradients of earlier calls out of their ``.grad``, and adds them at its end. ``tied``: owners → names, as
+    in ``Ownership``.
     """
 
     def __init__(
         self,
         own: Mapping[str, nn.Parameter],
         transport: Transport,
-        way: GradientSums,
+        sums: GradientSums,
         tied: Mapping[tuple[int, ...], Sequence[str]],
     ) -> None:
-        self.way, self._own, self._transport = way, dict(own), transport
+        self.sums, self._own, self._transport = sums, dict(own), transport
         mine = {ranks: names for ranks, names in tied.items() if transport.pipe_rank in ranks}
         self._tied = {ranks: [name for name in names if name in self._own] for ranks, names in mine.items()}
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
-        self._earlier: dict[str, Tensor] | None = None  # what stands aside in a call
-        self._hooks: dict[str, tuple[Node, Any]] = {}  # the nodes of autograd's that have them are held, too
+        self._earlier: dict[str, Tensor] | None = None  # in a call: the gradients of earlier calls
+        self._hooks: dict[str, tuple[Node, Any]] = {}  # hooks, and the autograd nodes that they are on
 
     @property
     def shards(self) -> bool:
         """Whether the ranks of a shard group have different pieces."""
-        return self.way.sharded and self.way.shards > 1
+        return self.sums.sharded and self.sums.shards > 1
 
     # a call
 
     @abstractmethod
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        """A call begins that runs this row of the graphs' stages. ``sync``: whether gradients are summed in it, the
-        same on all ranks. ``scales``: whether they will be multiplied by a factor, once it is known."""
+        """Begins a call that runs this row of the graphs' stages. ``sync``: whether the call sums gradients; the same
+        on all ranks. ``scales``: whether the call multiplies its gradients by a factor, once the factor is known."""
 
     def watch(self, stopwatch: Stopwatch) -> None:  # noqa: B027
-        """``stopwatch``: what times the sums of this call, where they can be separated from computing."""
+        """Has ``stopwatch`` time the sums of this call, where they run apart from computing."""
 
     @abstractmethod
     def awaited(self, stage: int) -> Waits:
-        """A forward begins, in whose modules the parameters lie whole: waits for those that are still under way."""
+        """The parameters of a stage that are still under way when its forward begins, and the calls that wait for them.
+        The stage's modules hold whole parameters."""
 
     def settle(self) -> None:  # noqa: B027
-        """Between calls: waits until all parameters are what optimizers have made of them."""
+        """Waits, between calls, until all parameters have the values that optimizers gave them."""
 
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """What stands in the places of a stage's parameters from the first forward of a call on, and gets gradients."""
+        """The tensors that a stage uses for its parameters in a call, and that get the gradients."""
         return parameters
 
     @abstractmethod
     def before(self, action: Action) -> None:
-        """A backward begins, or the second half of one; of a micro-batch without weight, it is left out. What a first
-        half makes of gradients comes unannounced, before the second's."""
+        """A backward begins, or its second half; or it is left out, for a micro-batch without weight. The gradients of
+        a first half come before this call."""
 
     @abstractmethod
     def after(self, action: Action) -> None:
-        """It is over."""
+        """The backward is over."""
 
     @abstractmethod
     def flush(self) -> None:
-        """All backwards are over: starts what is left."""
+        """All backwards are over: starts the sums that are left."""
 
     def drop(self) -> None:
-        """The call has failed, in one process, where one can go on: what earlier calls have left is there as it was,
-        where it was set aside. What this one has made of those gradients is without its factor, and dropped."""
+        """Puts the gradients of earlier calls back, after a call that failed in a single process, and drops the failed
+        call's own, which lack their factor."""
         if self._earlier is not None:
             for name, parameter in self._own.items():
                 parameter.grad = self._earlier.get(name)
@@ -153,19 +155,19 @@ class Gradients(ABC):
 
     @abstractmethod
     def end(self, factor: Tensor | None) -> None:
-        """Sums are done when it returns. ``factor``: what this call's gradients are multiplied by; None for 1."""
+        """Returns when all sums are done. ``factor`` multiplies this call's gradients; None for 1."""
 
     def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> AbstractContextManager[None]:
-        """A forward-only call."""
+        """The context of a forward-only call."""
         return nullcontext()
 
     def clear(self) -> None:
-        """Drops all gradients, those not summed yet included."""
+        """Drops all gradients, also those that are not summed yet."""
         for parameter in self._own.values():
             parameter.grad = None
 
     def close(self) -> None:
-        """Leaves the parameters alone."""
+        """Removes the hooks from the parameters."""
         for _, handle in self._hooks.values():
             handle.remove()
 
@@ -177,35 +179,37 @@ class Gradients(ABC):
 
     @abstractmethod
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
-        """These parameters, for one optimizer to step, which takes them from any that had them before.
+        """Gives these parameters to one optimizer, and takes them from the optimizers that had them before.
 
-        ``whole``: each parameter is stepped by one rank of the shard group, which has all of it. RunError where that,
-        or moving them now, cannot be.
+        ``whole``: one rank of the shard group steps all of each parameter.
+
+        Raises:
+            RunError: parameters cannot be stepped whole, or cannot move to other ranks now.
         """
 
     def publish(self, claim: OptimizerPieces) -> None:  # noqa: B027
-        """Its pieces have been stepped: starts bringing them to the ranks that use them, where no call gathers them."""
+        """Starts to send the pieces of a claim, which were stepped, to the ranks that use them; not where each call
+        gathers parameters."""
 
-    # what the kinds have in common
+    # shared by all classes
 
     @abstractmethod
     def _collect(self, name: str) -> bool:
-        """A gradient has been added to ``.grad``. False where the sum of the others is on its way."""
+        """Takes a gradient that was added to ``.grad``. False where the bucket's sum has started already."""
 
     @abstractmethod
     def _reduce_complete(self) -> None:
-        """Starts the sums at the head of the queue that nothing is missing from."""
+        """Starts the sums at the head of the queue whose gradients are all there."""
 
     def _watch(self, name: str, parameter: nn.Parameter) -> None:
-        """``_collect`` is called behind each gradient from now on, by a hook that does not keep what a user has
-        dropped."""
+        """Calls ``_collect`` after each gradient from now on. The hook does not keep ``self`` alive."""
         if name in self._hooks:
             return
         alive = weakref.ref(self)
 
         def arrived(*gradients: object) -> None:
-            # A hook of the user's that is newer runs next, and may change the gradient; from then on this one is the
-            # last. What the gradient completes goes at once, or else with the next one.
+            # A newer hook of the user's runs next, and may change the gradient. From then on this hook runs last. A sum
+            # that the gradient completes starts now, or with the next gradient.
             hooks, me = handle.hooks_dict_ref(), alive()
             is_last = next(reversed(hooks)) == handle.id
             hooks[handle.id] = hooks.pop(handle.id)
@@ -220,7 +224,7 @@ class Gradients(ABC):
             if is_last:
                 me._reduce_complete()
 
-        # on the node that adds them up: behind all hooks of the parameter
+        # The node that adds gradients up runs after all hooks of the parameter.
         node = get_gradient_edge(parameter).node
         handle: Any = node.register_hook(arrived)
         self._hooks[name] = node, handle
@@ -233,7 +237,7 @@ class Gradients(ABC):
         return name not in self._owners or self._owners[name][0] == self._transport.pipe_rank
 
     def _set_earlier_aside(self, wanted: bool = True) -> None:
-        """``wanted``: False where this call's gradients may be added as they come."""
+        """Takes the gradients of earlier calls out of ``.grad``, if ``wanted``: otherwise autograd adds to them."""
         self._earlier = None
         if wanted:
             self._earlier = {name: p.grad for name, p in self._own.items() if p.grad is not None}
@@ -241,7 +245,7 @@ class Gradients(ABC):
                 self._own[name].grad = None
 
     def _leave_gradients(self) -> None:
-        """At the end of a call: adds what earlier ones have left, and marks what is one of several pipe ranks'."""
+        """At the end of a call: adds the gradients of earlier calls, and marks gradients on several pipe ranks."""
         for name, earlier in (self._earlier or {}).items():
             parameter = self._own[name]
             if parameter.grad is not None:
@@ -260,19 +264,19 @@ class Gradients(ABC):
                 local(parameter.grad).mul_(factor.to(parameter.grad.device))
 
     def _sum(self, scope: Scope, names: Iterable[str]) -> None:
-        """Sums local parts over a group, in place: each is the sum's local part, since all are spread equally."""
+        """Sums local parts over a group, in place. All ranks of the group hold the same part of a tensor."""
         gradients = [self._own[name].grad for name in names]
         parts = [local(gradient) for gradient in gradients if gradient is not None]
         in_flat_buffers(parts, lambda flat: self._transport.all_reduce(scope, flat))
 
     @torch.no_grad()
     def _sum_used(self, used: Collection[str], over_data: Iterable[str], factor: Tensor | None) -> None:
-        """Sums what this call has left in ``.grad`` over owners, and of some parameters over the data axis.
+        """Sums this call's gradients in ``.grad`` over owners, and those of ``over_data`` over the data axis.
 
-        ``used``: the names of the parameters that any rank has used. These have a gradient on all ranks afterwards.
+        ``used``: the names of the parameters that any rank has used. They have a gradient on all ranks afterwards.
         """
-        # All ranks of a group sum the same parameters, in parts of the same shape: zeros where this rank has used
-        # nothing, and a gradient whose placement autograd chose (a partial sum, say) is spread as the parameter is.
+        # All ranks of a group sum the same parameters, in parts of the same shape: a rank that has not used a parameter
+        # adds zeros, and a gradient with another placement (a partial sum, say) takes the parameter's placement.
         for name, parameter in self._own.items():
             gradient = parameter.grad
             if name not in used:
@@ -291,15 +295,15 @@ class Gradients(ABC):
 
 
 class WhoUsed:
-    """Finds, beside the caller, which parameters any rank has used: over the data axis, and over owners of tied ones.
+    """Asks all replicas, and all owners of tied parameters, which parameters they have used; the caller need not wait.
 
-    ``used``: name → (its owners, where it is tied; whether this rank has used it). In the same order on all ranks.
+    ``used``: name → (the owners of a tied parameter; whether this rank has used it), in one order on all ranks.
     """
 
     def __init__(self, used: Mapping[str, tuple[tuple[int, ...], bool]], transport: Transport) -> None:
         # The owners' groups come in one order on all ranks. In different orders, ranks would wait in a circle.
         self._names = sorted(used, key=lambda name: used[name][0])
-        # On the host, which decides by them: on a GPU they would wait for all that is in front of them there.
+        # The flags lie on the host, which decides by them. On a GPU they would wait for all kernels before them.
         self._flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
         # First the replicas agree, then the owners. The flags of an owners' group lie side by side, as sorted.
         over_data = bool(used) and transport.data_size > 1
@@ -313,27 +317,27 @@ class WhoUsed:
         self._work = transport.start(steps, "which parameters were used") if steps else None
 
     def wait(self) -> set[str]:
-        """The names of those that one has used."""
+        """The names of the parameters that at least one rank has used."""
         if self._work is not None:
             self._work.wait()
         return {name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag}
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
-    """Stage → the last of its backwards in a row."""
+    """Stage → its last backward in a row."""
     return {action.stage: action for action in row if action.op is not Op.F}
 
 
-# --- .grad on one of several pipe ranks, where a norm over all that is at hand is this rank's alone
+# --- .grad on one of several pipe ranks: a norm of all gradients at hand is this rank's norm, not the model's
 
 _NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
-# Whatever only multiplies a gradient is one still, so that a norm of it is seen.
+# A multiple of a gradient is still a HeldGradient, so that its norm is noticed, too.
 _MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}  # type: ignore[attr-defined]
 
 
 class HeldGradient(Tensor):
-    """A gradient on one of several pipe ranks. torch's ``clip_grad_norm_`` and ``get_total_norm`` of several of them
-    are a RunError; another norm is told of, once; what is computed with one is a plain tensor."""
+    """A gradient on one of several pipe ranks. torch's ``clip_grad_norm_`` and ``get_total_norm`` of several such
+    gradients raise RunError; the first other norm is logged. Results of other functions are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -368,7 +372,7 @@ def _tell_of_norms() -> None:
 
 
 def held(gradient: Tensor) -> Tensor:
-    """The gradient, in the same memory, as one of several pipe ranks'; a sparse one itself: torch cannot alias it."""
+    """The gradient as a ``HeldGradient``, in the same memory; a sparse gradient unchanged: torch cannot alias it."""
     is_dense = type(gradient) is Tensor and gradient.layout is torch.strided
     is_spread = is_dtensor(gradient) and not isinstance(gradient, HeldGradient)
     return recast(gradient, HeldGradient) if is_dense or is_spread else gradient

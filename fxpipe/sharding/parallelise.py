@@ -341,12 +341,12 @@ class ParallelGradients(Reducer):
         shared: Sequence[Shared],
         alone: Mapping[str, nn.Parameter],
         transport: Transport,
-        way: GradientSums,
+        sums: GradientSums,
         capacity: int,
         tied: Mapping[tuple[int, ...], Sequence[str]],
         parallel: Parallel,
     ) -> None:
-        super().__init__(shared, alone, transport, way, capacity, tied)
+        super().__init__(shared, alone, transport, sums, capacity, tied)
         self._sharded = parallel.sharded
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}

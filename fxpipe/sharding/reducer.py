@@ -1,14 +1,14 @@
 """Reducer: sums gradients over the data axis, and over the owners of tied parameters, while backward goes on.
 
-The parameters that a rank shares lie in flat buckets, in the reverse order of use. A bucket is on its way as soon as
-the last micro-batch's backward has completed it. What happens to it there follows from ``zero``:
+The parameters that a rank shares lie in flat buckets, in the reverse order of use. The sum of a bucket starts as soon
+as the last micro-batch's backward has completed it. ``zero`` says which collectives make it:
 
   zero=0   all-reduce; across nodes: reduce-scatter in the node, all-reduce across, all-gather in the node
   zero=1   reduce-scatter over the shard group, all-reduce of the section across nodes
-  zero=2   the same, but reduce-scattered behind every micro-batch, so that only the section is kept
+  zero=2   the same, but reduce-scattered after every micro-batch, so that a rank keeps only its section
 
-With zero=0 ``.grad`` is a view into the bucket. With 1 and 2 each rank has its section of the sum, and ``.grad`` only
-marks that there is one: any use of its values raises.
+With zero=0 ``.grad`` is a view into the bucket. With 1 and 2 each rank has its section of the sum, and ``.grad`` is a
+mark: any use of its values raises.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FIRST_BUCKET = 2**20
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that others hold, too. ``stages``: all that use it. ``owners``: its pipe ranks, if several.
-    ``turn``: its place in the order in which forward first uses them."""
+    """A parameter that other ranks hold, too. ``stages``: all stages that use it. ``owners``: its pipe ranks, if
+    several. ``turn``: its number in the order in which forward first uses parameters."""
 
     name: str
     parameter: nn.Parameter
@@ -49,7 +49,8 @@ class Shared:
 class Reducer(Gradients):
     """``Gradients`` of parameters that a rank holds whole.
 
-    ``shared``: the parameters that others hold, too, in the order in which their gradients come. ``alone``: the rest.
+    ``shared``: the parameters that other ranks hold, too, in the order in which their gradients come. ``alone``: the
+    rest.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Reducer(Gradients):
         shared: Sequence[Shared],
         alone: Mapping[str, nn.Parameter],
         transport: Transport,
-        way: GradientSums,
+        sums: GradientSums,
         capacity: int,
         tied: Mapping[tuple[int, ...], Sequence[str]],
     ) -> None:
-        super().__init__(alone, transport, way, tied)
-        self._shared, self._capacity = {one.name: one for one in shared}, capacity
+        super().__init__(alone, transport, sums, tied)
+        self._shared, self._capacity = {each.name: each for each in shared}, capacity
         self._buckets: list[FlatBucket] = []
         self._claims: set[int] = set()
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
@@ -76,26 +77,27 @@ class Reducer(Gradients):
     def _add_buckets(self, shared: Sequence[Shared], claim: int, whole: bool) -> None:
         # Buckets stand in the order in which their last parameter was to be filled, whoever has claimed them: all
         # replicas start their sums in that order.
-        items = [Item(one.name, one.parameter.numel(), _kind(one, whole)) for one in shared]
-        layouts = lay_out(items, self.way.shards, self._capacity, min(self._capacity, FIRST_BUCKET))
+        items = [Item(each.name, each.parameter.numel(), _kind(each, whole)) for each in shared]
+        layouts = lay_out(items, self.sums.shards, self._capacity, min(self._capacity, FIRST_BUCKET))
         for layout in layouts:
             parameters = [self._shared[slot.name].parameter for slot in layout.slots]
-            self._buckets.append(FlatBucket(layout, parameters, self.way, self._transport, claim))
+            self._buckets.append(FlatBucket(layout, parameters, self.sums, self._transport, claim))
         place = {name: number for number, name in enumerate(self._shared)}
         self._buckets.sort(key=lambda bucket: place[bucket.members[-1].slot.name])
-        self._home = {one.slot.name: (bucket, one) for bucket in self._buckets for one in bucket.members}
+        self._home = {member.slot.name: (bucket, member) for bucket in self._buckets for member in bucket.members}
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         """With ``whole``, parameters are balanced over the ranks by size.
 
-        RunError where gradients are there already: with zero=1 or 2 they would have to move to other ranks.
+        Raises:
+            RunError: there are gradients already, which with zero=1 or 2 would have to move to other ranks.
         """
         wanted, number = set(names), 0
-        if self.way.sharded:
-            # These parameters get buckets of their own. What is left in the ones that they leave is nobody's, claim 0.
+        if self.sums.sharded:
+            # These parameters get buckets of their own. The rest of the buckets that they leave is unclaimed: claim 0.
             left = {self._home[name][0].claim for name in wanted & self._shared.keys()}
-            moving = [one for one in self._shared.values() if self._home[one.name][0].claim in left]
-            if any(one.parameter.grad is not None for one in moving):
+            moving = [each for each in self._shared.values() if self._home[each.name][0].claim in left]
+            if any(each.parameter.grad is not None for each in moving):
                 raise RunError(
                     "there are gradients already; make the optimizer before the first step, or call zero_grad()"
                 )
@@ -103,8 +105,8 @@ class Reducer(Gradients):
             number = 1 + max(self._claims, default=0)
             self._buckets = [bucket for bucket in self._buckets if bucket.claim not in left]
             self._claims -= left
-            self._add_buckets([one for one in moving if one.name not in wanted], 0, whole=False)
-            self._add_buckets([one for one in moving if one.name in wanted], number, whole)
+            self._add_buckets([each for each in moving if each.name not in wanted], 0, whole=False)
+            self._add_buckets([each for each in moving if each.name in wanted], number, whole)
         self._claims.add(number)
         return OptimizerPieces(number, tuple(piece for piece in self.pieces() if piece.name in wanted))
 
@@ -114,22 +116,22 @@ class Reducer(Gradients):
     # a call
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        for one in self._shared.values() if len(self._hooks) < len(self._shared) else ():
-            if one.parameter.requires_grad:  # it may have been frozen until now
-                self._watch(one.name, one.parameter)
+        for each in self._shared.values() if len(self._hooks) < len(self._shared) else ():
+            if each.parameter.requires_grad:  # it may have been frozen until now
+                self._watch(each.name, each.parameter)
         self._sync = sync
         # Unsummed gradients of earlier calls must not be scaled with this call's. So nothing is summed until the factor
         # is known: this call's are scaled, the earlier ones join them, and one sum takes both.
         self._hold = sync and scales and self._unsummed
-        # what was frozen since a call that was not summed has gradients of it
+        # A parameter that was frozen after a call without synchronisation still has that call's gradients.
         self._live = [
             bucket
             for bucket in self._buckets
-            if self._unsummed or any(one.parameter.requires_grad for one in bucket.members)
+            if self._unsummed or any(member.parameter.requires_grad for member in bucket.members)
         ]
         self._lasts = last_backwards(row)
         self._queue = [bucket for bucket in self._live if not bucket.owners]
-        # What the call before has asked may not have been waited for: its flags are still under way.
+        # The call before may have left its question about used parameters under way.
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
@@ -143,23 +145,23 @@ class Reducer(Gradients):
             bucket.stopwatch = stopwatch
 
     def before(self, action: Action) -> None:
-        if not self._live:  # nothing is shared
+        if not self._live:  # no parameter is shared
             return
-        # With zero=2 every micro-batch's gradients are reduced, in a queue of this backward's buckets alone; otherwise
-        # those of the last one, in the queue of all.
+        # With zero=2 every micro-batch's gradients are reduced, in a queue of this backward's buckets. Otherwise the
+        # last micro-batch's are, in the queue of all buckets.
         self._last = self._lasts[action.stage] == action and self._sync and not self._hold
-        if self.way.zero == 2 or self._last:
+        if self.sums.zero == 2 or self._last:
             mine = [bucket for bucket in self._live if bucket.stage == action.stage]
-            if self.way.zero == 2:
+            if self.sums.zero == 2:
                 self._queue = list(mine)
             for bucket in mine:
-                bucket.awaited = {one.slot.name for one in bucket.members if one.parameter.requires_grad}
+                bucket.awaited = {member.slot.name for member in bucket.members if member.parameter.requires_grad}
 
     def _collect(self, name: str) -> bool:
-        bucket, one = self._home[name]
+        bucket, member = self._home[name]
         if bucket.complete:
             return False
-        bucket.collect(one)
+        bucket.collect(member)
         if bucket.awaited is not None:
             bucket.awaited.discard(name)
         return True
@@ -168,35 +170,39 @@ class Reducer(Gradients):
         while self._queue and self._queue[0].awaited == set():
             bucket = self._queue.pop(0)
             bucket.awaited = None
-            # a sum over owners is for ``flush``: in an order that is the same on all pipe ranks
-            bucket.complete = (self.way.zero < 2 or self._last) and not bucket.owners
+            # ``flush`` starts sums over owners, in an order that is the same on all pipe ranks.
+            bucket.complete = (self.sums.zero < 2 or self._last) and not bucket.owners
             bucket.start(bucket.complete)
 
     def after(self, action: Action) -> None:
-        """A backward is over, or was left out: what it has not filled goes unfilled."""
+        """A backward is over, or was left out: its buckets go as they are, also where gradients are missing."""
         for bucket in self._live:
             if bucket.stage == action.stage and bucket.awaited is not None:
                 bucket.awaited.clear()
         self._reduce_complete()
 
     def flush(self) -> None:
-        """Asks, too, who has used what."""
+        """Starts the sums that are left, and asks which parameters were used."""
         last = self._sync and not self._hold
         for bucket in self._live:
             bucket.awaited = None
             if bucket.complete:
                 continue
             # With zero=2 a bucket of one stage was scattered behind each of its backwards.
-            if self.way.zero < 2 or bucket.stage not in self._lasts:
-                if last or self.way.zero == 2:
+            if self.sums.zero < 2 or bucket.stage not in self._lasts:
+                if last or self.sums.zero == 2:
                     bucket.start(last)
             elif last and bucket.owners:
                 bucket.wait()
                 bucket.start_across()
         self._queue.clear()
-        if self._sync or self.way.zero == 2:
+        if self._sync or self.sums.zero == 2:
             self._asked = WhoUsed(
-                {one.slot.name: (bucket.owners, one.present) for bucket in self._live for one in bucket.members},
+                {
+                    member.slot.name: (bucket.owners, member.present)
+                    for bucket in self._live
+                    for member in bucket.members
+                },
                 self._transport,
             )
 
@@ -207,15 +213,15 @@ class Reducer(Gradients):
             bucket.scale(factor, summed)
         if self._hold:
             for bucket in self._live:
-                bucket.start() if self.way.zero < 2 else bucket.start_across()
+                bucket.start() if self.sums.zero < 2 else bucket.start_across()
             for bucket in self._live:
                 bucket.wait()
-        # waits only where this rank has not used all
-        members = [one for bucket in self._live for one in bucket.members]
-        if self._asked is not None and not all(one.present for one in members):
+        # Waits only where this rank has not used all parameters.
+        members = [member for bucket in self._live for member in bucket.members]
+        if self._asked is not None and not all(member.present for member in members):
             used = self._asked.wait()
-            for one in members:
-                one.present = one.slot.name in used
+            for member in members:
+                member.present = member.slot.name in used
         for bucket in self._live:
             bucket.finish(self._sync)
         self._unsummed = not self._sync
@@ -223,7 +229,7 @@ class Reducer(Gradients):
         self._leave_gradients()
 
     def _finish_own(self, factor: Tensor | None) -> None:
-        """What is in no bucket, and this rank's alone."""
+        """Ends a call for the parameters that are in no bucket."""
         self._scale(factor)
 
     def clear(self) -> None:
@@ -232,7 +238,7 @@ class Reducer(Gradients):
         for bucket in self._buckets:
             bucket.forget()
 
-    # behind the optimizer
+    # after the optimizer
 
     def publish(self, claim: OptimizerPieces) -> None:
         if claim.number not in self._claims:
@@ -242,28 +248,30 @@ class Reducer(Gradients):
                 bucket.gather()
 
     def _turn(self, bucket: FlatBucket) -> int:
-        """Where a bucket stands in the order of the next forward. Those of tied parameters come first: their owners see
-        different rows, and gather them in one order."""
-        return -1 if bucket.owners else min(self._shared[one.slot.name].turn for one in bucket.members)
+        """A bucket's number in the order of the next forward. Buckets of tied parameters come first: their owners run
+        different rows of the table, and gather in one order."""
+        return -1 if bucket.owners else min(self._shared[member.slot.name].turn for member in bucket.members)
 
     def settle(self) -> None:
         for bucket in self._buckets:
             bucket.settle()
 
     def awaited(self, stage: int) -> Waits:
-        # Each bucket is waited for where the next forward first uses it, so that gathers run beside what comes before.
-        under_way = [(bucket, one) for bucket in self._buckets if bucket.gathering for one in bucket.members]
+        # The next forward waits for a bucket where it first uses it, so that gathers overlap with earlier computing.
+        under_way = [(bucket, member) for bucket in self._buckets if bucket.gathering for member in bucket.members]
         return {
-            id(one.parameter): bucket.settle for bucket, one in under_way if stage in self._shared[one.slot.name].stages
+            id(member.parameter): bucket.settle
+            for bucket, member in under_way
+            if stage in self._shared[member.slot.name].stages
         }
 
 
-def _kind(one: Shared, whole: bool) -> Kind:
-    parameter = one.parameter
+def _kind(shared: Shared, whole: bool) -> Kind:
+    parameter = shared.parameter
     types = (parameter.dtype, parameter.grad_dtype or parameter.dtype)
     return Kind(
-        stage=one.stages[0] if len(one.stages) == 1 else None,
-        owners=one.owners,
+        stage=shared.stages[0] if len(shared.stages) == 1 else None,
+        owners=shared.owners,
         whole=whole,
         element=min(kind.itemsize for kind in types),
         group=(*types, parameter.device, parameter.requires_grad),
@@ -276,7 +284,7 @@ def reducer_for(
     module: nn.Module,
     owners: Ownership,
     transport: Transport,
-    way: GradientSums,
+    sums: GradientSums,
     capacity: int,
     make: Callable[..., Reducer] = Reducer,
 ) -> Reducer:
@@ -284,8 +292,8 @@ def reducer_for(
     parameters = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not is_dtensor(p)}
     spread = {name: parameter for name, parameter in module.named_parameters() if is_dtensor(parameter)}
     names = {id(parameter): name for name, parameter in reversed(parameters.items())}
-    # Gradients come stage by stage in the order of the last backwards in this row, and in a stage those of the last
-    # parameters first. Buckets are filled in that order.
+    # Gradients come stage by stage in the order of the last backwards in this row; within a stage, the last parameters'
+    # gradients come first. Buckets are filled in that order.
     ends = {action.stage: place for place, action in enumerate(row) if action.op is not Op.F}
     forwards = dict.fromkeys(action.stage for action in row if action.op is Op.F)
     reads = dict.fromkeys(id(parameter) for stage in forwards for parameter in graph[stage].parameters.values())
@@ -301,14 +309,16 @@ def reducer_for(
     alone: dict[str, nn.Parameter] = {}
     for key in dict.fromkeys([*users, *names]):
         stages, turn = tuple(users.get(key, ())), turns.get(key, len(reads))
-        one = Shared(names[key], parameters[names[key]], stages, tied.get(key, ()), turn)
-        has_gradient = one.parameter.is_floating_point() or one.parameter.is_complex()
-        if has_gradient and (transport.data_size > 1 or one.owners):
-            shared.append(one)
+        each = Shared(names[key], parameters[names[key]], stages, tied.get(key, ()), turn)
+        has_gradient = each.parameter.is_floating_point() or each.parameter.is_complex()
+        if has_gradient and (transport.data_size > 1 or each.owners):
+            shared.append(each)
         else:
-            alone[one.name] = one.parameter
-    # What several stages use is complete behind all of them. Owners of tied parameters see different rows: they agree
-    # on the order of names.
-    shared.sort(key=lambda one: (len(one.stages) != 1 or bool(one.owners), one.owners, one.name if one.owners else ""))
+            alone[each.name] = each.parameter
+    # A gradient is complete after all stages that use the parameter. Owners of tied parameters run different rows of
+    # the table: they agree on the order of names.
+    shared.sort(
+        key=lambda each: (len(each.stages) != 1 or bool(each.owners), each.owners, each.name if each.owners else "")
+    )
     own = {**dict(reversed(alone.items())), **spread}  # the DTensors in an order that is the same on all ranks
-    return make(shared, own, transport, way, capacity, owners.tied)
+    return make(shared, own, transport, sums, capacity, owners.tied)

@@ -115,7 +115,7 @@ def _refused_in(error: BaseException, request: Request) -> str:
         place = line["file"], int(line["line"])
         traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
     found = next((found for trace in traces if (found := _innermost([frame for frame, _ in trace], paths))), None)
-    found = found or getattr(error, "method", None)  # record's and export's, which have left the line by then
+    found = found or getattr(error, "method", None)  # export's, which has left the line by then
     if found is None:
         return ""
     path, method = found

@@ -33,6 +33,8 @@ def is_torchs(filename: str) -> bool:
 
 def calls_isinstance() -> bool:
     """Whether code of the user's that calls ``isinstance`` has called the caller."""
+    # Python tells the object whose class is asked for nothing of who asks. torch.fx asks, too, and must be answered;
+    # torchvision's GeneralizedRCNN, which asks isinstance(features, torch.Tensor), must not be told that it is none.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__instancecheck__":  # of a metaclass
         frame = frame.f_back

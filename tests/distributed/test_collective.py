@@ -11,11 +11,11 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe.distributed.collective import Collective, PeerLost, Streams
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.gpus import Gpus
 from tests.harness import engine_of
 from tests.pool import Pool
+from tests.strict_transport import connect
 
 TOPOLOGY = fxpipe.Topology([("pipe", 1), ("data", 4)], ranks_per_node=2)
 NODES, ACROSS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.stopwatch import HostClock, Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered, Moved, Traffic
 from fxpipe.distributed.transport import LocalTransport, Transport
 from tests.pool import Pool
-from tests.strict_transport import run_strict
+from tests.strict_transport import connect, run_strict
+from tests.thinned import seeds
 
 
 def groups(topology: Topology, sharded_over: str = "node") -> dict[str, list[list[int]]]:
@@ -200,63 +201,68 @@ def only(rows: Sequence[Moved]) -> Moved:
     return row
 
 
-@pytest.mark.parametrize(
-    ("operation", "times"),
-    [("all_reduce", 2), ("maximum", 2), ("reduce_scatter", 1), ("all_gather", 1), ("reduce", 1), ("broadcast", 1)],
-)
-def test_bytes_of_an_operation_are_those_of_a_ring(operation: str, times: int) -> None:
-    transport = metered(data_topology(1, 4))
-    whole, part = filled(100), filled(25)
-    buffers = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}.get(operation, (whole, None))
-    for _ in range(3):
-        transport.start([Collective(operation, "shard", *buffers)], "it").wait()
-    row = only(transport.traffic().rows)
-    assert (row.operation, row.scope, row.group, row.count) == (operation, "shard", (0, 1, 2, 3), 3)
-    assert row.bytes == 3 * times * 400 * 3 / 4
+RING = {"all_reduce": 2, "maximum": 2, "reduce_scatter": 1, "all_gather": 1, "reduce": 1, "broadcast": 1}
+"""How often a rank of a ring sends (k - 1)/k of the whole."""
 
 
-def test_blocking_calls_are_counted_objects_without_their_bytes() -> None:
-    transport = metered(data_topology(2, 2))
-    assert transport.gather("data", "anything") == ["anything"]
-    assert transport.gather_int("data", 7) == (7,)
-    transport.all_reduce("flags", filled(100))
-    transport.broadcast("all", filled(100), 0)
-    found = {row.operation: (row.count, row.bytes) for row in transport.traffic().rows}
-    assert found == {"gather": (1, 0), "gather_int": (1, 3 * 16), "all_reduce": (1, 600), "broadcast": (1, 300)}
-    assert transport.traffic().between == 0  # they are not gradients
-    assert only(transport.traffic().select(scope="flags")).leaving == 600
+def random_call(draw: random.Random, transport: Metered) -> tuple[Any, ...]:
+    """Makes a call; its operation, its scope, and the bytes that this rank sends by the formulas."""
+    scope = draw.choice(["shard", "replica", "gather", "flags", "all", "data", "pipe", (0, 1)])
+    ranks, numbers = len(transport.ranks(scope)), 24 * draw.randint(1, 9)
+    kind = draw.choice([*RING, "blocking", "gather", "gather_int", "send", "receive"])
+    if kind in RING:
+        whole, part = filled(numbers), filled(numbers // ranks)
+        buffers = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}.get(kind, (whole, None))
+        transport.start([Collective(kind, scope, *buffers)], "it").wait()  # type: ignore[arg-type]
+        return kind, scope, RING[kind] * 4 * numbers * (ranks - 1) / ranks
+    if kind == "blocking":
+        transport.all_reduce(scope, filled(numbers))
+        return "all_reduce", scope, 2 * 4 * numbers * (ranks - 1) / ranks
+    if kind == "gather":
+        transport.gather(scope, "anything")
+        return kind, scope, 0  # objects are counted without their bytes
+    if kind == "gather_int":
+        transport.gather_int(scope, 7)
+        return kind, scope, 16 * (ranks - 1)
+    pair = draw.choice([(0, 1), (1, 0)])
+    getattr(transport, kind)(pair, filled(numbers)).wait()
+    return kind, pair, 4 * numbers if kind == "send" else 0
 
 
-def test_a_message_is_counted_with_its_bytes_where_it_is_sent() -> None:
-    transport = metered(Topology([("pipe", 2), ("data", 2)], ranks_per_node=2), rank=1)
-    for _ in range(2):
-        transport.send((0, 1), filled(100)).wait()
-        transport.receive((1, 0), filled(50)).wait()
-    sent, received = transport.traffic().select("send")[0], transport.traffic().select("receive")[0]
-    assert (sent.scope, sent.group, sent.count, sent.bytes, sent.between_nodes) == ((0, 1), (1, 3), 2, 800, True)
-    assert (received.scope, received.group, received.count, received.bytes) == ((1, 0), (3, 1), 2, 0)
-    assert sent.leaving == 800
-
-
-def test_rows_are_told_apart_by_operation_and_scope_largest_first() -> None:
-    transport = metered(Topology([("pipe", 2), ("data", 2)]))
-    transport.all_reduce("data", filled(10))
-    transport.all_reduce((0, 1), filled(30))
-    transport.send((0, 1), filled(20))
-    traffic = transport.traffic()
-    assert [(row.operation, row.scope) for row in traffic.rows] == [
-        ("all_reduce", (0, 1)), ("send", (0, 1)), ("all_reduce", "data"),
-    ]  # fmt: skip
-    assert traffic.rows[0].group == (0, 2)
-    assert traffic.select("all_reduce") == (traffic.rows[0], traffic.rows[2])
-    assert traffic.select(scope=(0, 1)) == traffic.rows[:2]
-    assert traffic.select("send", "data") == ()
+@pytest.mark.parametrize("seed", seeds(24))
+def test_random_calls_are_counted_with_the_bytes_of_rings(seed: int) -> None:
+    draw = random.Random(seed)
+    axes = [("pipe", 2), ("data", draw.choice([1, 2, 4]))]
+    topology = Topology(axes if draw.random() < 0.5 else axes[::-1], ranks_per_node=draw.choice([None, 1, 2]))
+    transport = metered(topology, draw.randrange(topology.world_size))
+    wanted: dict[Any, tuple[int, float]] = {}
+    for _ in range(20):
+        operation, scope, size = random_call(draw, transport)
+        count, total = wanted.get((operation, scope), (0, 0.0))
+        if len(transport.ranks(scope)) > 1:  # one rank moves nothing
+            wanted[operation, scope] = count + 1, total + size
+    rows = transport.traffic().rows
+    assert {(row.operation, row.scope): (row.count, row.bytes) for row in rows} == wanted
+    assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
+    per_node = topology.ranks_per_node or topology.world_size
+    here = transport.ranks("data")[transport.data_rank] // per_node
+    for row in rows:
+        assert row.group == transport.ranks(row.scope)
+        nodes = {rank // per_node for rank in row.group}
+        assert row.between_nodes == (len(nodes) > 1)
+        # Of each ring one edge leads out of this node; there are several rings of replicas side by side.
+        rings = topology.replica_groups() if row.scope == "replica" else [list(row.group)]
+        beside = [ring for ring in rings if set(ring) <= set(transport.ranks("data")) or row.scope != "replica"]
+        out = sum(here in {rank // per_node for rank in ring} for ring in beside)
+        assert row.leaving == (row.bytes * out if len(nodes) > 1 else 0)
+    for row in rows[:3]:
+        assert row in transport.traffic().select(row.operation)
+        assert transport.traffic().select(row.operation, row.scope) == (row,)
 
 
 def test_a_group_of_one_rank_moves_nothing() -> None:
     transport = metered(data_topology(1, 1))
     zero_1(transport, 1)
-    assert transport.traffic().rows == ()
     assert str(transport.traffic()) == "rank 0 moved nothing"
 
 

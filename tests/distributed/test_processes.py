@@ -6,9 +6,12 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -52,24 +55,35 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def set_variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
 # --- what the variables mean ---
 
-
-def test_torchrun_s_variables_say_where_a_process_stands() -> None:
-    assert torchrun_place(TORCHRUN) == ProcessPlace(5, 8, 1, "host0", 29500)
-
-
-@pytest.mark.parametrize(("ranks_here", "restarts"), [("8", 2), ("4", 0)])
-def test_torchrun_counts_restarts_for_its_own_node_alone(ranks_here: str, restarts: int) -> None:
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_WORLD_SIZE": ranks_here}
-    place = torchrun_place(TORCHRUN | agent)
-    assert place is not None
-    assert place.restarts == restarts
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+SET = {"MASTER_ADDR": "head", "MASTER_PORT": "4000", "WORLD_SIZE": "8"}
+ON_TORCHRUN = ProcessPlace(5, 8, 1, "host0", 29500)
+ON_SLURM = ProcessPlace(5, 8, 1, "gpu07", slurm_port(1234567), gpu_may_be_private=True, job="1234567.0")
 
 
-def test_slurm_s_variables_say_where_a_process_stands() -> None:
-    port = slurm_port(1234567)
-    assert slurm_place(SLURM) == ProcessPlace(5, 8, 1, "gpu07", port, gpu_may_be_private=True, job="1234567.0")
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (TORCHRUN, ON_TORCHRUN),
+        (TORCHRUN | AGENT | {"LOCAL_WORLD_SIZE": "8"}, ON_TORCHRUN._replace(restarts=2)),
+        (TORCHRUN | AGENT | {"LOCAL_WORLD_SIZE": "4"}, ON_TORCHRUN),  # it counts those of its own node alone
+        (SLURM, ON_SLURM),
+        (SLURM | SET, ON_SLURM._replace(address="head", port=4000, job="")),
+    ],
+)
+def test_variables_say_where_a_process_stands(environ: dict[str, str], place: ProcessPlace) -> None:
+    assert (torchrun_place(environ) or slurm_place(environ)) == place
 
 
 def test_each_step_of_a_job_has_a_port_of_its_own() -> None:
@@ -79,24 +93,23 @@ def test_each_step_of_a_job_has_a_port_of_its_own() -> None:
     assert places[3].job == "1234567.3"
 
 
-def test_an_address_and_port_that_are_set_win_over_slurm_s() -> None:
-    place = slurm_place(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "4000", "WORLD_SIZE": "8"})
-    assert place is not None
-    assert (place.address, place.port, place.job) == ("head", 4000, "")
+NO_LIST = r"SLURM_STEP_NODELIST is .* MASTER_ADDR"
+NO_GPU = ProcessPlace(7, 8, 5, "host0", 29500, gpu_may_be_private=True)
+NO_PLACE: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: torchrun_place({"WORLD_SIZE": "4"}),
+        'WORLD_SIZE is "4", but RANK is not set: start the script',
+    ),
+    (lambda: _gpu(NO_GPU, 4), "local rank 5 has no GPU, for this process sees 4"),
+    *((partial(first_host, hosts, "SLURM_STEP_NODELIST"), NO_LIST) for hosts in ("", ",node1", "node[1-]", "a b")),
+    (partial(first_host, "node[1]x[", "SLURM_STEP_NODELIST"), NO_LIST),
+]
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # inside a job, but not under srun
-        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"},
-    ],
-)
-def test_elsewhere_a_process_is_alone(environ: dict[str, str]) -> None:
-    assert torchrun_place(environ) is None
-    assert slurm_place(environ) is None
+@pytest.mark.parametrize(("ask", "says"), NO_PLACE)
+def test_what_says_no_place_is_refused(ask: Callable[[], object], says: str) -> None:
+    with pytest.raises(TopologyError, match=says):
+        ask()
 
 
 @pytest.mark.parametrize(
@@ -114,19 +127,26 @@ def test_elsewhere_a_process_is_alone(environ: dict[str, str]) -> None:
     ],
 )
 def test_malformed_variables_are_named(
-    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str], changes: dict[str, str], says: str
+    set_variables: Callable[..., None], launcher: dict[str, str], changes: dict[str, str], says: str
 ) -> None:
-    for name, value in (launcher | changes).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(TopologyError) as caught:
+    set_variables(**launcher | changes)
+    with pytest.raises(TopologyError, match=re.escape(says)):
         init()
-    assert says in str(caught.value)
     assert not dist.is_initialized()
 
 
-def test_a_world_without_a_rank_is_refused() -> None:
-    with pytest.raises(TopologyError, match='WORLD_SIZE is "4", but RANK is not set: start the script with torchrun'):
-        torchrun_place({"WORLD_SIZE": "4"})
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # inside a job, but not under srun
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"},
+    ],
+)
+def test_elsewhere_a_process_is_alone(environ: dict[str, str]) -> None:
+    assert torchrun_place(environ) is None
+    assert slurm_place(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -143,12 +163,6 @@ def test_the_first_host_of_a_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize("nodelist", ["", ",node1", "node[1-]", "node[1]x[", "a b"])
-def test_what_is_no_list_of_hosts_is_refused(nodelist: str) -> None:
-    with pytest.raises(TopologyError, match=r"SLURM_STEP_NODELIST is .* MASTER_ADDR"):
-        first_host(nodelist, "SLURM_STEP_NODELIST")
-
-
 def test_ports_of_jobs_are_unprivileged_and_not_ephemeral() -> None:
     ports = {slurm_port(job) for job in range(100_000)}
     assert min(ports) >= 1024
@@ -162,11 +176,6 @@ def test_ports_of_jobs_are_unprivileged_and_not_ephemeral() -> None:
 @pytest.mark.parametrize(("local_rank", "count", "gpu"), [(0, 1, 0), (3, 4, 3), (3, 1, 0)])  # srun shows but one
 def test_the_gpu_is_that_of_the_local_rank(local_rank: int, count: int, gpu: int) -> None:
     assert _gpu(ProcessPlace(7, 8, local_rank, "host0", 29500, gpu_may_be_private=count == 1), count) == gpu
-
-
-def test_a_local_rank_without_a_gpu_is_refused() -> None:
-    with pytest.raises(TopologyError, match="local rank 5 has no GPU, for this process sees 4"):
-        _gpu(ProcessPlace(7, 8, 5, "host0", 29500, gpu_may_be_private=True), 4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -282,29 +291,27 @@ def test_init_joins_the_processes_of_torchrun(tmp_path: Path, scripts: Scripts) 
     assert sorted(printed.splitlines()) == sorted(2 * BOTH_MEET)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the same, but on the CPU")
-def test_processes_that_cannot_meet_say_where_they_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        changes = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for name, value in (TORCHRUN | changes).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(RunError, match=f"rank 0 of 8 could not meet the others at 127.0.0.1:{port}"):
-            init()
-    assert not dist.is_initialized()
-
-
-def test_a_port_that_never_answers_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's client waits for a listener's first answer without a limit."""
+@pytest.mark.parametrize(
+    ("rank", "listens", "says"),
+    [
+        pytest.param(
+            0,
+            True,
+            "rank 0 of 8 could not meet the others at 127.0.0.1:{}",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the same, but on the CPU"),
+        ),
+        (1, True, "at 127.0.0.1:{}: nobody has answered; check that"),  # torch's client waits without a limit
+        (0, False, "7 of them have not come within 1 s, first rank 1; check that all"),
+    ],
+)
+def test_processes_that_cannot_meet_say_where_they_tried(
+    set_variables: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rank: int, listens: bool, says: str
+) -> None:
     monkeypatch.setattr(processes, "_GRACE", 0.0, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        changes = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for name, value in (TORCHRUN | changes).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(RunError, match=f"at 127.0.0.1:{port}: nobody has answered; check that"):
+    with socket.create_server(("", 0)) if listens else contextlib.nullcontext() as taken:
+        port = taken.getsockname()[1] if taken else free_port()
+        set_variables(**TORCHRUN | {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        with pytest.raises(RunError, match=says.format(port)):
             init(timeout=1)
     assert not dist.is_initialized()
 
@@ -315,14 +322,6 @@ def test_two_world_sizes_in_one_job_are_told_at_once() -> None:
     first, second = run_all("from fxpipe.distributed.processes import init; init()", environs)  # of 300 s
     assert "WORLD_SIZE (or SLURM_NTASKS) is 2 here, and 3 on rank 1" in first
     assert "WORLD_SIZE (or SLURM_NTASKS) is 3 here, and 2 on rank 0" in second
-
-
-def test_who_has_not_come_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in (TORCHRUN | changes).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RunError, match="7 of them have not come within 1 s, first rank 1; check that all"):
-        init(timeout=1)
 
 
 # --- Stores: reached by whom they are for, and by nobody else ---

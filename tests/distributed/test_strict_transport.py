@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed.collective import PeerLost
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
-from fxpipe.errors import RunError, TopologyError
-from tests.strict_transport import run_strict
+from fxpipe.errors import RunError
+from tests.strict_transport import connect, run_strict
 
 T = TypeVar("T")
 
@@ -198,11 +197,6 @@ def test_the_error_of_another_rank_is_told_once() -> None:
         run_strict(body, 2)
     assert [text.count("another rank failed") for text in told] == [1]
     assert told[0].startswith("another rank failed: rank 1: RuntimeError: mat1 and mat2")
-
-
-def test_a_topology_of_another_size_is_refused() -> None:
-    with pytest.raises(TopologyError, match=r"4 ranks \(pipe 4\), but 2 processes run"):
-        run_strict(lambda rank: connect(Topology([("pipe", 4)])), 2)
 
 
 # --- interleavings ---

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from tests.work import steps
 Axes = list[tuple[str, int]]
 
 CONTRACT: Axes = [("pipe", 2), ("tensor", 2), ("data", 4)]
+UNEVEN: Axes = [("data", 3), ("tensor", 2)]
 
 # (axes, ranks per node)
 TOPOLOGIES: list[tuple[Axes, int | None]] = [
@@ -61,6 +64,14 @@ def as_set(groups: list[list[int]]) -> set[tuple[int, ...]]:
     return {tuple(group) for group in groups}
 
 
+def refusal(make: Any) -> str:
+    try:
+        make()
+    except TopologyError as error:
+        return str(error)
+    return ""
+
+
 # --- the contract's example ---
 
 
@@ -90,25 +101,21 @@ def test_the_contracts_groups_are_printed() -> None:
 
 
 @every_topology
-def test_axes_sizes_and_world_size_are_as_given(axes: Axes, per_node: int | None) -> None:
+def test_sizes_and_coordinates_are_those_of_numpys_row_major_grid(axes: Axes, per_node: int | None) -> None:
     topo = Topology(axes, per_node)
-    assert topo.axes == tuple(axes)
-    assert topo.ranks_per_node == per_node
-    assert topo.world_size == math.prod(size for _, size in axes)
+    assert (topo.axes, topo.ranks_per_node, topo.world_size) == (tuple(axes), per_node, grid(axes).size)
     given = {ROLES[name]: size for name, size in axes}
-    for name, role in ROLES.items():
+    for name, role in ROLES.items():  # both names of a role; an absent axis has size 1
         assert topo.size(name) == given.get(role, 1)
+        assert topo.groups(name) == topo.groups(role)
     assert topo.size("model") == topo.world_size // given.get("data", 1)
-
-
-@every_topology
-def test_coordinates_and_ranks_are_numpys_row_major_index(axes: Axes, per_node: int | None) -> None:
-    topo = Topology(axes, per_node)
-    names = [name for name, _ in axes]
     for index, rank in np.ndenumerate(grid(axes)):
-        assert topo.coordinate(int(rank)) == dict(zip(names, index, strict=True))
-        assert list(topo.coordinate(int(rank))) == names
-        assert topo.rank(**dict(zip(names, index, strict=True))) == rank
+        coordinate = dict(zip([name for name, _ in axes], index, strict=True))
+        assert list(topo.coordinate(int(rank)).items()) == list(coordinate.items())
+        assert topo.rank(**coordinate) == rank
+        assert topo.rank(**{ROLES[name]: place for name, place in coordinate.items()}) == rank
+    for equal in (eval(repr(topo)), pickle.loads(pickle.dumps(topo)), copy.deepcopy(topo)):
+        assert equal == topo
 
 
 @every_topology
@@ -143,22 +150,6 @@ def test_shard_and_replica_groups_tile_each_data_group(axes: Axes, per_node: int
 # --- what else a value should do ---
 
 
-def test_either_name_of_a_role_is_understood() -> None:
-    topo = Topology([("pp", 2), ("dp", 4)])
-    assert topo.size("pipe") == topo.size("pp") == 2
-    assert topo.groups("data") == topo.groups("dp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert topo.rank(pipe=1, data=2) == topo.rank(pp=1, dp=2) == 6
-    assert topo.coordinate(6) == {"pp": 1, "dp": 2}
-
-
-def test_an_absent_axis_has_size_one_and_groups_of_one() -> None:
-    topo = Topology([("pipe", 3)])
-    assert topo.size("tensor") == 1
-    assert topo.groups("tp") == [[0], [1], [2]]
-    assert not topo.crosses_nodes("data")
-    assert topo.rank(pipe=2, tensor=0) == 2
-
-
 def test_numpys_integers_are_integers() -> None:
     axes: Any = [("pipe", np.int64(2)), ("data", np.int32(3))]
     per_node: Any = np.int64(3)
@@ -172,14 +163,6 @@ def test_equal_topologies_are_one_key() -> None:
     assert len({Topology(CONTRACT, 8), Topology(CONTRACT, 8), Topology(CONTRACT)}) == 2
     assert Topology(CONTRACT) != Topology([("pipe", 2), ("data", 4), ("tensor", 2)])
     assert Topology(CONTRACT) != CONTRACT
-
-
-@every_topology
-def test_the_representation_makes_an_equal_topology(axes: Axes, per_node: int | None) -> None:
-    topo = Topology(axes, per_node)
-    assert eval(repr(topo)) == topo
-    assert pickle.loads(pickle.dumps(topo)) == topo
-    assert copy.deepcopy(topo) == topo
 
 
 @pytest.mark.parametrize("order", [("pipe", "tensor", "data"), ("data", "pipe", "tensor")])
@@ -199,58 +182,50 @@ def test_16384_ranks_are_no_more_work_than_their_number(order: tuple[str, ...]) 
 # --- errors ---
 
 
-@pytest.mark.parametrize(
-    ("axes", "per_node", "says"),
-    [
-        ([], None, 'at least one axis: write Topology([("pipe", 1)])'),
-        ([("pipes", 2)], None, 'unknown axis "pipes"; did you mean "pipe"?'),
-        ([("pipe", 2), ("dp", 2), ("pp", 3)], None, 'axes "pipe" and "pp" are both the pipe axis'),
-        ([("pipe", 2), ("data", 0)], None, 'axis "data" has size 0'),
-        ([("pipe", 2.0)], None, 'the size of axis "pipe" must be a whole number, got 2.0'),
-        (("pipe", 2), None, 'got \'pipe\': write Topology([("pipe", 2), ("data", 4)])'),
-        ([("pipe", 2, 3)], None, "got ('pipe', 2, 3)"),
-        (CONTRACT, 3, "ranks_per_node=3 does not divide the 16 ranks of pipe 2 × tensor 2 × data 4"),
-        (CONTRACT, 32, "write ranks_per_node=1 or 2 or 4 or 8 or 16"),
-        (CONTRACT, "8", "ranks_per_node must be a whole number, got '8'"),
-        (
-            [("data", 3), ("tensor", 2)],
-            3,
-            "the data group [0, 2, 4] of data 3 × tensor 2 meets nodes unevenly (2 in node 0, 1 in node 1)",
-        ),
-        (
-            [("data", 3), ("tensor", 2)],
-            3,
-            "make data the innermost axis, or write ranks_per_node=1 or 2 or 6",
-        ),
-        ([("pipe", 2), ("data", 3)], 2, "write ranks_per_node=1 or 3 or 6"),  # those that help
-    ],
-)
+NO_GRID: list[tuple[Any, Any, str]] = [
+    ([], None, 'at least one axis: write Topology([("pipe", 1)])'),
+    ([("pipes", 2)], None, 'unknown axis "pipes"; did you mean "pipe"?'),
+    ([("pipe", 2), ("dp", 2), ("pp", 3)], None, 'axes "pipe" and "pp" are both the pipe axis'),
+    ([("pipe", 2), ("data", 0)], None, 'axis "data" has size 0'),
+    ([("pipe", 2.0)], None, 'the size of axis "pipe" must be a whole number, got 2.0'),
+    (("pipe", 2), None, 'got \'pipe\': write Topology([("pipe", 2), ("data", 4)])'),
+    ([("pipe", 2, 3)], None, "got ('pipe', 2, 3)"),
+    (CONTRACT, 3, "ranks_per_node=3 does not divide the 16 ranks of pipe 2 × tensor 2 × data 4"),
+    (CONTRACT, 32, "write ranks_per_node=1 or 2 or 4 or 8 or 16"),
+    (CONTRACT, "8", "ranks_per_node must be a whole number, got '8'"),
+    (UNEVEN, 3, "data 3 × tensor 2 meets nodes unevenly (2 in node 0, 1 in node 1)"),
+    (UNEVEN, 3, "make data the innermost axis, or write ranks_per_node=1 or 2 or 6"),
+    ([("pipe", 2), ("data", 3)], 2, "write ranks_per_node=1 or 3 or 6"),  # those that help
+]
+OUTSIDE: list[tuple[Callable[[Topology], Any], str]] = [
+    (lambda topo: topo.coordinate(16), "rank 16 is outside pipe 2 × tensor 2 × data 4: its ranks are 0 to 15"),
+    (lambda topo: topo.coordinate("3"), "a rank must be a whole number, got '3'"),  # type: ignore[arg-type]
+    (lambda topo: topo.rank(pipe=2, tensor=0, data=0), "pipe=2 is outside pipe 2 × tensor 2 × data 4"),
+    (lambda topo: topo.rank(pipe=0, data=3), "write every axis, as in rank(pipe=0, data=3, tensor=0)"),
+    (lambda topo: topo.rank(pipe=0, tensor=0, date=0), 'unknown axis "date"; did you mean "data"?'),
+    (lambda topo: topo.rank(pipe=0, pp=0, tensor=0, data=0), "gives the pipe axis twice"),
+    (lambda topo: topo.rank(pipe=0, tensor=0, data=0.5), "the index data must be a whole number, got 0.5"),
+    (lambda topo: topo.size("tenser"), 'unknown axis "tenser"; did you mean "tensor"'),
+    (lambda topo: topo.groups("tenser"), 'unknown axis "tenser"; did you mean "tensor"'),
+    (lambda topo: topo.crosses_nodes("tenser"), 'unknown axis "tenser"; did you mean "tensor"'),
+    (lambda topo: topo.group("tenser"), 'unknown axis "tenser"; did you mean "tensor"'),
+    (lambda topo: topo.mesh, "torch.distributed is not started"),
+    (lambda topo: topo.group("pipe"), "torch.distributed is not started"),
+    (lambda _: Topology.fit(6, pipe=4), "6 ranks are no multiple of pipe 4 × tensor 1: start a multiple of 4, or"),
+    (lambda _: Topology.fit(6, pipe=2, rows=64), "64 rows of a step are no multiple of 3 replicas"),
+    (lambda _: Topology.fit(0, pipe=2), "world_size is 0: write 1 or more"),
+    (lambda _: Topology.fit(4, pipe=2.0), "pipe must be a whole number, got 2.0"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("axes", "per_node", "says"), NO_GRID)
 def test_a_grid_that_does_not_add_up_is_refused(axes: Any, per_node: Any, says: str) -> None:
-    with pytest.raises(TopologyError) as caught:
-        Topology(axes, per_node)
-    assert says in str(caught.value)
+    assert says in refusal(lambda: Topology(axes, per_node))
 
 
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        (lambda topo: topo.coordinate(16), "rank 16 is outside pipe 2 × tensor 2 × data 4: its ranks are 0 to 15"),
-        (lambda topo: topo.coordinate("3"), "a rank must be a whole number, got '3'"),
-        (lambda topo: topo.rank(pipe=2, tensor=0, data=0), "pipe=2 is outside pipe 2 × tensor 2 × data 4"),
-        (lambda topo: topo.rank(pipe=0, data=3), "write every axis, as in rank(pipe=0, data=3, tensor=0)"),
-        (lambda topo: topo.rank(pipe=0, tensor=0, date=0), 'unknown axis "date"; did you mean "data"?'),
-        (lambda topo: topo.rank(pipe=0, pp=0, tensor=0, data=0), "gives the pipe axis twice"),
-        (lambda topo: topo.rank(pipe=0, tensor=0, data=0.5), "the index data must be a whole number, got 0.5"),
-        *[
-            (lambda topo, name=name: getattr(topo, name)("tenser"), 'unknown axis "tenser"; did you mean "tensor"')
-            for name in ("size", "groups", "crosses_nodes", "group")
-        ],
-    ],
-)
-def test_what_is_outside_the_grid_is_refused(ask: Any, says: str) -> None:
-    with pytest.raises(TopologyError) as caught:
-        ask(Topology(CONTRACT))
-    assert says in str(caught.value)
+@pytest.mark.parametrize(("ask", "says"), OUTSIDE)
+def test_what_is_outside_the_grid_is_refused(ask: Callable[[Topology], Any], says: str) -> None:
+    assert says in refusal(lambda: ask(Topology(CONTRACT)))
 
 
 @pytest.mark.parametrize(
@@ -268,37 +243,7 @@ def test_the_data_axis_takes_the_ranks_that_are_left(ranks: int, options: dict[s
     assert topology.world_size == ranks
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options", "says"),
-    [
-        (6, {"pipe": 4}, "6 ranks are no multiple of pipe 4 × tensor 1: start a multiple of 4, or"),
-        (6, {"pipe": 2, "rows": 64}, "64 rows of a step are no multiple of 3 replicas.*: start a number of replicas"),
-        (0, {"pipe": 2}, "world_size is 0: write 1 or more"),
-        (4, {"pipe": 2.0}, r"pipe must be a whole number, got 2\.0"),
-    ],
-)
-def test_ranks_that_would_change_a_step_are_refused(ranks: int, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(TopologyError, match=says):
-        Topology.fit(ranks, **options)
-
-
-def test_without_torch_distributed_there_is_no_mesh_and_no_group() -> None:
-    topo = Topology([("pipe", 2)])
-    with pytest.raises(TopologyError, match=r"torch.distributed is not started.*fxpipe.init\(\)"):
-        _ = topo.mesh
-    with pytest.raises(TopologyError, match=r"torch.distributed is not started.*fxpipe.init\(\)"):
-        topo.group("pipe")
-
-
 # --- in four processes ---
-
-
-def refusal(make: Any) -> str:
-    try:
-        make()
-    except TopologyError as error:
-        return str(error)
-    return ""
 
 
 def facts(topo: Topology, meeting: str) -> dict[str, Any]:
@@ -345,57 +290,33 @@ def facts(topo: Topology, meeting: str) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module")
-def four(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    meeting = (tmp_path_factory.mktemp("four") / "meeting").as_uri()
-    return pool.run(facts, Topology([("pipe", 2), ("data", 2)]), meeting)
+DO_NOT_FIT = {
+    "too many": "torch.distributed runs 4 processes, but pipe 2 × tensor 2 × data 4 makes 16",
+    "too few": "torch.distributed runs 4 processes, but pipe 2 makes 2",
+    "unnamed": "a DeviceMesh of shape (2, 2) names no dimensions",
+    "swapped": "the mesh orders its ranks as [0, 2, 1, 3]",
+    "unknown": 'unknown axis "ep"; known: "pipe", "pp"',
+    "part": "torch.distributed runs 4 processes, but dp 2 makes 2",
+    "stale": "torch.distributed is not started",
+}
 
 
-def test_the_mesh_has_the_axes_of_the_topology(four: list[dict[str, Any]]) -> None:
-    for seen in four:
-        assert seen["names"] == ("pipe", "data")
-        assert seen["ranks"] == [[0, 1], [2, 3]]
+def test_the_mesh_and_the_process_groups_are_those_of_the_topology(pool: Pool, tmp_path: Path) -> None:
+    topo = Topology([("pipe", 2), ("data", 2)])
+    four = pool.run(facts, topo, (tmp_path / "meeting").as_uri())
+    for rank, seen in enumerate(four):
+        assert (seen["names"], seen["ranks"]) == (("pipe", "data"), [[0, 1], [2, 3]])
         assert seen["device"] == DEVICE
         assert seen["cached"]
-
-
-def test_process_groups_hold_the_ranks_of_the_groups(four: list[dict[str, Any]]) -> None:
-    topo = Topology([("pipe", 2), ("data", 2)])
-    for rank, seen in enumerate(four):
         for axis, ranks in seen["groups"].items():
             assert ranks == next(group for group in topo.groups(axis) if rank in group)
-
-
-def test_process_groups_reduce_over_their_ranks(four: list[dict[str, Any]]) -> None:
+        assert seen["seen"] == (Topology([("pp", 2), ("dp", 2)], 2), True, True)
+        for case, says in DO_NOT_FIT.items():
+            assert says in seen[case]
     assert [seen["sums"]["pipe"] for seen in four] == [101, 1010, 101, 1010]
     assert [seen["sums"]["dp"] for seen in four] == [11, 11, 1100, 1100]
     assert [seen["sums"]["tensor"] for seen in four] == [1, 10, 100, 1000]
     assert [seen["sums"]["model"] for seen in four] == [101, 1010, 101, 1010]
-
-
-def test_a_mesh_makes_a_topology_and_remains_its_mesh(four: list[dict[str, Any]]) -> None:
-    for seen in four:
-        assert seen["seen"] == (Topology([("pp", 2), ("dp", 2)], 2), True, True)
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("too many", "torch.distributed runs 4 processes, but pipe 2 × tensor 2 × data 4 makes 16"),
-        ("too few", "torch.distributed runs 4 processes, but pipe 2 makes 2"),
-        ("unnamed", "a DeviceMesh of shape (2, 2) names no dimensions"),
-        ("swapped", "the mesh orders its ranks as [0, 2, 1, 3]"),
-        ("unknown", 'unknown axis "ep"; known: "pipe", "pp"'),
-        ("part", "torch.distributed runs 4 processes, but dp 2 makes 2"),
-        ("stale", "torch.distributed is not started"),
-    ],
-)
-def test_processes_that_do_not_fit_the_topology_are_refused(four: list[dict[str, Any]], case: str, says: str) -> None:
-    for seen in four:
-        assert says in seen[case]
-
-
-def test_a_restarted_process_group_gets_a_new_mesh(four: list[dict[str, Any]]) -> None:
     assert [seen["restarted"] for seen in four] == [11, 11, 1100, 1100]
 
 

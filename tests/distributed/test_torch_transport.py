@@ -16,6 +16,7 @@ from fxpipe.distributed.activity import announced
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import Transport
+from fxpipe.errors import TopologyError
 from tests.device import BACKEND
 from tests.gpus import Gpus
 from tests.pool import Pool
@@ -174,3 +175,13 @@ def told_in_steps(few: int) -> list[list[float]]:
 def test_one_rank_tells_all_others_that_listen_already(pool: Pool, few: int) -> None:
     """As messages to each, beside which they meet; or, of many, all at once."""
     assert pool.run(told_in_steps, few, ranks=3) == [[[1.0] * 2, [11.0] * 2, [21.0] * 2]] * 3
+
+
+def connected(ranks: int) -> None:
+    connect(fxpipe.Topology([("pipe", ranks)]))
+
+
+def test_a_topology_of_another_size_is_refused(pool: Pool) -> None:
+    for outcome in pool.outcomes(connected, 4, ranks=2):
+        assert isinstance(outcome.error, TopologyError)
+        assert "4 ranks (pipe 4), but 2 processes run; start 4" in str(outcome.error)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,24 +80,6 @@ def given_other_options(rank_one: dict[str, Any]) -> str:
     return failure_of(lambda: compiled(**(rank_one if dist.get_rank() else {})))
 
 
-@pytest.mark.parametrize(
-    ("rank_one", "told"),
-    [
-        ({"topology": DATA}, "the topology is (pipe 2), ranks_per_node=None on rank 0"),
-        (
-            {"schedule": "gpipe", "timeout": 9},
-            "schedule is '1f1b' on rank 0 (pipe 0), and 'gpipe' on rank 1 (pipe 1); ",
-        ),
-    ],
-)
-def test_ranks_that_were_given_different_options_are_named_with_both(
-    pool: Pool, rank_one: dict[str, Any], told: str
-) -> None:
-    first, second = pool.run(given_other_options, rank_one, ranks=2)
-    assert told in first
-    assert first == second
-
-
 # --- in another call
 
 
@@ -115,72 +96,44 @@ def without_one_step() -> str:
     return failure_of(steps)
 
 
-def test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline(pool: Pool) -> None:
-    told = "the number of calls of optimizer.step() is 1 on rank 0 (data 0), and 2 on rank 1 (data 1)"
-    for text in pool.run(without_one_step, ranks=2):
-        assert text.startswith(f"in forward_backward, step 2: {told}"), text
-
-
-def one_calls(what: str) -> str:
-    forward_backward = compiled()
-    forward_backward.record_timeline()
-    forward_backward(X)
-    saves = partial(forward_backward.state_dict, full=True)
-    other = {"timeline": forward_backward.timeline, "state_dict(full=True)": saves}[what]
-    return failure_of(other if dist.get_rank() == 0 else lambda: forward_backward(X))
-
-
-@pytest.mark.parametrize("what", ["timeline", "state_dict(full=True)"])
-def test_ranks_in_different_calls_are_named_with_them(pool: Pool, what: str) -> None:
-    for text in pool.run(one_calls, what, ranks=2):
-        assert f"rank 0 (pipe 0) in {what}, rank 1 (pipe 1) in forward_backward, step 1; all ranks" in text, text
-
-
 def one_calls_the_other_model() -> str:
     both = [compiled(), compiled()]
     return failure_of(lambda: both[dist.get_rank()](X))
 
 
-def test_ranks_that_call_two_models_in_different_orders_are_named_with_them(pool: Pool) -> None:
-    for text in pool.run(one_calls_the_other_model, ranks=2):
-        zero, one = "rank 0 (pipe 0) in forward_backward, step 0", "rank 1 (pipe 1) in forward_backward, step 0"
-        assert f"{zero}, {one}, of compile 2; all ranks must make the same" in text, text
-
-
-# --- in one call, with other settings
-
-
-def set_otherwise(change: Callable[[fxpipe.ForwardBackward, torch.optim.Optimizer, int], object]) -> str:
-    forward_backward = compiled()
-    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
-    forward_backward(X)
-    change(forward_backward, optimizer, dist.get_rank())
-    return failure_of(lambda: forward_backward(X))
-
-
-def steps_its_scheduler(_: object, optimizer: torch.optim.Optimizer, rank: int) -> None:
+def step_its_scheduler(_: object, optimizer: torch.optim.Optimizer, rank: int) -> None:
     optimizer.param_groups[0]["lr"] = 0.1 if rank else 0.05
 
 
-def clips_at_its_norm(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+def clip_at_its_norm(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
     forward_backward.clip_grad_norm_(1.0 + rank)
 
 
-def sums_gradients(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+def sum_gradients(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
     forward_backward.set_requires_gradient_sync(not rank)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (steps_its_scheduler, "lr of parameter group 0 is 0.05 on rank 0 (pipe 0), and 0.1 on rank 1 (pipe 1)"),
-        (clips_at_its_norm, "(max_norm, norm_type) of clip_grad_norm_() is (1.0, 2.0) on rank 0 (pipe 0), and (2.0, 2"),
-        (sums_gradients, "set_requires_gradient_sync() is True on rank 0 (pipe 0), and False on rank 1 (pipe 1)"),
-    ],
-)
-def test_what_was_set_on_one_rank_alone_is_told_by_the_next_step(pool: Pool, change: Any, told: str) -> None:
-    for text in pool.run(set_otherwise, change, ranks=2):
-        assert text.startswith(f"in forward_backward, step 1: {told}"), text
+def freeze_on_one_rank(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+    forward_backward._planner.module.two.weight.requires_grad_(not rank)
+
+
+def ask_for_the_timeline(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+    if rank == 0:
+        forward_backward.timeline()
+
+
+def ask_for_the_state(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
+    if rank == 0:
+        forward_backward.state_dict(full=True)
+
+
+def in_the_next_step(change: Callable[[fxpipe.ForwardBackward, torch.optim.Optimizer, int], object]) -> str:
+    """What a rank says behind a step and a change of something."""
+    forward_backward = compiled()
+    forward_backward.record_timeline()
+    optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+    forward_backward(X)
+    return failure_of(lambda: (change(forward_backward, optimizer, dist.get_rank()), forward_backward(X)))
 
 
 def without_its_optimizer() -> float:
@@ -207,20 +160,33 @@ def with_its_own_optimizer(*own: tuple[type[torch.optim.Optimizer], dict[str, An
 ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
 
 
-@pytest.mark.parametrize(
-    ("zero", "one", "told"),
-    [
-        ((ADAMW, {}), (torch.optim.SGD, {}), "weight_decay of parameter group 0 is 0.01 on rank 0"),
-        ((ADAMW, {"weight_decay": 0}), (ADAM, {}), "the class of optimizer 0 is 'AdamW' on rank 0"),
-        ((ADAMW, {"eps": 1e-6}), (ADAMW, {"eps": 1e-8}), "eps of parameter group 0 is 1e-06 on rank 0"),
-        ((ADAMW, {"amsgrad": True}), (ADAMW, {}), "amsgrad of parameter group 0 is True on rank 0"),
-    ],
-)
-def test_replicas_with_optimizers_of_their_own_are_told_by_the_next_step(
-    pool: Pool, zero: Any, one: Any, told: str
-) -> None:
-    for text in pool.run(with_its_own_optimizer, zero, one, ranks=2):
-        assert told in text, text
+P0, P1 = "rank 0 (pipe 0)", "rank 1 (pipe 1)"
+STEP_0, STEP_1 = "in forward_backward, step 0", "in forward_backward, step 1"
+IN_TIMELINE, IN_STATE = (f"{P0} in {name}, {P1} {STEP_1}; all ranks" for name in ("timeline", "state_dict(full=True)"))
+TOLD: dict[str, tuple[Any, ...]] = {
+    "the topology is (pipe 2), ranks_per_node=None on rank 0": (given_other_options, {"topology": DATA}),
+    f"schedule is '1f1b' on {P0}, and 'gpipe' on {P1}; ": (given_other_options, {"schedule": "gpipe", "timeout": 9}),
+    "step 2: the number of calls of optimizer.step() is 1 on rank 0 (data 0), and 2 on": (without_one_step,),
+    f"{P0} {STEP_0}, {P1} {STEP_0}, of compile 2; all ranks must make the same": (one_calls_the_other_model,),
+    IN_TIMELINE: (in_the_next_step, ask_for_the_timeline),
+    IN_STATE: (in_the_next_step, ask_for_the_state),
+    f"{STEP_1}: lr of parameter group 0 is 0.05 on {P0}, and 0.1 on {P1}": (in_the_next_step, step_its_scheduler),
+    f"{STEP_1}: (max_norm, norm_type) of clip_grad_norm_() is (1.0, 2.0) on": (in_the_next_step, clip_at_its_norm),
+    f"{STEP_1}: set_requires_gradient_sync() is True on {P0}, and False on": (in_the_next_step, sum_gradients),
+    f"{P0} and {P1} differ in the requires_grad of two.weight; change": (in_the_next_step, freeze_on_one_rank),
+    "weight_decay of parameter group 0 is 0.01": (with_its_own_optimizer, (ADAMW, {}), (torch.optim.SGD, {})),
+    "the class of optimizer 0 is 'AdamW'": (with_its_own_optimizer, (ADAMW, {"weight_decay": 0}), (ADAM, {})),
+    "eps of parameter group 0 is 1e-06": (with_its_own_optimizer, (ADAMW, {"eps": 1e-6}), (ADAMW, {"eps": 1e-8})),
+    "amsgrad of parameter group 0 is True": (with_its_own_optimizer, (ADAMW, {"amsgrad": True}), (ADAMW, {})),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_what_ranks_do_or_were_given_differently_is_told_to_both(pool: Pool, told: str) -> None:
+    call, *given = TOLD[told]
+    first, second = pool.run(call, *given, ranks=2)
+    assert told in first
+    assert told in second
 
 
 A, B = (Call(7, 3, name) for name in "ab")
@@ -290,14 +256,6 @@ def one_sends_nothing() -> str:
     text = failure_of(lambda: forward_backward(X))
     tell("over")
     return text
-
-
-def test_a_message_is_called_by_what_makes_it(pool: Pool) -> None:
-    _, second = pool.run(one_sends_nothing, ranks=2)
-    wanted = (
-        r"rank 1 \(pipe 1\) waits for 0F0 of stage `\w+` from rank 0 \(pipe 0\), \d+ s; rank 0 \(pipe 0\) is at 0F0, "
-    )
-    assert re.match(wanted, second), second
 
 
 def one_is_slow(extends: bool) -> list[str]:
@@ -371,19 +329,6 @@ def test_a_waiting_rank_hears_ctrl_c(pool: Pool, in_a_message: bool) -> None:
     other, text = pool.run(interrupted, in_a_message, ranks=2)
     assert text == "interrupted"
     assert other.startswith("another rank failed: rank 1 (pipe 1): KeyboardInterrupt")
-
-
-def frozen_on_one_rank() -> str:
-    forward_backward = compiled()
-    forward_backward(X)
-    forward_backward._planner.module.two.weight.requires_grad_(not dist.get_rank())
-    return failure_of(lambda: forward_backward(X))
-
-
-def test_how_models_differ_is_told(pool: Pool) -> None:
-    told = "rank 0 (pipe 0) and rank 1 (pipe 1) differ in the requires_grad of two.weight; change the model that was"
-    for text in pool.run(frozen_on_one_rank, ranks=2):
-        assert text.startswith(told), text
 
 
 def test_a_sigterm_is_put_off_in_the_main_thread_where_nobody_else_waits_for_it(

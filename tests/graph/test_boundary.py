@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.graph.boundary import recording
@@ -52,28 +53,7 @@ def test_outside_a_capture_it_costs_one_function_call() -> None:
     assert steps(fxpipe.stage_boundary, x) == steps(empty, x)
 
 
-@pytest.mark.parametrize(
-    ("given", "fact"),
-    [
-        ({"gather": "all"}, r"gather='all'; write \"batch\", or \"global\" for the rows of all replicas"),
-        ({"gather": True}, r"gather=True; write \"batch\""),
-        ({"group": 4}, r"group=4 and no gather; write gather=\"batch\" beside it"),
-        ({"gather": "batch", "group": 0}, r"group=0; write how many micro-batches make a group, 1 or more"),
-        ({"gather": "batch", "group": 2.0}, r"group=2.0; write how many"),
-    ],
-)
-def test_no_way_to_gather_is_refused(given: dict[str, Any], fact: str) -> None:
-    with pytest.raises(fxpipe.TraceError, match=fact):
-        fxpipe.stage_boundary(torch.ones(2), **given)
-
-
-@pytest.mark.parametrize("value", [3, 3.5, True, "x", b"x"])
-def test_a_number_or_a_text_is_refused(value: Any) -> None:
-    with pytest.raises(fxpipe.TraceError, match=r"stage_boundary is given .*; give it the tensors that cross the cut"):
-        fxpipe.stage_boundary(value)
-
-
-def test_another_thread_runs_eagerly_while_this_one_captures() -> None:
+def test_a_capture_is_of_one_thread_and_ends_with_an_error_inside_it() -> None:
     x, seen = torch.ones(1), []
     with recording(lambda value, name, gather: "captured"):
         thread = threading.Thread(target=lambda: seen.append(fxpipe.stage_boundary(x)))
@@ -82,13 +62,27 @@ def test_another_thread_runs_eagerly_while_this_one_captures() -> None:
         assert fxpipe.stage_boundary(x) == "captured"  # type: ignore[comparison-overlap]
     assert seen[0] is x
     assert fxpipe.stage_boundary(x) is x
-
-
-def test_recording_ends_with_an_error_inside_it() -> None:
-    x = torch.ones(1)
     with pytest.raises(ZeroDivisionError), recording(lambda value, name, gather: 1 / 0):
         fxpipe.stage_boundary(x)
     assert fxpipe.stage_boundary(x) is x
+
+
+TENSOR = torch.ones(2)
+NOTHING_TO_CUT = "stage_boundary is given .*; give it the tensors that cross the cut"
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (TENSOR, {"gather": "all"}, 'gather=\'all\'; write "batch", or "global" for the rows of all replicas'),
+    (TENSOR, {"gather": True}, 'gather=True; write "batch"'),
+    (TENSOR, {"group": 4}, 'group=4 and no gather; write gather="batch" beside it'),
+    (TENSOR, {"gather": "batch", "group": 0}, "group=0; write how many micro-batches make a group, 1 or more"),
+    (TENSOR, {"gather": "batch", "group": 2.0}, r"group=2\.0; write how many"),
+    *((value, {}, NOTHING_TO_CUT) for value in (3, 3.5, True, "x", b"x")),
+]
+
+
+@pytest.mark.parametrize(("value", "options", "fact"), REFUSED)
+def test_what_is_no_cut_and_no_way_to_gather_is_refused(value: Any, options: dict[str, Any], fact: str) -> None:
+    with pytest.raises(fxpipe.TraceError, match=fact):
+        fxpipe.stage_boundary(value, **options)
 
 
 @pytest.mark.parametrize(
@@ -104,32 +98,18 @@ def test_recording_ends_with_an_error_inside_it() -> None:
     ],
 )
 def test_a_captured_container_keeps_its_kind_and_what_is_no_tensor_in_it(make: Any, tensors: int) -> None:
-    seen: list[tuple[Any, Any]] = []
+    seen: list[Any] = []
 
     class Model(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Any:
             given = make(x, y)
-            seen.append((given, fxpipe.stage_boundary(given, name="cut")))
-            return seen[0][1]
+            seen.extend([given, fxpipe.stage_boundary(given, name="cut")])
+            return seen[1]
 
-    program = captured(Model())
-    ((given, got),) = seen
-    assert_same_kind(given, got)
-    (marker,) = filter(is_boundary, program.graph.nodes)
-    assert len(marker.args[0]) == tensors
-    assert marker.args[1] == "cut"
-
-
-def assert_same_kind(given: Any, got: Any) -> None:
-    assert type(given) is type(got)
-    if isinstance(given, torch.fx.Proxy):
-        return
-    if isinstance(given, dict):
-        assert list(given) == list(got)
-        given, got = list(given.values()), list(got.values())
-    if isinstance(given, (tuple, list)):
-        assert len(given) == len(got)
-        for one, other in zip(given, got, strict=True):
-            assert_same_kind(one, other)
-    else:
-        assert given is got
+    (marker,) = filter(is_boundary, captured(Model()).graph.nodes)
+    assert (len(marker.args[0]), marker.args[1]) == (tensors, "cut")
+    (given, kind), (got, got_kind) = map(pytree.tree_flatten, seen)
+    assert kind == got_kind
+    for leaf, behind in zip(given, got, strict=True):
+        assert type(leaf) is type(behind)
+        assert isinstance(leaf, torch.fx.Proxy) or leaf is behind

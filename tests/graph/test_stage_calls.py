@@ -26,15 +26,18 @@ class Towers(nn.Module):
         return (v * t * self.scale.exp()).mean()
 
 
+Compiled = tuple[Towers, fxpipe.ForwardBackward]
+
+
 @pytest.fixture
-def towers() -> tuple[Towers, fxpipe.ForwardBackward]:
+def towers() -> Compiled:
     torch.manual_seed(0)
     model = Towers()
     return model, fxpipe.compile(model, fxpipe.Topology([("pipe", 3)]), microbatches=2)
 
 
 def test_stages_called_by_hand_give_plain_pytorchs_loss_and_gradients(
-    towers: tuple[Towers, fxpipe.ForwardBackward],
+    towers: Compiled,
 ) -> None:
     model, forward_backward = towers
     image, text = torch.randn(5, 6), torch.randn(5, 3)
@@ -56,22 +59,19 @@ def test_stages_called_by_hand_give_plain_pytorchs_loss_and_gradients(
         assert torch.equal(parameter.grad, expected[name]), name
 
 
-def test_a_gradient_that_did_not_come_back_is_none(towers: tuple[Towers, fxpipe.ForwardBackward]) -> None:
+def test_a_gradient_that_did_not_come_back_is_none_and_a_missing_input_is_named(
+    towers: Compiled,
+) -> None:
     model, forward_backward = towers
     _, saved = forward_backward.stages["image"].forward(torch.randn(5, 6))
     assert forward_backward.stages["image"].backward(saved, [None]) == [None]
     assert model.image.weight.grad is None
-
-
-def test_the_wrong_number_of_inputs_is_told_with_their_names(
-    towers: tuple[Towers, fxpipe.ForwardBackward],
-) -> None:
     with pytest.raises(TypeError, match=r"stage loss takes 2 inputs .* 1 were given"):
-        towers[1].stages["loss"].forward(torch.zeros(1))
+        forward_backward.stages["loss"].forward(torch.zeros(1))
 
 
 def test_forward_prints_its_code_and_backward_what_it_returns(
-    towers: tuple[Towers, fxpipe.ForwardBackward],
+    towers: Compiled,
 ) -> None:
     stages = towers[1].stages
     forward, backward = str(stages["image"].forward), str(stages["image"].backward)
@@ -82,34 +82,23 @@ def test_forward_prints_its_code_and_backward_what_it_returns(
     assert "return [d_image]" in backward
 
 
-def test_an_output_that_autograd_did_not_save_is_free_once_it_has_been_sent() -> None:
-    class Linears(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+class Shifting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.shift = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(fxpipe.stage_boundary(self.one(x))).sum()
+    def forward(self, x: Tensor) -> Tensor:
+        return (fxpipe.stage_boundary(self.one(x)) + self.shift).sum()
 
-    stages = fxpipe.compile(Linears(), fxpipe.Topology([("pipe", 2)])).stages
+
+def test_a_value_that_autograd_did_not_save_is_free_once_it_has_been_sent_or_used() -> None:
+    stages = fxpipe.compile(Shifting(), fxpipe.Topology([("pipe", 2)])).stages
     outputs, saved = stages[0].forward(torch.randn(2, 4))
-    alive = weakref.ref(outputs[0])
+    sent = weakref.ref(outputs[0])
     assert saved.roots[0][0] is not None
     del outputs
     gc.collect()
-    assert alive() is None
-
-
-def test_an_input_that_autograd_did_not_save_is_free_once_it_has_been_used() -> None:
-    class Shifting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.shift = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (fxpipe.stage_boundary(self.one(x)) + self.shift).sum()
-
-    stages = fxpipe.compile(Shifting(), fxpipe.Topology([("pipe", 2)])).stages
+    assert sent() is None
     x = torch.randn(2, 4, requires_grad=True)
     tensor, memory = weakref.ref(x), StorageWeakRef(x.untyped_storage())
     _, saved = stages[1].forward(x)
@@ -121,7 +110,7 @@ def test_an_input_that_autograd_did_not_save_is_free_once_it_has_been_used() -> 
 
 
 def test_the_stage_table_shows_parameters_bytes_and_destinations(
-    towers: tuple[Towers, fxpipe.ForwardBackward],
+    towers: Compiled,
 ) -> None:
     _, forward_backward = towers
     before = str(forward_backward.stages)
@@ -136,7 +125,7 @@ def test_the_stage_table_shows_parameters_bytes_and_destinations(
 
 
 def test_hooks_that_are_put_on_a_stages_own_module_later_are_called(
-    towers: tuple[Towers, fxpipe.ForwardBackward],
+    towers: Compiled,
 ) -> None:
     _, forward_backward = towers
     batch = torch.randn(4, 6), torch.randn(4, 3)
@@ -157,7 +146,7 @@ def test_hooks_that_are_put_on_a_stages_own_module_later_are_called(
 
 
 def test_a_part_that_is_put_in_place_of_a_stages_own_is_called(
-    towers: tuple[Towers, fxpipe.ForwardBackward],
+    towers: Compiled,
 ) -> None:
     _, forward_backward = towers
     stage = forward_backward.stages["image"]

@@ -87,3 +87,17 @@ def test_a_parameter_of_another_rank_that_was_rounded_is_not_seen_to_change() ->
     assert list(Snapshot(model).changes()) == []
     with pytest.raises(fxpipe.RunError, match="on rank 1"):
         model.weight.data = torch.ones(4, 4)
+
+
+def test_a_parameter_of_another_rank_is_skipped_by_optimizers_and_missed_by_a_norm() -> None:
+    """As nanoGPT trains: its optimizer and its ``clip_grad_norm_`` are given all of the model's parameters."""
+    model = nn.Linear(4, 4)
+    model.weight = Elsewhere.of(model.weight, "on rank 1", torch.device("cpu"))  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before, model.bias.grad = model.bias.detach().clone(), torch.ones(4)
+    optimizer.step()
+    assert torch.equal(model.bias, before - 1)
+    with pytest.raises(fxpipe.RunError, match="on rank 1"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    assert model.bias.grad is None

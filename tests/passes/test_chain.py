@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,16 +31,6 @@ class Model(nn.Module):
         return (self.second(h) * mask).sum()
 
 
-# ---- the check ----
-
-
-def broken(change: Callable[[Program], Program]) -> Callable[[Program], Program]:
-    def my_pass(program: Program) -> Program:
-        return change(program)
-
-    return my_pass
-
-
 def without_first(program: Program) -> Program:
     """The producer of a value that is still used is gone."""
     graph = fx.Graph()
@@ -49,119 +40,61 @@ def without_first(program: Program) -> Program:
     return program.replace(graph=graph)
 
 
-def node_in_no_stage(program: Program) -> Program:
-    return program.replace(stage_of={k: v for k, v in program.stage_of.items() if k != "sum_1"})
+def without(names: dict[str, int], name: str) -> dict[str, int]:
+    return {other: stage for other, stage in names.items() if other != name}
 
 
-def node_in_two_places(program: Program) -> Program:
-    return program.replace(copied=program.copied | {"first"}, stage_of=program.stage_of)
+BROKEN: dict[str, Callable[[Program], Any]] = {
+    "not well formed": without_first,
+    "put sum_1 into 0 places": lambda p: p.replace(stage_of=without(p.stage_of, "sum_1")),
+    "put first into 2 places": lambda p: p.replace(copied=p.copied | {"first"}),
+    "behind add_, which uses it": lambda p: p.replace(stage_of={name: 1 - stage for name, stage in p.stage_of.items()}),
+    "nodes that are gone: ['gone']": lambda p: p.replace(stage_of={**p.stage_of, "gone": 0}),
+    "copies sum_1, but not mul_1": lambda p: p.replace(
+        stage_of=without(p.stage_of, "sum_1"), copied=p.copied | {"sum_1"}
+    ),
+    "numbered the stages [0, 2]": lambda p: p.replace(stage_of={n: 2 * stage for n, stage in p.stage_of.items()}),
+    "named 2 stages ['same', 'same']": lambda p: p.replace(stage_names=("same", "same")),
+    "share written memory, into stages [0, 1]": lambda p: p.replace(
+        written=(*p.written, frozenset({"first", "second"}))
+    ),
+    "returned NoneType; a pass returns a Program": lambda p: None,
+}
 
 
-def behind_its_user_across_a_boundary(program: Program) -> Program:
-    return program.replace(stage_of={name: 1 - stage for name, stage in program.stage_of.items()})
+@pytest.mark.parametrize("fact", BROKEN)
+def test_a_broken_program_is_noticed_after_the_pass_that_broke_it(fact: str) -> None:
+    def my_pass(program: Program) -> Any:
+        return BROKEN[fact](program)
+
+    with pytest.raises(PartitionError, match=rf"pass my_pass .*{re.escape(fact)}"):
+        chain((*passes.default(), my_pass, lambda program: pytest.fail("it goes on")), captured(Model()))
 
 
-def fact_about_nothing(program: Program) -> Program:
-    return program.replace(stage_of={**program.stage_of, "gone": 0})
-
-
-def copy_that_needs_what_is_not_copied(program: Program) -> Program:
-    stage_of = {name: stage for name, stage in program.stage_of.items() if name != "sum_1"}
-    return program.replace(stage_of=stage_of, copied=program.copied | {"sum_1"})
-
-
-def gap_in_the_stages(program: Program) -> Program:
-    return program.replace(stage_of={name: 2 * stage for name, stage in program.stage_of.items()})
-
-
-def one_name_for_two_stages(program: Program) -> Program:
-    return program.replace(stage_names=("same", "same"))
-
-
-def group_torn_apart(program: Program) -> Program:
-    return program.replace(written=(*program.written, frozenset({"first", "second"})))
-
-
-def no_program(program: Program) -> Any:
-    return None
-
-
-@pytest.mark.parametrize(
-    ("change", "fact"),
-    [
-        (without_first, "not well formed"),
-        (node_in_no_stage, "put sum_1 into 0 places"),
-        (node_in_two_places, "put first into 2 places"),
-        (behind_its_user_across_a_boundary, "behind add_, which uses it"),
-        (fact_about_nothing, "nodes that are gone: ['gone']"),
-        (copy_that_needs_what_is_not_copied, "copies sum_1, but not mul_1"),
-        (gap_in_the_stages, "numbered the stages [0, 2]"),
-        (one_name_for_two_stages, "named 2 stages ['same', 'same']"),
-        (group_torn_apart, "share written memory, into stages [0, 1]"),
-        (no_program, "returned NoneType; a pass returns a Program"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_broken_program_is_noticed_after_the_pass_that_broke_it(
-    change: Callable[[Program], Program], fact: str
-) -> None:
-    steps = (*passes.default(), broken(change), lambda program: pytest.fail("it goes on"))
-    with pytest.raises(PartitionError) as caught:
-        chain(steps, captured(Model()))
-    assert "pass my_pass " in str(caught.value)
-    assert fact in str(caught.value)
-
-
-# ---- FXPIPE_DEBUG ----
-
-
-def debug_output(level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setenv("FXPIPE_DEBUG", level)
-    chain(passes.default(), captured(Model()))
-    printed = capsys.readouterr()
-    assert printed.out == "", "standard output belongs to the user's program"
-    return printed.err
-
-
-@pytest.mark.parametrize("level", ["", "0"])
-def test_level_0_prints_nothing(
-    level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert debug_output(level, monkeypatch, capsys) == ""
-
-
-def test_level_1_prints_the_program_once_with_its_stages(
+def test_the_debug_level_says_what_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = debug_output("1", monkeypatch, capsys)
-    assert printed.count("-- program after") == 1
-    assert "-- program after name_stages" in printed
-    lines = {line.split(" :")[0]: line for line in printed.splitlines()}
-    assert lines["%first"].endswith("# stage first")
-    assert lines["%second"].endswith("# stage behind")
-    assert lines["%gt"].endswith("# copied")
-
-
-def test_level_2_prints_what_each_pass_changed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = debug_output("2", monkeypatch, capsys)
-    assert "+++ after mark_copies" in printed
-    changed = [line for line in printed.splitlines() if line.startswith("+%gt")]
-    assert changed
-    assert changed[0].endswith("# copied")
-    assert any(line.startswith("-%gt") for line in printed.splitlines())
-    assert "after alias_groups" not in printed, "it changes nothing that is printed"
-
-
-def test_level_3_prints_the_program_after_each_pass_and_its_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = debug_output("3", monkeypatch, capsys)
-    headers = [line for line in printed.splitlines() if line.startswith("-- program after")]
+    printed = {}
+    for level in ("", "0", "1", "2", "3"):
+        monkeypatch.setenv("FXPIPE_DEBUG", level)
+        chain(passes.default(), captured(Model()))
+        out, printed[level] = capsys.readouterr()
+        assert out == "", "standard output belongs to the user's program"
+    assert printed[""] == printed["0"] == ""
+    # 1: the program, once, with its stages
+    assert printed["1"].count("-- program after") == printed["1"].count("-- program after name_stages") == 1
+    lines = {line.split(" :")[0]: line for line in printed["1"].splitlines()}
+    for node, end in (("first", "# stage first"), ("second", "# stage behind"), ("gt", "# copied")):
+        assert lines[f"%{node}"].endswith(end)
+    # 2: what each pass changed, and nothing of one that changes nothing that is printed
+    assert "+++ after mark_copies" in printed["2"]
+    assert re.search(r"^-%gt.*\n(.*\n)*?\+%gt.*# copied$", printed["2"], re.MULTILINE)
+    assert "after alias_groups" not in printed["2"]
+    # 3: the program after each pass, and its time
+    headers = [line for line in printed["3"].splitlines() if line.startswith("-- program after")]
     assert [header.split()[3].rstrip(",") for header in headers] == [step.__name__ for step in passes.default()]
     assert all(header.endswith(" ms") for header in headers)
-    assert printed.count("%second :") == len(headers)
+    assert printed["3"].count("%second :") == len(headers)
 
 
 def test_an_unknown_level_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:

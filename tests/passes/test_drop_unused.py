@@ -30,50 +30,25 @@ class Head(nn.Module):
         return x + 1
 
 
-def behind_a_boundary(m: Any, x: Tensor) -> None:
-    m.linear(stage_boundary(m.linear(x)))
-
-
 def written_in_place(m: Any, x: Tensor) -> None:
     h = m.linear(x)
     h[0] = 1
     m.relu(h).add_(2)
 
 
-def a_batch_norm(m: Any, x: Tensor) -> None:
-    m.norm(m.linear(x))
+KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], bool, str]] = {
+    "behind a boundary": (lambda m, x: m.linear(stage_boundary(m.linear(x))), True, ""),
+    "written in place": (written_in_place, True, ""),
+    "a batch norm in evaluation": (lambda m, x: m.norm(m.linear(x)), False, ""),
+    "a batch norm": (lambda m, x: m.norm(m.linear(x)), True, "linear norm"),
+    "a buffer": (lambda m, x: m.seen.add_(m.linear(x).sum(0)), False, "linear sum_1 add_"),
+    "an input": (lambda m, x: m.relu(x.view(-1)), False, "view relu"),
+    "a hook": (lambda m, x: m.hooked(x), False, "hooked"),
+    "a check": (lambda m, x: torch._assert((m.linear(x) > 0).all(), "no"), False, "linear gt all_1 _assert"),
+}
 
 
-def a_buffer(m: Any, x: Tensor) -> None:
-    m.seen.add_(m.linear(x).sum(0))
-
-
-def an_input(m: Any, x: Tensor) -> None:
-    m.relu(x.view(-1))
-
-
-def a_hook(m: Any, x: Tensor) -> None:
-    m.hooked(x)
-
-
-def a_check(m: Any, x: Tensor) -> None:
-    torch._assert((m.linear(x) > 0).all(), "no")
-
-
-@pytest.mark.parametrize(
-    ("body", "training", "kept"),
-    [
-        (behind_a_boundary, True, ""),
-        (written_in_place, True, ""),
-        (a_batch_norm, False, ""),
-        (a_batch_norm, True, "linear norm"),
-        (a_buffer, False, "linear sum_1 add_"),
-        (an_input, False, "view relu"),
-        (a_hook, False, "hooked"),
-        (a_check, False, "linear gt all_1 _assert"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
+@pytest.mark.parametrize(("body", "training", "kept"), KEPT.values(), ids=KEPT.keys())
 def test_what_nothing_reads_goes_unless_it_does_something(body: Any, training: bool, kept: str) -> None:
     program = passes.drop_unused(captured(Head(body).train(training)))
     assert [label(n) for n in program.graph.nodes if n.op.startswith("call_")] == [*kept.split(), "add"]

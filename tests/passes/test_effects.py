@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from fxpipe.graph.operators import setitem
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import Effects, Program
 from fxpipe.passes import effects
+from fxpipe.passes.alias_groups import holders_of_written
 from tests.capturing import Model, captured, names
 
 
@@ -169,3 +171,57 @@ def test_which_modules_write_what_they_hold(module: nn.Module, updates: bool) ->
     changed = any(not torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert changed is updates, "torch itself says so"
     assert bool(effects.own_writes(module)) is updates
+
+
+# --- operators of torch.export, and opaque modules ---
+
+aten = torch.ops.aten
+
+
+def node_of(target: Any, *args: Any, **kwargs: Any) -> tuple[Program, fx.Node]:
+    """A call of an operator, a fresh placeholder for each string among the arguments, of that name."""
+    graph = fx.Graph()
+    made = {name: graph.placeholder(name) for name in pytree.tree_leaves((args, kwargs)) if isinstance(name, str)}
+    given, named = pytree.tree_map_only(str, made.__getitem__, (args, kwargs))
+    return Program(nn.Module(), graph), graph.call_function(target, given, named)
+
+
+OPERATORS: dict[str, tuple[tuple[Any, ...], str, str, bool]] = {
+    "add_": ((aten.add_.Tensor, "x", "y"), "x", "x", False),
+    "slice": ((aten.slice.Tensor, "x", 0, 0, 1), "", "x", False),
+    "reshape": ((aten.reshape.default, "x", [2]), "", "x", False),
+    "type_as": ((aten.type_as.default, "x", "y"), "", "x y", False),
+    "index_put_": ((aten.index_put_.default, "x", ["y"], "z"), "x", "x", False),
+    "batch_norm": ((aten.batch_norm.default, "x", "w", "b", "m", "v", True, 0.1, 1e-5, False), "m v", "m v", False),
+    "dropout": ((aten.dropout.default, "x", 0.1, True), "", "x", True),
+    "dropout in eval": ((aten.dropout.default, "x", 0.1, False), "", "x", False),
+    "attention": ((aten.scaled_dot_product_attention.default, "x", "y", "z"), "", "", False),
+    "dropping attention": ((aten.scaled_dot_product_attention.default, "x", "y", "z", None, 0.1), "", "", True),
+    "randn": ((aten.randn.default, [4]), "", "", True),
+    "bernoulli_": ((aten.bernoulli_.float, "x"), "x", "x", True),
+    "linear": ((aten.linear.default, "x", "w", "b"), "", "", False),
+}
+
+
+@pytest.mark.parametrize(("call", "writes", "shares", "draws"), OPERATORS.values(), ids=list(OPERATORS))
+def test_effects_of_operators(call: tuple[Any, ...], writes: str, shares: str, draws: bool) -> None:
+    program, node = node_of(*call)
+    assert [source.name for source in effects.written(program, node)] == writes.split()
+    assert [source.name for source in effects.aliased(program, node)] == shares.split()
+    assert effects.is_random(program, node) is draws
+
+
+def test_effects_of_an_opaque_module_are_what_it_was_seen_to_do() -> None:
+    module = nn.Module()
+    module.part = nn.Linear(2, 2)
+    module.register_buffer("state", torch.zeros(2))
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    first = graph.create_node("call_module", "block", (x,), {"other": y}, name="first")
+    second = graph.create_node("get_attr", "state", name="second")
+    graph.output(graph.call_function(torch.add, (first, second)))
+    seen = Effects(reads=("part.weight",), writes=("state",), shares=(1,), draws_random=True)
+    program = Program(module, graph, opaque={"block": nn.Module()}, effects={"first": seen})
+    assert effects.aliased(program, first) == [y]
+    assert effects.is_random(program, first)
+    assert holders_of_written(program) == [[first, second]]

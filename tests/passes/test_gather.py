@@ -60,34 +60,24 @@ def join(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(batch(m.a(x)), batch(m.b(y)))
 
 
-def labels_beside(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(everyones(m.a(x)), y)
+BATCH, GLOBAL = {"batch"}, {"global"}
+TAKEN: list[tuple[Forward, list[Any]]] = [
+    (join, [(None, BATCH, {"a": "batch", "b": "batch"})]),
+    (lambda m, x, y: F.mse_loss(everyones(m.a(x)), y), [(None, GLOBAL, {"y": "global", "a": "global"})]),
+    (
+        lambda m, x, y: F.mse_loss(m.head(stage_boundary(m.b(batch(m.a(x))))), y),
+        [(None, BATCH, {"a": "batch"}), (None, BATCH, {"y": "batch", "b": None})],
+    ),
+    (
+        lambda m, x, y: F.mse_loss(*everyones((m.b(batch(m.a(x))), m.head(y)))),
+        [(None, BATCH, {"a": "batch"}), (None, GLOBAL, {"b": "global", "head": "global"})],
+    ),
+]
 
 
-def a_stage_behind(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    h = stage_boundary(m.b(batch(m.a(x))))
-    return F.mse_loss(m.head(h), y)
-
-
-def global_behind_batch(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(*everyones((m.b(batch(m.a(x))), m.head(y))))
-
-
-TAKEN = {
-    join: {"mse_loss": (None, {"batch"}, {"a": "batch", "b": "batch"})},
-    labels_beside: {"mse_loss": (None, {"global"}, {"y": "global", "a": "global"})},
-    a_stage_behind: {"b": (None, {"batch"}, {"a": "batch"}), "head": (None, {"batch"}, {"y": "batch", "b": None})},
-    global_behind_batch: {
-        "b": (None, {"batch"}, {"a": "batch"}),
-        "stage3": (None, {"global"}, {"b": "global", "head": "global"}),
-    },
-}
-
-
-@pytest.mark.parametrize("forward", TAKEN, ids=lambda forward: forward.__name__)
-def test_a_stage_behind_a_gather_and_all_after_it_run_for_a_group(forward: Forward) -> None:
-    found = list(told(graph_of(forward)).values())
-    assert found == list(TAKEN[forward].values())
+@pytest.mark.parametrize(("forward", "wanted"), TAKEN)
+def test_a_stage_behind_a_gather_and_all_after_it_run_for_a_group(forward: Forward, wanted: list[Any]) -> None:
+    assert list(told(graph_of(forward)).values()) == wanted
 
 
 def test_a_value_comes_in_two_ways() -> None:
@@ -121,17 +111,13 @@ def test_how_many_rows_there_are_is_asked_behind_the_gather(ask: Callable[[Tenso
     assert torch.equal(graph[1].run(rows)[0], wanted)
 
 
+def a_batch_norm(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return m.norm(batch(m.a(x))).sum()
+
+
 def a_number_from_in_front(m: Any, x: Tensor, y: Tensor) -> Tensor:
     h = m.a(x)
     return batch(h).sum() / h.shape[0]
-
-
-def a_plain_boundary(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(batch(m.a(x)), stage_boundary(m.b(y)))
-
-
-def two_sizes(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(batch(m.a(x), 2), batch(m.b(y), 4))
 
 
 def an_input_in_neither_way(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -139,28 +125,26 @@ def an_input_in_neither_way(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return (batch(h) @ everyones(h).T).sum() + y.sum()
 
 
-def everyones_again(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return everyones(m.b(everyones(m.a(x)))).sum()
-
-
-def a_batch_norm(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return m.norm(batch(m.a(x))).sum()
-
-
-REFUSED = {
-    a_number_from_in_front: r"a number of each micro-batch; ask the gathered value for it: v = stage_boundary\(v",
-    a_plain_boundary: r"is given b .*test_gather.*through no boundary that gathers.*write gather= there, too",
-    two_sizes: r"is given groups of several sizes, group=\[2, 4\]; write one",
-    an_input_in_neither_way: r'is given y.*as "batch" and as "global"; say which this is: stage_boundary\(y, gather=',
-    everyones_again: r'is given b .*through gather="global", which is of every replica\'s rows already',
-    a_batch_norm: r"holds the batch norm 'norm'.*put it in front of the boundary, put it in eval\(\), or write a Layer",
+REFUSED: dict[str, Forward] = {
+    r"a number of each micro-batch; ask the gathered value for it: v = stage_boundary\(v": a_number_from_in_front,
+    "is given b .*test_gather.*through no boundary that gathers.*write gather= there, too": (
+        lambda m, x, y: F.mse_loss(batch(m.a(x)), stage_boundary(m.b(y)))
+    ),
+    r"is given groups of several sizes, group=\[2, 4\]; write one": (
+        lambda m, x, y: F.mse_loss(batch(m.a(x), 2), batch(m.b(y), 4))
+    ),
+    r'is given y.*as "batch" and as "global"; say which this is: stage_boundary\(y, gather=': an_input_in_neither_way,
+    r'is given b .*through gather="global", which is of every replica\'s rows already': (
+        lambda m, x, y: everyones(m.b(everyones(m.a(x)))).sum()
+    ),
+    r"holds the batch norm 'norm'.*put it in front of the boundary, put it in eval\(\), or write a Layer": a_batch_norm,
 }
 
 
-@pytest.mark.parametrize("forward", REFUSED, ids=lambda forward: forward.__name__)
-def test_what_cannot_enter_a_group_is_refused_with_what_to_write(forward: Forward) -> None:
-    with pytest.raises(PartitionError, match=f"which runs once for a group of micro-batches, .*{REFUSED[forward]}"):
-        graph_of(forward)
+@pytest.mark.parametrize("fact", REFUSED)
+def test_what_cannot_enter_a_group_is_refused_with_what_to_write(fact: str) -> None:
+    with pytest.raises(PartitionError, match=f"which runs once for a group of micro-batches, .*{fact}"):
+        graph_of(REFUSED[fact])
 
 
 def test_a_batch_norm_that_is_frozen_may_stand_behind_a_gather() -> None:

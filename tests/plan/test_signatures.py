@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 import fxpipe.plan.capture.auto_opaque
 from fxpipe import stage_boundary
-from fxpipe.plan.inputs.pattern import modules_of, parameters_in
+from fxpipe.batch.pattern import modules_of, parameters_in
 from tests.harness import assert_same, engine_of, gradients_of
 
 WIDTH = 6

@@ -89,7 +89,7 @@ def test_it_passes_for_a_plain_tensor() -> None:
     plain = torch.tensor(float(loss))
     assert isinstance(loss, Tensor)
     assert torch.is_tensor(loss)
-    assert loss.__class__ is Tensor  # wandb goes by the names of the module and of the class
+    assert loss.__class__ is Tensor  # as wandb.util.get_full_typename reads it
     assert (loss.dim(), loss.requires_grad, loss.is_leaf, loss.grad_fn) == (0, False, True, None)
     torch.testing.assert_close(loss, plain, rtol=0, atol=0)
     assert repr(loss) == repr(plain)

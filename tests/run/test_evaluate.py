@@ -16,7 +16,7 @@ from fxpipe import Topology, stage_boundary
 from tests.harness import Engine, engine_of, replica_of
 from tests.replicas import refusals
 from tests.thinned import every, in_turn
-from tests.two_ranks import TWO, Pooled, Two
+from tests.two_ranks import TWO, Pooled
 
 IGNORED = -100
 CLASSES, LENGTH, WIDTH = 5, 3, 4
@@ -488,14 +488,3 @@ def test_evaluate_joins_rows_where_they_are() -> None:
     )
     x = torch.randn(5, 4, 4)
     assert torch.allclose(forward_backward.evaluate(x), model(x), atol=1e-6)
-
-
-def test_evaluate_gives_an_output_without_rows_for_each_micro_batch() -> None:
-    class Summed(Two):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return self.b(fxpipe.stage_boundary(self.a(x))).sum(0)
-
-    model = Summed()
-    forward_backward = fxpipe.compile(model, TWO, loss_fn=lambda y, t: y.mean(), microbatches=2)
-    x = torch.randn(6, 4)
-    torch.testing.assert_close(list(forward_backward.evaluate(x)), [model(part).detach() for part in x.chunk(2)])

@@ -66,8 +66,8 @@ def test_nothing_is_kept_of_a_micro_batch_without_weight(executors: list[Executo
     forward_backward(batch)
     assert len(executors) == 2
     assert all(slot is NOT_MADE for executor in executors for slot in executor.slots)
-    assert all(executor.held.values() for executor in executors)
-    assert all(held == LeftBehind() for executor in executors for held in executor.held.values())
+    assert all(executor.left_behind.values() for executor in executors)
+    assert all(left == LeftBehind() for executor in executors for left in executor.left_behind.values())
 
 
 def test_a_micro_batch_without_weight_may_have_a_loss_without_gradient(batch: Tensor) -> None:

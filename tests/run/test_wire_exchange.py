@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.distributed.collective import Work
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Pair, Transport
 from fxpipe.errors import RunError
@@ -29,7 +28,7 @@ from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import pytree
 from tests.harness import engine_of
 from tests.messages import ByMessage
-from tests.strict_transport import run_strict
+from tests.strict_transport import connect, run_strict
 
 HERE = torch.get_default_device()
 every_seed = pytest.mark.parametrize("seed", range(3))

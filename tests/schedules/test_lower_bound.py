@@ -59,7 +59,7 @@ def test_no_schedule_of_a_random_graph_is_below_the_lower_bound(name: str) -> No
 
 
 @every_schedule
-def test_no_table_takes_less_than_it_would_where_links_carry_all_at_once(name: str) -> None:
+def test_the_least_makespan_is_no_longer_than_a_simulated_one(name: str) -> None:
     for seed in seeds(40):
         draw = random.Random(seed)
         graph = random_bare(seed, frozen=seed % 4 == 0, one_each=seed % 5 == 0)

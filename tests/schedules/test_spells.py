@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.formats.chrome_trace import chrome_trace
-from fxpipe.formats.html_page import html
 from fxpipe.run.timeline_recorder import timeline_of
 from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.show.chrome_trace import chrome_trace
+from fxpipe.schedules.show.html_page import html
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 from tests.run.test_measured_timeline import COURSES, laps_by_hand
 

@@ -17,14 +17,13 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxpipe
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.gradients import Piece
 from fxpipe.sharding.optimizer_class import looks_across
 from tests.pool import Pool, RankFailed
-from tests.strict_transport import run_strict
+from tests.strict_transport import connect, run_strict
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
 

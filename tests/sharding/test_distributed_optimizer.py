@@ -41,7 +41,7 @@ class Halves:
         self._parameters, self._rank, self._ranks = parameters, rank, ranks
         self._whole: set[str] = set()
         self.published: list[OptimizerPieces] = []
-        self.way = GradientSums(zero=1 if ranks > 1 else 0, shards=ranks, rank=rank, replicas=1)
+        self.sums = GradientSums(zero=1 if ranks > 1 else 0, shards=ranks, rank=rank, replicas=1)
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
         wanted = set(names)

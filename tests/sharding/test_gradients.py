@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.gradients import Gradients, WhoUsed
 from fxpipe.sharding.reducer import Reducer
-from tests.strict_transport import run_strict
+from tests.strict_transport import connect, run_strict
 
 # (zero, ranks of a shard group) → whether they have different pieces
 WAYS = {(0, 2): False, (1, 2): True, (1, 1): False, (3, 2): True}

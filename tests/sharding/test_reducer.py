@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
-from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import broadcast
 from fxpipe.sharding.flat_bucket import FlatBucket
 from fxpipe.sharding.gradients import Piece
-from tests.strict_transport import run_strict
+from tests.strict_transport import connect, run_strict
 from tests.thinned import ALL, every
 
 ROWS = 24  # of a whole batch

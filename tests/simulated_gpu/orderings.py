@@ -90,7 +90,7 @@ _TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
     "parameters/ownership.py": [
         ('"a parameter for the state dict").wait()', '"a parameter for the state dict")', "zero 3")
     ],
-    "run/actions/group_inputs.py": [('"what a stage gathers").wait()', '"what a stage gathers")', "gathered")],
+    "batch/group_inputs.py": [('"what a stage gathers").wait()', '"what a stage gathers")', "gathered")],
     "run/exchange.py": [
         (
             "self._header = self._header, None\n        work.wait()",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -80,11 +81,6 @@ def streams() -> dict[str, float]:
     found = {"beside": beside, "host": host, "backward": behind, "event": waited}
     ms = {name: seconds / MS for name, seconds in found.items()}
     return {**ms, "all": (simulated_gpu.host_now() - start) / MS, "elapsed": begin.elapsed_time(end)}
-
-
-def test_streams_run_beside_each_other_and_events_order_them(gpus: Gpus) -> None:
-    expected = {"beside": 3.0, "host": 0.0, "backward": 9.0, "event": 4.0, "all": 9.0, "elapsed": 4.0}
-    assert gpus.run(streams, ranks=1) == [pytest.approx(expected, abs=1e-9)]
 
 
 def launches() -> list[float]:
@@ -165,10 +161,6 @@ def one_lane() -> float:
     return simulated_gpu.now() - start
 
 
-def test_collectives_of_a_group_follow_each_other_beside_kernels(gpus: Gpus) -> None:
-    assert gpus.run(one_lane, ranks=2) == [pytest.approx(4 * MS)] * 2
-
-
 def traced() -> list[tuple[str, float, float]]:
     simulated_gpu.costs(**simulated_gpu.STRUCTURE)
     x = torch.ones(4, device="cuda")
@@ -177,12 +169,6 @@ def traced() -> list[tuple[str, float, float]]:
     torch.ops.sim.work(x, 2 * MS, 0.0)
     torch.cuda.synchronize()
     return [(what, begin - start, end - start) for what, _, begin, end in simulated_gpu.trace(False)]
-
-
-def test_a_trace_has_what_ran_and_the_waits_of_the_host(gpus: Gpus) -> None:
-    [[work, wait]] = gpus.run(traced, ranks=1)
-    assert work == ("sim::work", pytest.approx(0, abs=1e-12), pytest.approx(2 * MS))
-    assert wait == ("host waits", pytest.approx(0, abs=1e-12), pytest.approx(2 * MS))
 
 
 def contended() -> float:
@@ -200,10 +186,6 @@ def contended() -> float:
     return end
 
 
-def test_kernels_are_slower_while_a_message_is_under_way(gpus: Gpus) -> None:
-    assert gpus.run(contended, ranks=2) == [pytest.approx((3 + 0.25 * 2) * MS)] * 2
-
-
 def own_time() -> bool:
     simulated_gpu.costs(**{**simulated_gpu.STRUCTURE, "cpu": 1.0})
     start = simulated_gpu.host_now()
@@ -211,5 +193,19 @@ def own_time() -> bool:
     return simulated_gpu.host_now() > start
 
 
-def test_pythons_own_time_counts_where_it_is_asked_for(gpus: Gpus) -> None:
-    assert gpus.run(own_time, ranks=1) == [True]
+INSTANT, TWO_MS = pytest.approx(0, abs=1e-12), pytest.approx(2 * MS)
+STREAMS = {"beside": 3.0, "host": 0.0, "backward": 9.0, "event": 4.0, "all": 9.0, "elapsed": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "ranks", "wanted"),
+    [
+        (streams, 1, pytest.approx(STREAMS, abs=1e-9)),
+        (one_lane, 2, pytest.approx(4 * MS)),  # collectives of a group follow each other, beside kernels
+        (contended, 2, pytest.approx((3 + 0.25 * 2) * MS)),  # kernels are slower while a message is under way
+        (traced, 1, [("sim::work", INSTANT, TWO_MS), ("host waits", INSTANT, TWO_MS)]),
+        (own_time, 1, True),
+    ],
+)
+def test_of_streams_collectives_and_the_host(gpus: Gpus, call: Callable[[], object], ranks: int, wanted: Any) -> None:
+    assert gpus.run(call, ranks=ranks) == [wanted] * ranks

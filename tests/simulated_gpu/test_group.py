@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -174,11 +175,6 @@ def unordered(kind: str) -> set[str]:
     return {report.kind for report in simulated_gpu.faults(found)}
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "message"])
-def test_a_tensor_that_is_used_before_the_wait_is_a_race(kind: str, gpus: Gpus) -> None:
-    assert gpus.run(unordered, kind) == [{"race"}] * 2
-
-
 def on_another_stream() -> set[str]:
     """The wait lets one stream wait, and no other one."""
     fxpipe.init()
@@ -191,8 +187,9 @@ def on_another_stream() -> set[str]:
     return {report.kind for report in simulated_gpu.faults(found)}
 
 
-def test_a_wait_orders_the_current_stream_alone(gpus: Gpus) -> None:
-    assert gpus.run(on_another_stream) == [{"race"}] * 2
+@pytest.mark.parametrize("block", [partial(unordered, "all_reduce"), partial(unordered, "message"), on_another_stream])
+def test_a_tensor_that_is_used_before_the_wait_is_a_race(block: Callable[[], set[str]], gpus: Gpus) -> None:
+    assert gpus.run(block) == [{"race"}] * 2
 
 
 def sent_first() -> bool:

@@ -113,40 +113,6 @@ def two_parts_of_one_tensor() -> None:
     torch.cuda.synchronize()
 
 
-RACES = [
-    two_streams_without_an_event,
-    a_read_that_a_write_follows,
-    a_copy_beside_a_write,
-    an_event_that_is_recorded_too_early,
-    pinned_memory_that_is_overwritten,
-    a_pinned_buffer_that_nobody_waits_for,
-]
-ORDERED = [
-    an_event_in_between,
-    an_event_by_way_of_a_third_stream,
-    the_host_in_between,
-    two_reads,
-    two_parts_of_one_tensor,
-]
-
-
-def faults_of(block: Callable[[], None]) -> set[str]:
-    with simulated_gpu.watched() as found:
-        block()
-        torch.cuda.synchronize()
-    return {report.kind for report in simulated_gpu.faults(found)}
-
-
-@pytest.mark.parametrize("block", RACES)
-def test_what_no_event_orders_is_a_race(block: Callable[[], None], gpus: Gpus) -> None:
-    assert gpus.run(faults_of, block, ranks=1) == [{"race"}]
-
-
-@pytest.mark.parametrize("block", ORDERED)
-def test_what_events_order_is_none(block: Callable[[], None], gpus: Gpus) -> None:
-    assert gpus.run(faults_of, block, ranks=1) == [set()]
-
-
 def freed(record: bool = False, wait: bool = False) -> None:
     """Memory that another stream uses is freed, and its own stream allocates."""
     x = torch.zeros(8, device="cuda")
@@ -161,11 +127,33 @@ def freed(record: bool = False, wait: bool = False) -> None:
     torch.zeros(8, device="cuda")
 
 
-FREED = [(freed, {"lifetime"}), (partial(freed, record=True), set()), (partial(freed, wait=True), set())]
+FAULTS: list[tuple[Callable[[], None], set[str]]] = [
+    (two_streams_without_an_event, {"race"}),
+    (a_read_that_a_write_follows, {"race"}),
+    (a_copy_beside_a_write, {"race"}),
+    (an_event_that_is_recorded_too_early, {"race"}),
+    (pinned_memory_that_is_overwritten, {"race"}),
+    (a_pinned_buffer_that_nobody_waits_for, {"race"}),
+    (an_event_in_between, set()),
+    (an_event_by_way_of_a_third_stream, set()),
+    (the_host_in_between, set()),
+    (two_reads, set()),
+    (two_parts_of_one_tensor, set()),
+    (freed, {"lifetime"}),
+    (partial(freed, record=True), set()),
+    (partial(freed, wait=True), set()),
+]
 
 
-@pytest.mark.parametrize(("block", "faults"), FREED)
-def test_memory_that_another_stream_uses_is_freed(block: Callable[[], None], faults: set[str], gpus: Gpus) -> None:
+def faults_of(block: Callable[[], None]) -> set[str]:
+    with simulated_gpu.watched() as found:
+        block()
+        torch.cuda.synchronize()
+    return {report.kind for report in simulated_gpu.faults(found)}
+
+
+@pytest.mark.parametrize(("block", "faults"), FAULTS)
+def test_what_no_event_orders_is_a_fault(block: Callable[[], None], faults: set[str], gpus: Gpus) -> None:
     assert gpus.run(faults_of, block, ranks=1) == [faults]
 
 

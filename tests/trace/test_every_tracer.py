@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import TraceError
+from fxpipe.graph.modes import ambient_autocast
 from fxpipe.trace import NEED_SHAPES
+from tests.capturing import assert_trains_alike, capture_by, run_stages, staged
+from tests.device import DEVICE
 from tests.harness import Run, assert_run, assert_same, local, reference, replica_of, trained
-from tests.models import CASES, RANDOM, Callables, Case, Inputs
+from tests.models import CASES, RANDOM, WIDTH, Callables, Case, Inputs, linear
 from tests.pool import Pool
 from tests.thinned import ALL, every, in_turn
+from tests.trace.test_small_models import CASES as SMALL
 
 STEPS = 2
 BY_EACH = ("named as graphs are", "sets attributes")
@@ -168,3 +173,40 @@ def test_what_torch_logs_of_fake_tensors_does_not_reach_the_user(how: str, monke
         else:
             fxpipe.compile(Tries(), fxpipe.Topology([("pipe", 2)]), tracer=how, **options)
     assert logged == []
+
+
+EACH = pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
+
+
+class Scaled(nn.Module):
+    """A loss with a frozen parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * self.scale
+
+
+@EACH
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(torch.rand(WIDTH)), Scaled()])
+def test_a_loss_is_captured_too_and_what_it_holds_is_constant(loss: nn.Module, tracer: str) -> None:
+    model, (of_the_loss,) = nn.Sequential(linear()), loss.state_dict().values()
+    batch = {"input": torch.randn(4, WIDTH), "target": torch.randint(0, WIDTH, (4,))}
+    program = capture_by(tracer, model, batch, loss_fn=loss)
+    assert [torch.equal(constant, of_the_loss) for constant in program.constants.values()] == [True]
+    result = run_stages(staged(program), batch)
+    assert torch.equal(result, loss(model(batch["input"]), batch["target"]))
+
+
+@pytest.mark.parametrize("tracer", sorted(NEED_SHAPES))
+def test_autocast_around_the_call_is_no_part_of_the_program(tracer: str) -> None:
+    name = "modes" if tracer == "record" else "written behind a boundary"
+    model, plain, batch = SMALL[name].model(), SMALL[name].model(), SMALL[name].batch(0)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ambient = ambient_autocast()
+    program = capture_by(tracer, model, batch, autocast=ambient)
+    assert name == "modes" or not any("modes" in node.meta for node in program.graph.nodes)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_trains_alike(staged(program), model, plain, batch)

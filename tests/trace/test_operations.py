@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -186,7 +187,9 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "tracer"), in_turn(WRITES, sorted(NEED_SHAPES)))
+@pytest.mark.parametrize(
+    ("operation", "tracer"), [*in_turn(WRITES, sorted(NEED_SHAPES)), *product(WRITES, ["symbolic"])]
+)
 def test_a_write(operation: Operation, tracer: str) -> None:
     assert_captured(operation, tracer)
 

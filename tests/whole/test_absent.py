@@ -201,7 +201,7 @@ def test_a_batch_that_needs_more_than_the_first_kind_is_refused() -> None:
 
 
 class Retrieval(nn.Module):
-    """Its logits are made a second time for the result alone."""
+    """As transformers' CLIPModel, whose loss asks for ``len(logits)``; the result's logits are made a second time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -96,7 +96,8 @@ class Splits(nn.Module):
 
 
 class Images(nn.Module):
-    """``how``: what is done with the list. A pair that another region returns is unpacked."""
+    """``how``: what is done with the list. A pair that another region returns is unpacked,
+    as ``cos, sin`` of transformers' ``Phi3RotaryEmbedding``."""
 
     def __init__(self, how: str, kind: type) -> None:
         super().__init__()

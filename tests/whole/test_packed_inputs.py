@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import FxpipeError, Packed, RunError, Topology
-from fxpipe.plan.inputs.rows import split_rows
+from fxpipe.batch.rows import split_rows
 from tests import packed_models as packed
 from tests.harness import (
     Engines,

@@ -104,33 +104,26 @@ class BlockGraph:
             found[source] |= {group_of[target] for target in value.targets} - {source}
         return found
 
-    def merged(self, group_of: Sequence[int | None]) -> BlockGraph:
-        """The same work with blocks put together: ``group_of`` says which new block each becomes a part of. What
-        becomes a part of none is left out."""
+    def merged(self, group_of: Sequence[int]) -> BlockGraph:
+        """The same work with blocks put together: ``group_of`` says which new block each becomes a part of."""
         # A value between two blocks of one group is inside of it, and no longer one that a cut sees.
         groups: dict[int, list[Block]] = {}
         for block, group in zip(self.blocks, group_of, strict=True):
-            if group is not None:
-                groups.setdefault(group, []).append(block)
+            groups.setdefault(group, []).append(block)
         values = []
         for value in self.values:
             source = group_of[value.source]
-            users = {group_of[target] for target in value.targets} - {source}
-            targets = tuple(sorted(group for group in users if group is not None))
-            if source is not None and (targets or value.returned):
+            targets = tuple(sorted({group_of[target] for target in value.targets} - {source}))
+            if targets or value.returned:
                 values.append(BlockValue(source, targets, value.size, value.returned))
         return replace(
             self,
             blocks=tuple(_together(groups[number]) for number in range(len(groups))),
             values=tuple(values),
-            result=tuple(sorted(_renumbered(self.result, group_of))),
-            gather={number: size for block, size in self.gather.items() if (number := group_of[block]) is not None},
-            alone=_renumbered(self.alone, group_of),
+            result=tuple(sorted({group_of[block] for block in self.result})),
+            gather={group_of[block]: size for block, size in self.gather.items()},
+            alone=frozenset(group_of[block] for block in self.alone),
         )
-
-
-def _renumbered(blocks: Iterable[int], group_of: Sequence[int | None]) -> frozenset[int]:
-    return frozenset(group for block in blocks if (group := group_of[block]) is not None)
 
 
 def _together(blocks: Sequence[Block]) -> Block:

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from fxpipe.batch.batch import joined_description
+from fxpipe.batch.description import Description, example_of
+from fxpipe.batch.pattern import Pattern
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.program import Program, called_in
@@ -31,9 +34,6 @@ from fxpipe.plan.balance.search import GAIN, RUNNERS_UP, Found, connected, searc
 from fxpipe.plan.balance.segments import Line, depth_first, entries, segments_of
 from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
 from fxpipe.plan.capture.sizes import bytes_of_inputs
-from fxpipe.plan.inputs.batch import Description, example_of
-from fxpipe.plan.inputs.cuts import joined_description
-from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
@@ -235,7 +235,8 @@ def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
         if reached[before] != reached[behind]:
             borders.append(position)
     ends = sorted({*cheapest.values(), *borders, len(work)})
-    return _numbered(connected(work, segments_of(line.order, ends)))
+    segment_of = segments_of(line.order, ends)
+    return _numbered(connected(work, [segment_of[block] for block in range(len(work))]))
 
 
 @dataclass

@@ -1,27 +1,38 @@
 """Search: of many layouts the one of the least simulated makespan within the memory of a rank.
 
-Those that are worth simulating are cuts of each order of the blocks, also with a part of them on all ranks.
+Candidates are cuts of each order of the blocks, also with a part of the blocks on all ranks. The lower bound of a
+layout says whether its table may be better than the best one, and the least makespan of the table whether it is; the
+last few layouts are simulated.
 
 Every choice depends on the work alone, never on a clock, so that all ranks of a run find the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from functools import reduce
+from operator import or_
 
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.segments import Cuts, Line, Order, balanced, depth_first, entries, orders, segments_of
+from fxpipe.plan.balance.segments import (
+    Cuts,
+    Line,
+    Order,
+    balanced,
+    between,
+    depth_first,
+    entries,
+    orders,
+    partition,
+    segments_of,
+)
 from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
 from fxpipe.schedules import Limited
 
@@ -31,11 +42,11 @@ CRUMB = 0.01
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layout comes about: an order, where it is cut, and the rank of each segment.
+    """How a layout comes about: an order of blocks, where it is cut, and the rank of each segment.
 
     ``entries``: the sources of the graph that each block depends on. The parts of a segment that are not connected, or
     depend on other sources, become stages of their own, and their rank runs them one by one. None: a stage for each
-    segment.
+    segment. ``shared``: the blocks of each stage that is on all ranks; ``order`` has all others.
     """
 
     order: Order
@@ -43,36 +54,49 @@ class Recipe:
     rank_of: tuple[int, ...]
     entries: tuple[int, ...] | None
     origin: str
+    shared: tuple[Order, ...] = ()
 
 
-def recipes(work: BlockGraph, ranks: int, microbatches: int, memory: float | None) -> Iterator[Recipe]:
-    """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and apart."""
-    reached = tuple(entries(work))
+def recipes(
+    work: BlockGraph, ranks: int, microbatches: int, memory: float | None, apart: frozenset[int] = frozenset()
+) -> Iterator[Recipe]:
+    """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and as several.
+    ``apart``: blocks that no segment has, closed under what they need."""
+    reached = entries(work)
+    within = reduce(or_, (reached[block] for block in apart), 0)
+    sources = tuple(bits & ~within for bits in reached)
     for order in orders(work):
-        line = Line(work, order)
+        line = Line(work, tuple(block for block in order if block not in apart))
         made = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
         if ranks > 1:
             made += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
         for cuts, laps, how in made:
-            whole = Recipe(order, cuts, tuple(range(ranks)) * laps, None, how)
+            whole = Recipe(line.order, cuts, tuple(range(ranks)) * laps, None, how)
             yield whole
-            if len(set(reached)) > 1 and not work.given:
-                yield replace(whole, entries=reached, origin=f"{how}, towers apart")
+            if len({sources[block] for block in line.order}) > 1 and not work.given:
+                yield replace(whole, entries=sources, origin=f"{how}, towers apart")
 
 
 def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
     """The layout that a recipe makes."""
-    segment_of = segments_of(recipe.order, recipe.cuts)
+    group_of = segments_of(recipe.order, recipe.cuts)
+    group_of |= {block: -1 - number for number, blocks in enumerate(recipe.shared) for block in blocks}
+    everywhere = tuple(range(1 + max(recipe.rank_of)))
+    ranks = [everywhere if group_of[b] < 0 else recipe.rank_of[group_of[b]] for b in range(len(work))]
     if work.given:
-        ranks = tuple(recipe.rank_of[segment] for segment in segment_of)
-        return StageLayout(tuple(range(len(work))), ranks, recipe.origin)
-    whole = StageLayout(tuple(segment_of), recipe.rank_of, recipe.origin)
-    return whole if recipe.entries is None else _apart(work, recipe, segment_of, recipe.entries) or whole
+        return StageLayout(tuple(range(len(work))), tuple(ranks), recipe.origin)
+    segments = [group_of[block] for block in range(len(work))]
+    divided = (
+        None if recipe.entries is None else _of_groups(work, _apart(work, segments, recipe.entries), ranks, recipe)
+    )
+    layout = divided or _of_groups(work, segments, ranks, recipe)
+    assert layout is not None, "segments of a topological order do not wait for each other"
+    return layout
 
 
-def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], reached: Sequence[int]) -> StageLayout | None:
-    """A stage for each connected part of a segment whose blocks depend on the same sources; crumbs go with the largest.
-    None where that makes stages that wait for each other."""
+def _apart(work: BlockGraph, segment_of: Sequence[int], reached: Sequence[int]) -> list[int]:
+    """Block → its group: the connected blocks of a segment that depend on the same sources; crumbs go with the largest
+    group of their segment."""
     parts = connected(work, list(zip(segment_of, reached, strict=True)))
     seconds = {blocks[0]: work.seconds(blocks) for blocks in parts.groups()}
     largest: dict[int, int] = {}  # segment → the first block of its largest part
@@ -80,26 +104,22 @@ def _apart(work: BlockGraph, recipe: Recipe, segment_of: Sequence[int], reached:
         most = largest.setdefault(segment_of[block], block)
         if seconds[block] <= CRUMB * seconds[most]:
             parts.join(most, block)
-    # Stages of one segment may wait for each other through another segment.
-    group_of = [parts.find(block) for block in range(len(work))]
-    ranks = {group: recipe.rank_of[segment_of[block]] for block, group in enumerate(group_of)}
-    return _of_groups(work, group_of, recipe.order, ranks.__getitem__, recipe.origin)
+    return [parts.find(block) for block in range(len(work))]
 
 
 def _of_groups(
-    work: BlockGraph,
-    group_of: Sequence[int],
-    order: Order,
-    rank_of: Callable[[int], int | tuple[int, ...]],
-    origin: str,
+    work: BlockGraph, group_of: Sequence[int], ranks: Sequence[int | tuple[int, ...]], recipe: Recipe
 ) -> StageLayout | None:
-    """A stage for each group, in topological order, the one first that begins first in ``order``; None where groups
-    wait for each other."""
-    first = {group: place for place, group in reversed(list(enumerate(group_of[block] for block in order)))}
+    """A stage for each group, in topological order, the one first that begins first; None where groups wait for each
+    other. ``ranks``: those of each block."""
+    order = depth_first(work) if recipe.shared else recipe.order
+    first = {group_of[block]: place for place, block in reversed(list(enumerate(order)))}
     number = topological_order(first, work.after(group_of))
     if len(number) < len(first):
         return None
-    return StageLayout(tuple(number[group] for group in group_of), tuple(map(rank_of, number)), origin)
+    rank_of = dict(zip(group_of, ranks, strict=True))
+    stage_of = tuple(number[group] for group in group_of)
+    return StageLayout(stage_of, tuple(rank_of[group] for group in number), recipe.origin)
 
 
 def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
@@ -124,9 +144,25 @@ STAGES = (1, 2, 4)
 
 
 def on_all_ranks(
-    work: BlockGraph, ranks: int, best_of: Callable[[BlockGraph], LayoutOutcome | None]
+    work: BlockGraph, ranks: int, microbatches: int, memory: float | None, bound: Callable[[StageLayout], float]
 ) -> Iterator[StageLayout]:
-    """Layouts with one or several stages on all ranks. ``best_of``: the search, of the work without these."""
+    """Layouts with a part on all ranks, as one or several stages; of all cuts of the rest that of the least bound."""
+    for part in _shareable(work):
+        line = Line(work, tuple(block for block in depth_first(work) if block in part))
+        seconds = between(line.time)
+        for count in (count for count in STAGES if count <= len(part) and ranks <= len(work) - len(part)):
+            beside = f", beside {'a stage' if count == 1 else f'{count} stages'} on all ranks"
+            cuts = partition(([seconds] * count).__getitem__, count) or ()
+            shared = tuple(line.order[start:end] for start, end in itertools.pairwise((0, *cuts)))
+            found = (
+                layout_of(work, replace(recipe, shared=shared, origin=recipe.origin + beside))
+                for recipe in recipes(work, ranks, microbatches, memory, part)
+            )
+            yield from sorted(found, key=bound)[:1]
+
+
+def _shareable(work: BlockGraph) -> list[frozenset[int]]:
+    """The parts that may be on all ranks, the largest first."""
     # A stage on all ranks fills their bubbles where it may run at any time: it needs no other stage, and does not run
     # once for the whole batch.
     if work.given:
@@ -140,54 +176,25 @@ def on_all_ranks(
         )
         found = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
     fitting = [part for part in found if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
-    for part in sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]:
-        rest = [block for block in range(len(work)) if block not in part]
-        place = {block: number for number, block in enumerate(rest)}
-        # The rest is balanced as if the part were not there; then the part joins it, as stages on all ranks.
-        outcome = best_of(work.merged([place.get(block) for block in range(len(work))])) if len(rest) >= ranks else None
-        if outcome is None:
-            continue
-        for count in (count for count in STAGES if count <= len(part)):
-            group_of = _cut(work, part, count)
-            for block, stage in zip(rest, outcome.layout.stage_of, strict=True):
-                group_of[block] = stage
-            places = [*outcome.layout.rank_of, *[tuple(range(ranks))] * count]  # those of -1, -2, ... at the end
-            what = "a stage" if count == 1 else f"{count} stages"
-            origin = f"{outcome.layout.origin}, beside {what} on all ranks"
-            layout = _of_groups(work, group_of, depth_first(work), places.__getitem__, origin)
-            if layout is not None:
-                yield layout
-
-
-def _cut(work: BlockGraph, part: frozenset[int], count: int) -> list[int]:
-    """The part's blocks → -1, -2, ..., so many segments of equal time; all others → 0."""
-    found, before, whole = [0] * len(work), 0.0, work.seconds(part)
-    for block in depth_first(work):
-        if block in part:
-            middle = before + work.blocks[block].seconds / 2
-            found[block] = -1 - min(int(count * middle / whole), count - 1)
-            before += work.blocks[block].seconds
-    return found
+    return sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]
 
 
 ACTIONS = 100_000
-"""So many actions are simulated to choose among candidates."""
+"""So many actions the tables of candidates have."""
 MORE_ACTIONS = 100_000
-"""So many to improve the best of them."""
+"""So many have the tables by which the best candidates are improved."""
 IMPROVED = 2
-"""So many of those that came about in the same way are improved."""
+"""So many candidates of each origin are improved."""
 RUNNERS_UP = 3
 """So many layouts are shown beside the best one."""
 GAIN = 0.03
 """The part of a step that a cut inside of modules, or a stage on all ranks, must gain to be taken."""
 SHARE = 0.5
-"""The part of these that the best may take, and of what is left then the next one, and so on."""
+"""The part of ``MORE_ACTIONS`` for the best candidate; the next one has the same part of the rest, and so on."""
 LITTLE = 0.01
-"""The part of a step that is not worth a simulation of a candidate."""
+"""The part of a step that is not worth a candidate's table."""
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 """By how many blocks a cut is moved."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -198,22 +205,23 @@ class Found:
     others: tuple[LayoutOutcome, ...]
 
     def of_blocks(self, piece_of: Sequence[int], how: str) -> Found:
-        """The same for what the pieces were put together from. ``how``: words for the way in which they were."""
+        """The same layouts of the blocks that pieces were put together from. ``how``: words added to their origin."""
 
-        def of_blocks(one: LayoutOutcome) -> LayoutOutcome:
-            stage_of = tuple(one.layout.stage_of[piece] for piece in piece_of)
-            return replace(one, layout=StageLayout(stage_of, one.layout.rank_of, one.layout.origin + how))
+        def of_blocks(outcome: LayoutOutcome) -> LayoutOutcome:
+            layout = outcome.layout
+            stage_of = tuple(layout.stage_of[piece] for piece in piece_of)
+            return replace(outcome, layout=StageLayout(stage_of, layout.rank_of, layout.origin + how))
 
         return Found(of_blocks(self.best), tuple(map(of_blocks, self.others)))
 
     def unless(self, other: Found | None, gain: float) -> Found:
-        """This, unless it is not faster than the other by so great a part; with the best that was found else."""
+        """This where its step is shorter by the part ``gain``, or else the other; the runners-up of both."""
         if other is None:
             return self
         # A layout with drawbacks of its own, such as a cut inside of a module, must gain enough to be worth them.
         taken, left = (self, other) if self.best.seconds < other.best.seconds * (1 - gain) else (other, self)
         others = sorted((left.best, *taken.others, *left.others), key=_merit)
-        different = {one.layout: one for one in others if one.layout != taken.best.layout}
+        different = {outcome.layout: outcome for outcome in others if outcome.layout != taken.best.layout}
         return Found(taken.best, tuple(different.values()))
 
 
@@ -228,54 +236,48 @@ def search(
     effort: float = 1.0,
 ) -> Found:
     """The best layout of the work. ``several``: a stage may be on all ranks, where a step then takes less by ``GAIN``:
-    an encoder or, of given stages and where there is a limit of memory, one that needs no other. ``effort``: the part
-    of the usual number of actions that is simulated.
+    an encoder or, of given stages and where there is a limit of memory, a stage that needs no other. ``effort``: the
+    part of the usual number of actions that tables may have in all.
 
-    PartitionError where none fits the memory, with the least that one takes; ScheduleError where the family has no
-    table for any.
+    PartitionError where no layout fits the memory, with the least bytes that a layout takes; ScheduleError where the
+    family has no table for any layout.
     """
-    # 4 micro-batches a rank show a layout's bubble well enough to choose by, and their table is simulated fast. What is
-    # chosen is simulated with all of them at the end.
+    # 4 micro-batches a rank show a layout's bubble well enough to choose by, and their table is made fast. The best
+    # layouts of different origins are simulated with all micro-batches at the end.
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
     memories = [memory] if memory is None else [memory, None]  # what is cut for speed alone may fit, too
-    made = {layout_of(work, one): one for most in memories for one in recipes(work, ranks, few, most)}
+    recipe_of = {layout_of(work, recipe): recipe for most in memories for recipe in recipes(work, ranks, few, most)}
     # "auto" recomputes only where nothing fits without.
     reruns = [None, again] if again is not None and again.at_need else [again]
     for rerun in reruns:
         judge = Judge(work, family, few, memory, rerun)
-        if outcomes := _simulated(judge, made, ACTIONS * effort):
+        if outcomes := _estimated(judge, recipe_of, ACTIONS * effort):
             break
     else:
         raise _no_fit(judge)
-    starts = _best_of_each_way(outcomes, IMPROVED)
+    starts = _best_of_each_origin(outcomes, IMPROVED)
     better: list[LayoutOutcome] = []
     last = judge.actions + effort * MORE_ACTIONS
     for start in starts:
         # Cuts that are bound to be slow are not made fast by moving them a little.
         if judge.lower_bound(start.layout) > min(outcome.seconds for outcome in [*outcomes, *better]):
             continue
-        # First cuts move, with which the order and the ranks stay; then stages move from rank to rank.
         until = judge.actions + SHARE * (last - judge.actions)
-        best = _climbed(judge, start, made[start.layout], partial(_neighbours, work), until)
-        better.append(_climbed(judge, best, best.layout, _exchanges, until))
+        better.append(_climbed(judge, start, recipe_of[start.layout], until))
     exact = judge if few == microbatches else Judge(work, family, microbatches, memory, judge.again)
-    ranked = _best_of_each_way(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
-    kept = sorted(filter(None, (exact.fitting(outcome.layout) for outcome in ranked)), key=_merit)
-    if not kept:
+    ranked = _best_of_each_origin(sorted([*outcomes, *better], key=_merit), 1)[: 1 + RUNNERS_UP]
+    fitting = [outcome.layout for outcome in ranked if exact.estimate(outcome.layout) is not None]
+    simulated = sorted(filter(None, map(exact.outcome, fitting)), key=_merit)
+    if not simulated:
         raise _no_fit(exact)
-    found = Found(kept[0], tuple(kept[1:]))
+    found = Found(simulated[0], tuple(simulated[1:]))
     # Without a limit of memory the first of given stages would be on all ranks of any chain.
     several &= memory is not None or not work.given
     if several and work.seconds() * microbatches / ranks < found.best.makespan * (1 - GAIN):
-
-        def best_of(rest: BlockGraph) -> LayoutOutcome | None:
-            with contextlib.suppress(PartitionError, ScheduleError):
-                return search(rest, ranks, microbatches, family, memory, effort=0.25).best
-            return None
-
-        for layout in on_all_ranks(work, ranks, best_of):
-            if (outcome := exact.fitting(layout)) is not None:
-                found = Found(outcome, ()).unless(found, GAIN)
+        for layout in on_all_ranks(work, ranks, few, memory, exact.lower_bound):
+            if exact.lower_bound(layout) < found.best.seconds * (1 - GAIN) and exact.estimate(layout) is not None:
+                outcome = exact.outcome(layout)
+                found = found if outcome is None else Found(outcome, ()).unless(found, GAIN)
     return found
 
 
@@ -284,14 +286,13 @@ def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
     return float(f"{outcome.seconds:.4g}"), outcome.most_bytes, outcome.layout.stages
 
 
-def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> list[LayoutOutcome]:
-    """The outcomes of layouts that fit, the best first, until so many actions have been simulated.
+def _estimated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> list[LayoutOutcome]:
+    """The estimated outcomes of layouts that fit, the best first, until their tables have ``most`` actions.
 
-    Of each way of finding a layout the one of the least lower bound is simulated, then all by their bounds until these
-    show that none is better by ``LITTLE``. Of each way only the best ``IMPROVED`` must be known.
+    Of each origin the layout of the least lower bound gets a table, then all layouts by their bounds until these show
+    that none is better by ``LITTLE``.
     """
-    # The bound is cheap, a simulation is not. A way of finding layouts whose bounds are all high may still have the
-    # best table, so each way gets one simulation.
+    # The bound is cheap, a table is not. An origin whose bounds are all high may still have the best table.
     ranked = sorted(layouts, key=judge.lower_bound)
     firsts = {layout.origin: layout for layout in reversed(ranked)}
     found: list[LayoutOutcome] = []
@@ -301,9 +302,7 @@ def _simulated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
         first = layout is firsts[layout.origin]
         if found and not first and judge.lower_bound(layout) >= (1 - LITTLE) * found[0].seconds:
             break
-        alike = [other.seconds for other in found if other.layout.origin == layout.origin]
-        below = alike[IMPROVED - 1] if len(alike) >= IMPROVED else math.inf
-        if (outcome := judge.fitting(layout, below)) is not None:
+        if (outcome := judge.estimate(layout)) is not None:
             found = sorted([*found, outcome], key=_merit)
     return found
 
@@ -317,66 +316,56 @@ def _no_fit(judge: Judge) -> PartitionError | ScheduleError:
     )
 
 
-def _best_of_each_way(ranked: Iterable[LayoutOutcome], count: int) -> list[LayoutOutcome]:
-    """The first so many of each way of finding a layout, each layout once, in order."""
-    ways: Counter[str] = Counter()
-    found: dict[StageLayout, LayoutOutcome] = {}
+def _best_of_each_origin(ranked: Iterable[LayoutOutcome], count: int) -> list[LayoutOutcome]:
+    """The first ``count`` outcomes of each origin, each layout once, in order."""
+    origins: Counter[str] = Counter()
+    best: dict[StageLayout, LayoutOutcome] = {}
     for outcome in ranked:
-        if ways[outcome.layout.origin] < count and outcome.layout not in found:
-            ways[outcome.layout.origin] += 1
-            found[outcome.layout] = outcome
-    return list(found.values())
+        if origins[outcome.layout.origin] < count and outcome.layout not in best:
+            origins[outcome.layout.origin] += 1
+            best[outcome.layout] = outcome
+    return list(best.values())
 
 
 # --- moving cuts and stages ---
 
 
-def _climbed(
-    judge: Judge,
-    best: LayoutOutcome,
-    here: T,
-    neighbours: Callable[[T], Iterable[tuple[T, StageLayout]]],
-    until: float,
-) -> LayoutOutcome:
-    """From here to the first neighbour that is better, and on from there, until there is none. A neighbour is simulated
-    only where its lower bound does not rule that out. ``neighbours``: with the layout of each."""
-    # The first better neighbour is taken, not the best one: simulations are what costs, and the neighbours come in the
-    # order in which they are likely to help.
-    others = iter(neighbours(here))
-    while judge.actions < until and (pair := next(others, None)) is not None:
-        other, layout = pair
-        outcome = judge.fitting(layout, best.seconds) if judge.lower_bound(layout) < best.seconds else None
+def _climbed(judge: Judge, best: LayoutOutcome, recipe: Recipe | None, until: float) -> LayoutOutcome:
+    """From here to the first layout a move away that is better, and on from there, until there is none. A layout is
+    measured only where its lower bound does not rule that out."""
+    # The first better layout is taken, not the best one: tables are what costs, and moves come in the order in which
+    # they are likely to help.
+    others = _moves(judge.work, best.layout, recipe)
+    while judge.actions < until and (moved := next(others, None)) is not None:
+        layout, other = moved
+        outcome = judge.estimate(layout) if judge.lower_bound(layout) < best.seconds else None
         if outcome is not None and _merit(outcome) < _merit(best):
-            best, others = outcome, iter(neighbours(other))
+            best, others = outcome, _moves(judge.work, layout, other)
     return best
 
 
-def _neighbours(work: BlockGraph, recipe: Recipe) -> Iterator[tuple[Recipe, StageLayout]]:
-    """The same recipe with one cut elsewhere: first those of the heaviest segments."""
-    ends = (0, *recipe.cuts)
-    weight = [work.seconds(recipe.order[start:end]) for start, end in itertools.pairwise(ends)]
-    for place in sorted(range(1, len(ends) - 1), key=lambda place: -max(weight[place - 1], weight[place])):
+def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iterator[tuple[StageLayout, Recipe | None]]:
+    """The layout with a cut elsewhere, those of the heaviest segments first; with one stage on another rank, where its
+    own keeps another, or with two stages exchanged. None: stages have moved, so that cuts no longer do."""
+    ends = () if recipe is None else (0, *recipe.cuts)
+    weight = [] if recipe is None else [work.seconds(recipe.order[a:b]) for a, b in itertools.pairwise(ends)]
+    for number in sorted(range(1, len(ends) - 1), key=lambda number: -max(weight[number - 1], weight[number])):
         for step in STEPS:
-            cut = ends[place] + step
-            # No segment may become empty, and the last one ends where it did.
-            if ends[place - 1] < cut < ends[place + 1]:
-                moved = replace(recipe, cuts=(*ends[1:place], cut, *ends[place + 1 :]))
-                yield moved, layout_of(work, moved)
-
-
-def _exchanges(layout: StageLayout) -> Iterator[tuple[StageLayout, StageLayout]]:
-    """The layout with one stage on another rank, where its own keeps another, or with two stages exchanged."""
-    rank_of, origin = list(layout.rank_of), layout.origin
-    ranks = rank_count(layout.rank_of)
+            cut = ends[number] + step
+            # No segment may become empty, and the last segment ends where it did.
+            if recipe is not None and ends[number - 1] < cut < ends[number + 1]:
+                moved = replace(recipe, cuts=(*ends[1:number], cut, *ends[number + 1 :]))
+                yield layout_of(work, moved), moved
+    rank_of, stages, ranks = list(layout.rank_of), range(layout.stages), rank_count(layout.rank_of)
     if layout.stages == ranks:
         return
     # A rank must keep a stage, so only a stage of a rank that has several may move; any two may be exchanged.
-    moves: list[dict[int, int | tuple[int, ...]]] = [
-        {a: rank} for a in range(layout.stages) if rank_of.count(rank_of[a]) > 1 for rank in range(ranks)
+    exchanges: list[dict[int, int | tuple[int, ...]]] = [
+        {stage: rank} for stage in stages if rank_of.count(rank_of[stage]) > 1 for rank in range(ranks)
     ]
-    moves += [{a: rank_of[b], b: rank_of[a]} for a, b in itertools.combinations(range(layout.stages), 2)]
-    for move in moves:
-        moved = tuple(move.get(stage, rank) for stage, rank in enumerate(rank_of))
-        if moved != layout.rank_of:
-            found = StageLayout(layout.stage_of, moved, origin if "moved" in origin else f"{origin}, stages moved")
-            yield found, found
+    exchanges += [{a: rank_of[b], b: rank_of[a]} for a, b in itertools.combinations(stages, 2)]
+    origin = layout.origin if "moved" in layout.origin else f"{layout.origin}, stages moved"
+    for exchange in exchanges:
+        exchanged = tuple(exchange.get(stage, rank) for stage, rank in enumerate(rank_of))
+        if exchanged != layout.rank_of:
+            yield StageLayout(layout.stage_of, exchanged, origin), None

@@ -95,7 +95,8 @@ def entries(work: BlockGraph) -> list[int]:
 
 @dataclass(frozen=True)
 class Line:
-    """An order of blocks as a line: what stands before each position, and what crosses it."""
+    """An order of blocks as a line: the seconds before each position, and the bytes that cross it. Blocks that are not
+    in the order need none of it."""
 
     work: BlockGraph
     order: Order
@@ -112,7 +113,7 @@ class Line:
         # A value crosses every position from behind its maker to its last user: add its size where that begins, take it
         # off where it ends, and sum.
         change = [0.0] * (len(self.order) + 2)
-        for value in self.work.values:
+        for value in (value for value in self.work.values if value.source in place):
             users = (*value.targets, *(self.work.result if value.returned else ()))
             change[place[value.source] + 1] += value.size
             change[max(place[user] for user in users) + 1] -= value.size
@@ -149,7 +150,8 @@ def between(sums: Sequence[float]) -> Tensor:
     """[i, j] → what stands between two positions; infinite unless j is behind i. ``sums``: what stands before each."""
     at = _tensor(sums)
     found = at - at[:, None]
-    return found.masked_fill(torch.ones_like(found).tril() > 0, math.inf)
+    place = torch.arange(len(at), device="cpu")
+    return found.masked_fill_(place <= place[:, None], math.inf)
 
 
 def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
@@ -190,13 +192,9 @@ def balanced(line: Line, segments: int, microbatches: int | None = None, memory:
     yield from dict.fromkeys(cuts for cost in costs if (cuts := partition(cost, segments)) is not None)
 
 
-def segments_of(order: Order, ends: Sequence[int]) -> list[int]:
+def segments_of(order: Order, ends: Sequence[int]) -> dict[int, int]:
     """Block → the segment that it stands in."""
-    found = [0] * len(order)
-    for segment, (start, end) in enumerate(pairwise((0, *ends))):
-        for block in order[start:end]:
-            found[block] = segment
-    return found
+    return {b: segment for segment, (start, end) in enumerate(pairwise((0, *ends))) for b in order[start:end]}
 
 
 def _tensor(numbers: Sequence[float]) -> Tensor:

@@ -221,14 +221,11 @@ class Staged:
     @cached_property
     def lower_bound(self) -> float:
         """What no table of this layout could undercut."""
-        # The bound depends on stages, edges and ranks alone, so a table without actions will do.
-        empty: tuple[tuple[()], ...] = ((),) * rank_count(self._rank_of)
-        table = Schedule(empty, self.edges, self._rank_of, self.backward, self.microbatches)
-        return lower_bound(table, self.costs, self.problem.groups) + self.tied_seconds
+        return lower_bound(self.problem, self.costs, self.problem.groups) + self.tied_seconds
 
 
 class Judge:
-    """Simulates layouts with the family that is going to run; remembers what it has seen.
+    """Measures layouts with the family that is going to run; remembers its estimates.
 
     ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to.
     """
@@ -245,53 +242,56 @@ class Judge:
         self.again = again
         self.least_bytes = float("inf")
         self.actions = 0
-        """How many actions have been simulated, a measure of the work done that is the same on every machine."""
+        """How many actions all tables had, a measure of the work done that is the same on every machine."""
         self.refused: ScheduleError | None = None
         """The last layout for which the family had no table."""
-        self._outcomes: dict[StageLayout, LayoutOutcome | None] = {}
-        self._least: dict[StageLayout, float] = {}  # what the table of a layout cannot undercut
+        self._least = cache(self._estimated)
         self.staged = cache(partial(Staged, work, microbatches=microbatches, again=again))
 
     def lower_bound(self, layout: StageLayout) -> float:
         return self.staged(layout).lower_bound
 
-    def fitting(self, layout: StageLayout, below: float = math.inf) -> LayoutOutcome | None:
-        """What a layout comes to; None where it does not fit the memory, the family has no table for it, or that is
-        seen to take longer than ``below``."""
-        outcome = self.outcome(layout, below)
-        fits = outcome is not None and (self.memory is None or outcome.most_bytes <= self.memory)
-        return outcome if fits else None
+    def estimate(self, layout: StageLayout) -> LayoutOutcome | None:
+        """The outcome of a layout with the least makespan that its table may have; None where that does not fit the
+        memory, or the family has no table."""
+        least = self._least(layout)
+        return least if least and (self.memory is None or least.most_bytes <= self.memory) else None
 
-    def outcome(self, layout: StageLayout, below: float = math.inf) -> LayoutOutcome | None:
-        """The same, whatever memory it takes."""
-        if layout not in self._outcomes and self._least.get(layout, 0.0) <= below:
-            try:
-                self._simulate(layout, below)
-            except ScheduleError as error:
-                self.refused, self._outcomes[layout] = error, None
-        return self._outcomes.get(layout)
+    def outcome(self, layout: StageLayout) -> LayoutOutcome | None:
+        """The outcome of a layout by simulation, whatever memory it takes; None where the family has no table."""
+        least = self._least(layout)
+        if least is None:
+            return None
+        makespan = least.schedule.simulate(least.costs).makespan
+        return replace(least, makespan=makespan, seconds=makespan + self.staged(layout).tied_seconds)
 
-    def _simulate(self, layout: StageLayout, below: float) -> None:
+    def _estimated(self, layout: StageLayout) -> LayoutOutcome | None:
         staged = self.staged(layout)
+        try:
+            schedule = self._table(staged)
+            if (makespan := least_makespan(schedule, staged.costs)) == math.inf:
+                schedule.simulate(staged.costs)  # which says where the table deadlocks
+        except ScheduleError as error:
+            self.refused = error
+            return None
+        peaks = staged.peaks(schedule, staged.costs)
+        self.least_bytes = min(self.least_bytes, max(peaks))
+        return LayoutOutcome(layout, makespan + staged.tied_seconds, makespan, schedule, staged.costs, peaks)
+
+    def _table(self, staged: Staged) -> Schedule:
+        """The family's table; ScheduleError where it has none, or one that breaks a limit."""
         family = replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
         # As plan/tables.py does: the table without recomputation shows where recomputing saves nothing.
         if self.again is not None and self.again.worthwhile:
-            without = replace(problem, recompute=None)
-            problem = replace(problem, recompute=worthwhile(self._table(family, without, staged)))
-        schedule = self._table(family, problem, staged)
-        self._least[layout] = least_makespan(schedule, staged.costs) + staged.tied_seconds
-        if below < self._least[layout] < math.inf:
-            return
+            without = self._solved(family, replace(problem, recompute=None), staged)
+            problem = replace(problem, recompute=worthwhile(without))
+        schedule = self._solved(family, problem, staged)
         if (excess := family.excess(schedule)) is not None:
             raise ScheduleError(f"{family.name} {excess}")
-        peaks = staged.peaks(schedule, staged.costs)
-        self.least_bytes = min(self.least_bytes, max(peaks))
-        makespan = schedule.simulate(staged.costs).makespan
-        seconds = makespan + staged.tied_seconds
-        self._outcomes[layout] = LayoutOutcome(layout, seconds, makespan, schedule, staged.costs, peaks)
+        return schedule
 
-    def _table(self, family: Limited, problem: Problem, staged: Staged) -> Schedule:
+    def _solved(self, family: Limited, problem: Problem, staged: Staged) -> Schedule:
         rows = tuple(map(tuple, solved(family.family, problem)))
         self.actions += sum(map(len, rows))
         placement, backward = staged.layout.rank_of, staged.backward

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
+from fxpipe.batch.batch import joined_description
+from fxpipe.batch.description import Description, example_of, for_any_words, known_by_type
+from fxpipe.batch.objects import like_of
+from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TraceError
@@ -46,10 +50,6 @@ from fxpipe.plan.capture.sizes import (
     sizes_between,
     unlike,
 )
-from fxpipe.plan.inputs.batch import Description, example_of, for_any_words, known_by_type
-from fxpipe.plan.inputs.cuts import joined_description
-from fxpipe.plan.inputs.objects import like_of
-from fxpipe.plan.inputs.pattern import GivenInputs, Pattern
 from fxpipe.progress import log, progress
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.torch_compat import compiled_parts, pytree

@@ -14,6 +14,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from fxpipe.batch.batch import joined, joined_description, with_rows
+from fxpipe.batch.description import Description, example_of
+from fxpipe.batch.pattern import Pattern
+from fxpipe.batch.rows import row_count
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.boundary import Gathered
 from fxpipe.graph.gathering import Places
@@ -22,10 +26,6 @@ from fxpipe.packed import BatchDim
 from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import Captured, Captures
 from fxpipe.plan.capture.on_fakes import shapes_of
-from fxpipe.plan.inputs.batch import Description, example_of
-from fxpipe.plan.inputs.cuts import joined, joined_description, with_rows
-from fxpipe.plan.inputs.pattern import Pattern
-from fxpipe.plan.inputs.rows import row_count
 
 
 def like(graph: StageGraph, first: StageGraph) -> StageGraph:

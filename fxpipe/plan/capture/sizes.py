@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from fxpipe.batch.description import Description, example_of
+from fxpipe.batch.pattern import Pattern
 from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.question import Answers
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.inputs.batch import Description, example_of
-from fxpipe.plan.inputs.pattern import Pattern
 from fxpipe.precision import Precision
 from fxpipe.trace.request import Place
 from fxpipe.validation import is_list

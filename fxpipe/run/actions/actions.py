@@ -1,7 +1,7 @@
-"""Actions: a rank's instructions → prepared calls, once for each plan. A step runs them one after another.
+"""Actions: binds a rank's instructions to prepared calls, once for each plan. A step runs the calls one by one.
 
-Whatever a plan fixes is looked up here: functions, slots, messages, and which actions run at all. The exchange looks up
-what depends on the sizes of a batch: how messages look.
+Binding looks up all that a plan fixes: functions, slots, messages, and which actions run at all. The layouts of
+messages depend on the sizes of a batch, and the exchange looks them up.
 
 lower → bind → run
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.group_inputs import Joined
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError
@@ -31,8 +32,7 @@ from fxpipe.parameters.dtensors import local
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
 from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
-from fxpipe.run.actions.group_inputs import Joined
-from fxpipe.run.actions.recompute import Kept, Run
+from fxpipe.run.actions.recompute import RecomputedForward, Run
 from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Instruction, Receive, Release, Send, is_forward
@@ -44,20 +44,20 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Bound:
-    """What this process runs of a table in each step of a plan: one rank's row, or all of them in an order
-    that works."""
+    """The calls of this process in each step of a plan: one rank's row of the table, or all rows in an order without
+    deadlock."""
 
     kind: BoundFor
     executors: Sequence[Executor]
     calls: Sequence[tuple[Instruction, Call]]
     receives: Sequence[Port]
-    """What they post, in order."""
+    """The ports whose receives the calls post, in order."""
 
     def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[StepResult]:
-        """Runs a step. Each rank has a stopwatch of its own."""
+        """Runs a step. ``stopwatch`` makes one for each rank."""
         grad = torch.enable_grad if self.kind.training else torch.no_grad
-        # Autograd runs a backward under the caller's autocast, and plain PyTorch runs it outside: so autocast is off
-        # here, and each forward turns on its own regions.
+        # Autograd runs a backward under the caller's autocast, and in plain PyTorch the backward is outside of it. So
+        # autocast is off here, and each forward turns its own regions on.
         off = [region._replace(enabled=False) for region in self.kind.autocast]
         for executor in self.executors:
             executor.begin(step, stopwatch())
@@ -72,7 +72,7 @@ class Bound:
         return [executor.end() for executor in self.executors]
 
     def _labelled(self) -> Iterator[Call]:
-        """For a step that is profiled: to post a receive, and to free a buffer, takes no time worth a name."""
+        """The calls of a profiled step, with labels; posting a receive and freeing a buffer take too little time."""
         graph = self.kind.plan.graph
         for instruction, call in self.calls:
             name = ""
@@ -95,10 +95,10 @@ def bind(
     training: bool,
     autocast: tuple[Autocast, ...],
 ) -> Bound:
-    """The calls of a rank; None: of all."""
+    """The bound calls of a rank; of all ranks if it is None."""
     kind = BoundFor(plan, runs, training, autocast)
     ranks = range(len(plan.instructions)) if rank is None else [rank]
-    binders = {one: _Binder(executor_of(kind, one)) for one in ranks}
+    binders = {pipe_rank: _Binder(executor_of(kind, pipe_rank)) for pipe_rank in ranks}
     # One process runs the rows of all ranks in an order in which each message is sent before it is taken.
     order = plan.order if rank is None else [(rank, instruction) for instruction in plan.instructions[rank]]
     calls, receives = list[tuple[Instruction, Call]](), list[Port]()
@@ -116,11 +116,11 @@ class _Binder:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self._is_left_out = False  # whether the last action is, and so takes no message
+        self._is_left_out = False  # whether the last action is left out, and so takes no message
 
     def bound(self, instruction: Instruction) -> Call | None:
-        """None for what has no part in this kind of batch: a message about a micro-batch without weight, or a
-        reduction, for which all must be over."""
+        """The call of an instruction. None for a message of a micro-batch without weight, which is not sent, and for a
+        reduction, which runs after all calls."""
         executor = self.executor
         if isinstance(instruction, Compute):
             action = instruction.action
@@ -137,14 +137,14 @@ class _Binder:
         if isinstance(instruction, Send):
             send, slots, slot = port.send, executor.slots, executor.slot(edge, message.op, message.microbatch)
             return lambda: send(take_out(slots, slot))
-        # A release stands behind the action whose message shows that this one was received. Where that action is left
-        # out, a later one's message may show it, or the step's end waits for it.
+        # A release follows the action whose message shows that the sent message was received. Where that action is left
+        # out, a later message may show it, or the step's end waits for it.
         if self._is_left_out:
             return None
         if message.op is not Op.F or edge.source not in executor.table.ahead:
             return port.release
 
-        def wait_and_release() -> None:  # of a stage that is held back
+        def wait_and_release() -> None:  # after a forward that the schedule delays
             executor.stopwatch.wait()
             port.release()
 
@@ -163,17 +163,17 @@ class _Binder:
         return GroupBackward(executor, action) if is_gathered else BackwardAction(executor, action)
 
 
-# --- Actions: each is bound to its function and to where its values lie ---
+# --- Actions: each is bound to its function and to the slots of its values ---
 
 
 class _BoundAction:
-    """What every action of a row has at hand, and the order in which each runs."""
+    """The base of all actions of a row: the order of waiting, running and timing."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.executor, self.stage = action, executor, executor.stage(action)
-        self.held = executor.held.setdefault((action.stage, action.microbatch), LeftBehind())
+        self.left_behind = executor.left_behind.setdefault((action.stage, action.microbatch), LeftBehind())
         self.takes: Sequence[Fetch] = ()
-        self._sums = action.op in (Op.B, Op.W)  # not I: its gradients of parameters are complete only behind its W
+        self._sums = action.op in (Op.B, Op.W)  # not I: gradients of parameters are complete only after W
         self._parameters = list(self.stage.parameters.values())
 
     def __call__(self) -> None:
@@ -182,7 +182,7 @@ class _BoundAction:
         waits = executor.parameters.awaited(action.stage) if action.op is Op.F else None
         if self._sums:
             executor.parameters.before(action)
-        # Between the two marks the action waits for its inputs: the timeline shows that as waiting.
+        # Between the two marks the action waits for its inputs, and the timeline shows waiting.
         executor.stopwatch.mark()
         arrived = [take() for take in self.takes]
         executor.stopwatch.mark()
@@ -199,14 +199,14 @@ class _BoundAction:
             executor.parameters.after(action)
 
     def run(self, arrived: list[Any]) -> None:
-        """``arrived``: what ``takes`` gave."""
+        """Runs the stage. ``arrived``: the values that ``takes`` returned."""
 
     def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
         """The stage's inputs, for the note on an error."""
         return ()
 
     def bound_run(self) -> Run:
-        """The stage's forward, with its own random numbers and region of autocast, if it has any."""
+        """The stage's forward, under its own seed and autocast regions, if it has any."""
         executor, action, stage = self.executor, self.action, self.stage
         halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
         forward: Run = stage.forward_in_halves if halved else stage.forward
@@ -234,8 +234,8 @@ class ForwardAction(_BoundAction):
         training = executor.kind.training
         self.keeps = training and self.stage.has_backward and executor.runs(Op.B, action.microbatch)
         tensors = list(self.stage.tensors.items())
-        self._buffers = [one for _, one in tensors if not isinstance(one, nn.Parameter)]
-        # other ranks run this stage, too, and would not have what it writes into its tensors
+        self._buffers = [tensor for _, tensor in tensors if not isinstance(tensor, nn.Parameter)]
+        # Where other ranks run this stage, too, they would lack what it writes into its tensors.
         self._unwritten = tensors if training and len(executor.graph.ranks(action.stage)) > 1 else []
         self.takes = self.bound_inputs()
         self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
@@ -251,14 +251,16 @@ class ForwardAction(_BoundAction):
         ]
 
     def _keeping(self, run: Run) -> Run:
-        """The run of a forward that will be recomputed."""
-        executor, stage, held = self.executor, self.stage, self.held
+        """A forward that drops its graph, and that R runs again."""
+        executor, stage, left = self.executor, self.stage, self.left_behind
 
         def run_and_keep(*inputs: Any) -> Any:
-            kept = Kept(stage, inputs, executor.effects.of(stage), executor.device, executor.step.proves)
-            # The graph of this run is dropped at once, and R makes it anew when its backward is near.
-            outputs = kept.first(run, inputs)
-            held.kept = kept
+            recomputed = RecomputedForward(
+                stage, inputs, executor.effects.of(stage), executor.device, executor.step.proves
+            )
+            # The graph of this run is dropped at once. R makes it anew shortly before the backward.
+            outputs = recomputed.first(run, inputs)
+            left.recomputed = recomputed
             return outputs, None
 
         return run_and_keep
@@ -274,7 +276,7 @@ class ForwardAction(_BoundAction):
         if self.stage.returns_result:
             self._take_result(outputs[-1], saved)
         if self.keeps:
-            self.held.saved = saved
+            self.left_behind.saved = saved
         self._give(outputs)
 
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
@@ -286,17 +288,17 @@ class ForwardAction(_BoundAction):
     def _give(self, outputs: tuple[Any, ...]) -> None:
         executor, step, slots = self.executor, self.executor.step, self.executor.slots
         stage, microbatch = self.action.stage, self.action.microbatch
-        if self._slots and step.extremes is not None and step.shares[microbatch]:  # without weight nothing counts
+        if self._slots and step.extremes is not None and step.shares[microbatch]:  # a micro-batch with weight
             step.extremes.add_outputs(stage, microbatch, outputs[: len(self._slots)])
-        for slot, value in zip(self._slots, outputs, strict=False):  # the result is no edge's
+        for slot, value in zip(self._slots, outputs, strict=False):  # the model's result has no slot
             slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
         if step.proves:
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
             executor.made.bytes_of.update(sizes)
 
     def _take_result(self, result: Any, saved: Saved | None) -> None:
-        """The model's result: a loss to begin backward at, or what evaluation returns. ``saved``: None where a
-        recomputation makes its graph."""
+        """Takes the model's result: the loss that backward begins at, or the output of an evaluation. ``saved``: None
+        where a recomputation makes the graph."""
         executor, microbatch = self.executor, self.action.microbatch
         if not executor.kind.training:
             executor.made.results[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, result)
@@ -317,25 +319,25 @@ class ForwardAction(_BoundAction):
 
 
 class Recomputation(_BoundAction):
-    """R: the forward again, for its graph alone: nothing is sent, counted or written."""
+    """R: the forward again, for its graph alone. It sends, counts and writes nothing."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
-        self.takes = [self._take_kept]
+        self.takes = [self._take_recomputed]
         self._run = self.bound_run()
 
-    def _take_kept(self) -> Kept | None:
-        kept, self.held.kept = self.held.kept, None
-        return kept
+    def _take_recomputed(self) -> RecomputedForward | None:
+        recomputed, self.left_behind.recomputed = self.left_behind.recomputed, None
+        return recomputed
 
     def run(self, arrived: list[Any]) -> None:
-        (kept,) = arrived
-        outputs, saved = kept.second(self._run)
+        (recomputed,) = arrived
+        outputs, saved = recomputed.second(self._run)
         if self.stage.returns_result and saved is not None:
             part = read_loss(outputs[-1])
             step = self.executor.step
             saved.take_root(part.value, root_weight(part, step.shares[self.action.microbatch], step.per_item))
-        self.held.saved = saved
+        self.left_behind.saved = saved
 
     def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
         return arrived[0].inputs  # type: ignore[no-any-return]
@@ -359,19 +361,19 @@ class BackwardAction(_BoundAction):
         return [self.executor.slot(edge, Op.B, self.action.microbatch) for _, edge in self.fed]
 
     def run(self, arrived: list[Any]) -> None:
-        executor, held = self.executor, self.held
+        executor, left = self.executor, self.left_behind
         returned: Sequence[Any] = [None] * len(self.stage.inputs)
-        saved, held.saved = held.saved, None
+        saved, left.saved = left.saved, None
         assert saved is not None
         if self.stage.returns_result:
             arrived.append(True)
-        # a loss without weight here has a backward where other replicas' losses need it
+        # A loss without weight here still has a backward in stages that other replicas' losses need.
         if not self.stage.returns_result or executor.step.shares[self.action.microbatch]:
             new = without_gradient(executor.parameters.in_call(self._parameters))
             returned = self.stage.backward(saved, arrived)
             if new:
                 give_own_memory(new, (arrived, returned))
-            held.later = saved.deferred
+            left.later = saved.deferred
         self.give(returned)
 
     def give(self, returned: Sequence[Any]) -> None:
@@ -381,19 +383,19 @@ class BackwardAction(_BoundAction):
 
 
 class WeightsAction(_BoundAction):
-    """W; of a stage that cannot leave anything to it, nothing."""
+    """W: the gradients of parameters. It does nothing for a stage whose backward cannot be split."""
 
     def run(self, arrived: list[Any]) -> None:
-        later, self.held.later = self.held.later, None
+        later, self.left_behind.later = self.left_behind.later, None
         if later is not None:
             parameters = self.executor.parameters.in_call(self._parameters)
-            new, kept = without_gradient(parameters), later.kept
+            new, passing = without_gradient(parameters), later.kept
             self.stage.backward.weights(later)
-            give_own_memory(new, kept)
+            give_own_memory(new, passing)
 
 
 class LeftOut(_BoundAction):
-    """An action after F of a micro-batch without weight, which is not run: the others that sum its gradients hear."""
+    """An action after F of a micro-batch without weight: it does not run, but the sums of gradients count it."""
 
     def __call__(self) -> None:
         parameters, action = self.executor.parameters, self.action
@@ -404,17 +406,16 @@ class LeftOut(_BoundAction):
 
 
 class GroupForward(ForwardAction):
-    """F of a gathered stage: each input is put together of what has come from the group's micro-batches."""
+    """F of a gathered stage: joins each input from those of the group's micro-batches."""
 
     def bound_inputs(self) -> list[Fetch]:
-        # an input may come in two ways, "batch" and "global"
-        # A value is taken once: taking it empties its slot.
+        # An input may come in two modes, "batch" and "global", and is taken once: taking it empties its slot.
         takes = {entry: self._each(entry) for entry in dict.fromkeys(self.stage.inputs)}
         self._entries = list(takes)
         return list(takes.values())
 
     def _each(self, entry: str | Edge) -> Fetch:
-        """Takes an input from each micro-batch, or, where a group made it, as one."""
+        """Takes an input from each micro-batch of the group, or once where a gathered stage made it."""
         executor, action = self.executor, self.action
         if isinstance(entry, str):
             takes = [executor.take_input(entry, place) for place in action.microbatches]
@@ -437,12 +438,12 @@ class GroupForward(ForwardAction):
             inputs.append(value)
             joined.append(how)
         if self.keeps:
-            self.held.joined = joined
+            self.left_behind.joined = joined
         return inputs
 
 
 class GroupBackward(BackwardAction):
-    """B or I of a gathered stage: each input's gradient is cut into those of the group's micro-batches."""
+    """B or I of a gathered stage: cuts each input's gradient into those of the group's micro-batches."""
 
     def bound_outputs(self) -> list[int]:
         executor, action = self.executor, self.action
@@ -450,11 +451,11 @@ class GroupBackward(BackwardAction):
         return [executor.slot(edge, Op.B, place) for edge in edges for place in executor.places(action, edge)]
 
     def give(self, returned: Sequence[Any]) -> None:
-        joined, self.held.joined = self.held.joined, None
+        joined, self.left_behind.joined = self.left_behind.joined, None
         sent: dict[Edge, list[Any]] = {}
         for place, edge in self.fed:
             how = joined[place] if joined is not None else None
-            # An input that came in two ways has two gradients, which are summed micro-batch by micro-batch.
+            # An input that came in two modes has two gradients, which are summed micro-batch by micro-batch.
             parts = [returned[place]] if how is None else self.executor.step.groups.cut(how, returned[place])
             sent[edge] = parts if edge not in sent else list(map(added, sent[edge], parts))
         parts = [part for each in sent.values() for part in each]
@@ -462,31 +463,32 @@ class GroupBackward(BackwardAction):
             self.executor.slots[slot] = part
 
 
-# --- What is on its way to other stages is not written by the next micro-batch. Autograd makes the first gradient of a
-# parameter its ``.grad`` without copying it, where nobody else holds that very tensor; but it may be a view of what
-# goes to a stage before this one, as that of a position embedding of one row is. In plain PyTorch that one is used by
-# then. Here the next micro-batch's gradient is added to ``.grad``, in place, first.
+# --- The next micro-batch must not write values on their way to other stages. Autograd makes the first gradient of a
+# parameter its ``.grad`` without a copy, if no other reference to that tensor exists. But that gradient may be a view
+# of the gradient that goes to an earlier stage, as for a position embedding of one row. Plain PyTorch has used that
+# gradient by then. Here the next micro-batch's gradient may be added to ``.grad``, in place, before it is sent.
 
 
 def without_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those whose ``.grad`` the next backward may make."""
+    """The parameters whose ``.grad`` the next backward may set."""
     return [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
 
 
 def give_own_memory(parameters: Iterable[nn.Parameter], passing: Any) -> None:
-    """A backward has run, which may have made these parameters' ``.grad``. ``passing``: the gradients that it was given
-    and has returned, in any container."""
-    made = [(one, one.grad) for one in parameters if one.grad is not None]
-    if not made:
+    """Copies each ``.grad`` that a backward has set and that shares memory with ``passing``, the gradients that the
+    backward was given and has returned, in any container."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
         return
     taken = {storage_id(local(leaf)) for leaf in pytree.tree_leaves(passing) if _has_memory(leaf)}
-    for parameter, gradient in made:
+    for parameter, gradient in gradients:
         if _has_memory(gradient) and storage_id(local(gradient)) in taken:
             parameter.grad = gradient.clone()
 
 
 def apart_from(buffers: Sequence[Tensor], value: Any) -> Any:
-    """A value that leaves a stage, with copies of what shares memory with these: the next forward may write them."""
+    """A value that leaves a stage, with copies of tensors that share memory with buffers: the next forward may write
+    buffers."""
     if isinstance(value, Tensor) and value.requires_grad:
         return value
     leaves = [leaf for leaf in pytree.tree_leaves(value) if _has_memory(leaf) and not leaf.requires_grad]

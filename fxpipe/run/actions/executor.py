@@ -1,6 +1,6 @@
-"""Executor: what one pipe rank holds while it runs its row of a table, bound for one plan: see ``actions``.
+"""Executor: the state of one pipe rank while it runs its row of a table, bound for one plan: see ``actions``.
 
-What a step leaves in it is let go of at the step's end.
+A step's values are dropped at the step's end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.batch.group_inputs import GroupInputs, Joined
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.graph.deferred import Deferred
@@ -21,8 +22,7 @@ from fxpipe.graph.modes import Autocast
 from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage
 from fxpipe.plan.plan import Plan, values_of
-from fxpipe.run.actions.group_inputs import GroupInputs, Joined
-from fxpipe.run.actions.recompute import EffectsOf, Kept
+from fxpipe.run.actions.recompute import EffectsOf, RecomputedForward
 from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.step.finite import Extremes
 from fxpipe.schedules.action import Action, Op
@@ -33,17 +33,17 @@ from fxpipe.torch_compat import pytree
 from fxpipe.validation import shown
 
 Fetch = Callable[[], Any]
-"""Gives what an action needs of others, once; waits for it where it is on its way."""
+"""Returns a value that another action has made, once; waits for the message that brings it."""
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step is given. ``batches``: a dict of this rank's inputs per micro-batch. ``shares``: each
-    micro-batch's part of the step's weight, or that of its group, where the loss is of a group.
-    ``groups``: what makes the inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first) → seed.
-    ``number``: its own, from 0. ``per_item``: 1 / the items of the step that a ``Sum`` is over, on the ranks that make
-    the loss, where inputs alone decide them. ``extremes``: records whether the stages' outputs are finite.
-    ``proves``: whether the step compares a recomputation with its forward, and measures how large values are."""
+    """The arguments of a step. ``batches``: a dict of this rank's inputs for each micro-batch. ``shares``: each
+    micro-batch's part of the step's weight; where the loss is of a group, the group's part. ``groups``: makes the
+    inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first micro-batch) → seed. ``number``: the
+    step's number, from 0. ``per_item``: 1 / the items that the step's ``Sum`` counts, on the ranks that make the loss,
+    where inputs alone decide the count. ``extremes``: records whether the stages' outputs are finite. ``proves``:
+    whether the step compares a recomputation with its forward, and measures the sizes of values."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -57,7 +57,7 @@ class StepInput:
 
 @dataclass
 class StepResult:
-    """What one rank makes in a step."""
+    """The results of one rank in a step."""
 
     rank: int
     stopwatch: Stopwatch
@@ -65,15 +65,15 @@ class StepResult:
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
     bytes_of: dict[Edge, int] = field(default_factory=dict)
-    """What its edges carry, where the step measures that."""
+    """Edge → bytes of its value, where the step measures them."""
 
 
 @dataclass(frozen=True)
 class BoundFor:
-    """What rows are bound for: all that steps of one plan have in common, whatever the sizes of their batches.
+    """What the steps of a bound row have in common, whatever the sizes of their batches.
 
-    ``runs``: which micro-batches get a backward: those with weight here or, where a stage sees their rows, on another
-    replica. ``autocast``: what is on around the call: each forward has a region of its own, and no backward is in one.
+    ``runs``: whether each micro-batch gets a backward: it has weight here or, where a stage sees its rows, on another
+    replica. ``autocast``: the autocast regions around the call: each forward enters them anew, and no backward does.
     """
 
     plan: Plan
@@ -84,15 +84,15 @@ class BoundFor:
 
 @dataclass(slots=True)
 class LeftBehind:
-    """What a stage's actions of one micro-batch, or of a group, leave for those behind them.
+    """The values that a stage's actions of one micro-batch, or of a group, leave for later actions.
 
-    ``saved``: what a forward leaves for its backward. ``joined``: how a group's inputs were put together. ``kept``:
-    what is still to be recomputed. ``later``: what I has left for W.
+    ``saved``: a forward's, for its backward. ``joined``: how a group's inputs were put together. ``recomputed``: a
+    forward that will be recomputed. ``later``: I's, for W.
     """
 
     saved: Saved | None = None
     joined: list[Joined | None] | None = None
-    kept: Kept | None = None
+    recomputed: RecomputedForward | None = None
     later: Deferred | None = None
 
 
@@ -105,10 +105,10 @@ class Executor:
     exchange: Exchange
     device: torch.device
     parameters: Gradients
-    """What has to know when this rank uses its parameters."""
+    """Told before and after each use of this rank's parameters."""
     effects: EffectsOf
     step: StepInput = field(init=False)
-    """While one runs; ``made`` and ``stopwatch``, too."""
+    """Set while a step runs, as ``made`` and ``stopwatch`` are."""
     made: StepResult = field(init=False)
     stopwatch: Stopwatch = field(init=False)
 
@@ -118,29 +118,29 @@ class Executor:
         self._rank_of = self.kind.plan.schedule.rank_of
         self._sharing = sharing(self.graph.edges, self._rank_of, values_of(self.kind.plan.graphs))
         self.slots: list[Any] = []
-        """What was made here and not used yet."""
+        """The values that were made here and not used yet."""
         self._slot_of: dict[tuple[Edge, Op, int], int] = {}
-        self.held: dict[Half, LeftBehind] = {}
+        self.left_behind: dict[Half, LeftBehind] = {}
 
     def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
         self.step, self.stopwatch, self.made = step, stopwatch, StepResult(self.rank, stopwatch)
 
     def end(self) -> StepResult:
-        """A step has run; what it was given and has made is the caller's alone."""
+        """Ends a step, and drops its inputs; the caller takes its results."""
         made = self.made
         del self.step, self.stopwatch, self.made
         return made
 
     def drop(self) -> None:
-        """A step has failed: lets go of all that it was given and had made."""
+        """Drops the inputs and all values of a step that failed."""
         self.end()
         self.exchange.drop()
-        # In place: bound actions hold this very list.
+        # In place: bound actions have this very list.
         self.slots[:] = [NOT_MADE] * len(self.slots)
-        for held in self.held.values():
-            held.saved = held.joined = held.kept = held.later = None
+        for left in self.left_behind.values():
+            left.saved = left.joined = left.recomputed = left.later = None
 
-    # what actions are bound to
+    # for actions to bind to
 
     def stage(self, action: Action) -> Stage:
         return self.kind.plan.graphs[action.microbatch].stages[action.stage]
@@ -149,13 +149,13 @@ class Executor:
         return op is Op.F or self.kind.runs[microbatch]
 
     def places(self, action: Action, edge: Edge) -> Sequence[int]:
-        """The micro-batches that an edge's values and gradients are numbered by, of those of an action."""
+        """The micro-batches, out of an action's, that number the values and gradients of an edge."""
         return action.microbatches[:1] if self.graph.stages[edge.source].gathered else action.microbatches
 
     def slot(self, edge: Edge, op: Op, microbatch: int) -> int:
-        """Where a value, or where ``op`` is B its gradient, lies from when it is made until it is used or sent."""
+        """The slot that an edge's value, or with ``op`` B its gradient, is in until it is used or sent."""
         if op is Op.F and self._rank_of(edge.source, microbatch) == self.rank:
-            edge = self._shared(edge, microbatch)[0]  # it is sent once
+            edge = self._shared(edge, microbatch)[0]  # the value is sent once for all these edges
         # Slots are numbered as they are bound, so that a step addresses a list by numbers and hashes nothing.
         slot = self._slot_of.setdefault((edge, op, microbatch), len(self.slots))
         if slot == len(self.slots):
@@ -163,7 +163,7 @@ class Executor:
         return slot
 
     def _shared(self, edge: Edge, microbatch: int) -> Sequence[Edge]:
-        """The edges whose value comes in an edge's message, itself included."""
+        """The edges whose values come in the message of ``edge``, which is among them."""
         return [self.graph.edges[other] for other in self._sharing(self._index[edge], microbatch)]
 
     def port(self, message: Message) -> Port:
@@ -177,10 +177,10 @@ class Executor:
         """Takes a value or gradient, from this rank or another."""
         maker = self._rank_of(edge.source if op is Op.F else edge.target, microbatch)
         shared = self._shared(edge, microbatch) if op is Op.F and maker != self.rank else (edge,)
-        # of those that share a message the first one that is bound is the first that runs, and takes it for all
+        # The first edge to be bound, of those that share a message, runs first, and takes the message for all.
         if maker == self.rank or (edge, op, microbatch) in self._slot_of:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
-        # Only the name of the action in a diagnosis depends on this: gradients of inputs come from I where B is split.
+        # Only the action's name in a diagnosis depends on this: where B is split, I makes the gradients of inputs.
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
         made = Action(edge.source if op is Op.F else edge.target, maker_op, microbatch)
         port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
@@ -188,7 +188,7 @@ class Executor:
         return partial(self._receive, port, made, others)
 
     def _receive(self, port: Port, made: Action, others: Sequence[int]) -> Any:
-        """Takes what another rank's action has made, for others on this rank, too."""
+        """Takes the message of another rank's action, and puts its value into the slots of ``others``, too."""
         here.awaited = lambda: f"{made} of stage `{self.graph.names[made.stage]}`"
         try:
             value = port.take()
@@ -199,11 +199,11 @@ class Executor:
         return value
 
     def report(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
-        """What fails in the user's code says where in the step it was, all counted from 0, and what it was given."""
+        """Adds a note to an error in the user's code: the place in the step, counted from 0, and the stage's inputs."""
         stage, what = self.stage(action), _WORDS.get(action.op, "backward")
         first, last = action.microbatch, action.microbatches[-1]
         which = f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
-        with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
+        with contextlib.suppress(Exception):  # some errors take no notes, and the error itself must come through
             given = zip(stage.input_names, inputs, strict=False)
             error.add_note(
                 f"in the {what} of stage {stage.index} `{stage.name}`, {which}, "
@@ -213,11 +213,11 @@ class Executor:
 
 
 NOT_MADE: Any = object()
-"""Lies in a slot before a value does, and after it; None is a gradient that did not come."""
+"""The content of an empty slot. None in a slot is a gradient that did not come."""
 
 
 def take_out(slots: list[Any], slot: int) -> Any:
-    """The value in a slot, which is empty then."""
+    """Takes the value out of a slot, which is empty afterwards."""
     value, slots[slot] = slots[slot], NOT_MADE
     if value is NOT_MADE:
         raise LookupError(f"slot {slot} is used before it is made")
@@ -228,7 +228,7 @@ _WORDS = {Op.F: "forward", Op.R: "recomputation", Op.W: "weight gradients"}
 
 
 def _described(value: Any) -> str:
-    """What a stage was given, without its numbers."""
+    """An input of a stage in words: type, shape and device, no numbers."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     return shown(pytree.tree_map_only(torch.Tensor, lambda tensor: list(tensor.shape), value))

@@ -1,8 +1,8 @@
-"""Recompute: a stage's forward keeps what it was given and not its graph, and runs again when its backward is near.
+"""Recompute: a stage's forward keeps its inputs and drops its graph, and runs again shortly before its backward.
 
-F  runs as ever, gradients on: the same kernels, buffers written, random numbers drawn. What autograd would save is let
-   go of at once, and its graph behind it
-R  begins where F began, with F's random numbers, and leaves everything but its graph as it was before R
+F  runs as always, with gradients on: the same kernels run, buffers are written, random numbers are drawn. The tensors
+   that autograd would save are dropped at once, and the graph after F
+R  runs the forward from F's state and with F's random numbers, and then restores all state but the new graph
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
 from fxpipe.trace.state.snapshot import Snapshot, State
 
 Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
-"""A stage's forward: inputs → (outputs, what it leaves for its backward)."""
+"""A stage's forward: inputs → (outputs, saved values for its backward)."""
 
 
 def without_graph(value: Any) -> Any:
-    """The same with its tensors cut from what they were computed with; those that need a gradient still say so."""
+    """The value with its tensors detached; each keeps its ``requires_grad``."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
 
 
-class Kept:
-    """What a stage keeps of its forward until it runs again.
+class RecomputedForward:
+    """A stage's forward that will run again: its inputs, and the state that it began with.
 
-    ``proves``: whether the second run's outputs are compared with the first one's.
+    ``proves``: whether the outputs of the second run are compared with those of the first.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Kept:
     ) -> None:
         self._stage, self._effects, self._device, self._proves = stage, effects, device, proves
         self.inputs = [without_graph(value) for value in inputs]
-        # Versions tell without a copy whether a tensor was written between F and R.
+        # Versions show without a copy whether a tensor was written between F and R.
         self._versions = _versions(self.inputs)
-        self._parameters = [(one, version_of(one)) for one in stage.parameters.values()]
+        self._parameters = [(parameter, version_of(parameter)) for parameter in stage.parameters.values()]
         self._start, self._others = effects.state(device), effects.versions()
 
     def first(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of the first run, without its graph."""
         outputs, _ = self._without_saving(run, inputs)
-        written = [version_of(one) != version for one, version in self._parameters]
-        self._written = [one for (one, _), was in zip(self._parameters, written, strict=True) if was]
+        written = [version_of(parameter) != version for parameter, version in self._parameters]
+        self._written = [parameter for (parameter, _), was in zip(self._parameters, written, strict=True) if was]
         self._parameters = [each for each, was in zip(self._parameters, written, strict=True) if not was]
         self._bumped = self._start.bumped()
         if self._effects.is_known:
@@ -63,38 +63,41 @@ class Kept:
         return without_graph(outputs)  # type: ignore[no-any-return]
 
     def _without_saving(self, run: Run, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Saved | None]:
-        """Runs it. What autograd saves is dropped, unless the stage's own code differentiates: then it runs anew from
-        where it began, as do all later ones, and its graph is dropped behind it."""
+        """Runs the forward, and drops the tensors that autograd saves. Where the stage's own code differentiates, the
+        forward runs again from its first state, with a graph, which is dropped afterwards; so do later forwards."""
         if not self._effects.needs_graph:
             try:
                 # Hooks drop what autograd saves: as under no_grad F never holds a graph, and yet it runs R's kernels.
                 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _is_gone):
                     return run(*inputs)
-            except RuntimeError as error:  # torch.func and torch.vmap say so where they meet them
+            except RuntimeError as error:  # from torch.func and torch.vmap, which refuse these hooks
                 if _HOOKS not in str(error):
                     raise
-            # What forward had written before the hooks failed is put back, and random numbers, too.
+            # Restore the tensors that forward had written before the hooks failed, and the random state.
             self._start.restore(self._start.bumped())
             self._effects.needs_graph = True
         return run(*inputs)
 
     def second(self, run: Run) -> tuple[tuple[Any, ...], Saved | None]:
-        """The second run: it begins where the first one did, and all that it writes is put back behind it. RunError
-        where the stage's inputs or parameters were written since the first run, or it makes something else."""
+        """Runs the forward from the first run's state, and then restores all that it wrote.
+
+        Raises:
+            RunError: the stage's inputs or parameters were written since the first run, or the outputs differ.
+        """
         if _versions(self.inputs) != self._versions:
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: what it was given was written in place since; write "
                 "it out of place (x = x + 1 for x += 1), or leave the stage out of recompute="
             )
-        if any(version_of(one) != version for one, version in self._parameters):
+        if any(version_of(parameter) != version for parameter, version in self._parameters):
             raise RunError(
                 f"stage {self._stage.name!r} cannot be recomputed: its parameters were written since its forward, as a "
                 "hook does that makes an optimizer's step in backward; make it behind forward_backward(...), or leave "
                 "the stage out of recompute="
             )
         # nn.Embedding(max_norm=) writes its parameter, in the second run, too
-        copies = [(one, one.detach().clone()) for one in self._written]
-        # R writes buffers and draws random numbers once more: what they are now is put back behind it.
+        copies = [(parameter, parameter.detach().clone()) for parameter in self._written]
+        # R writes buffers and draws random numbers once more: their state of now is restored after it.
         now = self._effects.state(self._device)
         self._start.restore(self._bumped)
         try:
@@ -132,21 +135,21 @@ def _plain(outputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _has_numbers(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor whose numbers operators can look at: not sparse, quantized, or of a class of its own."""
+    """Whether it is a tensor whose numbers operators can read: not sparse, not quantized, not of a subclass."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_quantized:
         return False
     return type(local(value)) in (Tensor, nn.Parameter) and not value.is_meta
 
 
-# --- what a forward changes beside its result, so that running it again can leave all as it was ---
+# --- the side effects of a forward, so that running it again can restore the state ---
 
 
 class SideEffects:
-    """What the forward of a stage changes of what its modules hold, found out in the first one of each step.
+    """The state of a stage's modules that its forward changes, found in the first forward of each step.
 
-    Tensors that it writes, attributes, containers and generators of random numbers. A later forward that writes a
-    tensor which the first one did not is an error: its numbers were not kept. So is, on a GPU, a tensor that is written
-    by ``.data`` in a later step and was not in the first: that is seen when the step after it begins.
+    This is tensors, attributes, containers and generators of random numbers. A later forward that writes another tensor
+    is an error, since no copy of that tensor was made. On a GPU, so is a tensor that is written by ``.data`` in a later
+    step and was not in the first: the error comes when the step after it begins.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -158,7 +161,7 @@ class SideEffects:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: in between the user may have put other tensors in place, or set what forward goes by."""
+        """Begins a step. The user may have replaced tensors or set attributes since the last one."""
         (stage, arriving), self._unseen = self._unseen or ("", list), None
         if any(map(bool, arriving())):
             raise RunError(
@@ -166,52 +169,56 @@ class SideEffects:
                 "did not in its first step, so that its recomputation took other numbers; leave it out of recompute="
             )
         self.is_known = False
-        held = (tensor for tensor in self._snapshot().tensors() if not isinstance(tensor, nn.Parameter))
-        # all of them until the step's first forward has shown which it writes
-        self._writes = [one for one in held if type(one) is Tensor and _has_numbers(one) and not one.is_inference()]
+        tensors = (tensor for tensor in self._snapshot().tensors() if not isinstance(tensor, nn.Parameter))
+        # All tensors, until the step's first forward has shown which it writes.
+        self._writes = [
+            tensor
+            for tensor in tensors
+            if type(tensor) is Tensor and _has_numbers(tensor) and not tensor.is_inference()
+        ]
         self._others: list[Tensor] = []
 
     def _snapshot(self) -> Snapshot:
-        """Of what is no tensor, too: any forward may be the first to change it. The last one, where nothing is another
-        since: to look is much cheaper than to take one."""
+        """A snapshot of the modules, attributes included: any forward may be the first to change them. It is the last
+        snapshot, if nothing has changed since: a comparison is much cheaper than a snapshot."""
         if self._last is None or self._last.has_generators or any(self._last.changes()):
             self._last = Snapshot(self._module)
         return self._last
 
     def state(self, device: torch.device) -> State:
-        """What forward changes beside parameters, as it is now; random numbers, too."""
+        """The present state of all that forward changes besides parameters, random numbers included."""
         return State([self._snapshot()], self._writes, [device])
 
     def learn(self, before: State, stage: str) -> None:
-        """The first forward is over, which began at ``before``."""
+        """Finds the tensors that a step's first forward has written. ``before``: the state at its beginning."""
         statistics = {
             id(buffer)
             for part in self._module.modules()
-            if isinstance(part, BATCH_STATISTICS)  # which it may begin to write when the user unfreezes them
+            if isinstance(part, BATCH_STATISTICS)  # forward may begin to write them when the user unfreezes the module
             for buffer in part.buffers(recurse=False)
         }
         known = statistics | set(self._written)
         now, before.numbers = before.numbers, []
         unseen = list[Tensor]()
-        for one in now:
-            if id(one.tensor) in known or one.was_bumped:
-                before.numbers.append(one)
-            # On a GPU comparing numbers waits for them: only the first step does so.
-            elif self._is_new or one.tensor.is_cpu:
-                before.numbers += [one] if one.was_written else []
+        for numbers in now:
+            if id(numbers.tensor) in known or numbers.was_bumped:
+                before.numbers.append(numbers)
+            # On a GPU a comparison waits for the numbers: only the first step does so.
+            elif self._is_new or numbers.tensor.is_cpu:
+                before.numbers += [numbers] if numbers.was_written else []
             else:
-                unseen.append(one.differs())
+                unseen.append(numbers.differs())
         self._unseen = (stage, to_host([torch.stack(unseen).any()])) if unseen else None
-        self._written = {id(one.tensor): one.tensor for one in before.numbers}
+        self._written = {id(numbers.tensor): numbers.tensor for numbers in before.numbers}
         self._others = [tensor for tensor in self._writes if id(tensor) not in self._written]
         self._writes, self.is_known, self._is_new = list(self._written.values()), True, False
 
     def versions(self) -> list[int]:
-        """Of the tensors that the step's first forward did not write."""
+        """The versions of the tensors that the step's first forward did not write."""
         return list(map(version_of, self._others))
 
     def check(self, versions: Sequence[int], stage: str) -> None:
-        """RunError where a forward, which began at these ``versions``, has written what the first one did not."""
+        """RunError if a forward, which began at these ``versions``, has written a tensor that the first did not."""
         for tensor, version in zip(self._others, versions, strict=True):
             if version_of(tensor) != version:
                 raise RunError(
@@ -225,34 +232,34 @@ class EffectsOf:
     """The side effects of the stages that this process runs, from step to step."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[object, SideEffects]] = {}  # by identity, with what must live as long
+        self._known: dict[int, tuple[object, SideEffects]] = {}  # by identity, with the object, so that it lives
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         for _, effects in self._known.values():
             effects.begin()
 
     def keep(self, graphs: Iterable[StageGraph]) -> None:
-        """Lets go of all stages but these."""
+        """Forgets all stages but these graphs'."""
         wanted = {id(stage.module) for graph in graphs for stage in graph}
         self._known = {key: known for key, known in self._known.items() if key in wanted}
 
     def of(self, stage: Stage) -> SideEffects:
         call = stage.module
         if id(call) not in self._known:
-            module = getattr(call, "__self__", call)  # of a function what it is a method of, as ``model.encode``
-            # what opaque methods call is a part of the stage's module, and what they hold is not
+            module = getattr(call, "__self__", call)  # the owner of a method, such as ``model.encode``
+            # Modules that opaque methods call are parts of the stage's module; the methods' owners are not.
             owners = [_Shallow(part.owner) for part in opaque_calls(call) if part.is_method]
             self._known[id(call)] = call, SideEffects([*([module] if isinstance(module, nn.Module) else []), *owners])
         return self._known[id(call)][1]
 
 
 class _Shallow(nn.Module):
-    """A module without its submodules, for whoever goes through a module's parts."""
+    """A module without its submodules, for a walk over a module's parts."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module = (module,)  # in a tuple: it is not a part of this one
+        self._module = (module,)  # in a tuple, so that it is not a submodule
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -128,24 +128,24 @@ class Watch:
         mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)
         everyone = self._transport.gather("all", mine)
         self._over = not self._raises
-        broken = [one for found in everyone for one in found]
+        broken = [value for found in everyone for value in found]
         return _text(last, loss, broken, self._transport.data_size > 1, len(everyone) > 1)
 
 
 def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: bool, ranks: bool) -> str:
-    losses = sorted(one for one in broken if one.is_loss)
+    losses = sorted(value for value in broken if value.is_loss)
     head = f"the loss of step {step.number} is {loss}"
     if not losses:
         return f"{head}, though that of each of its micro-batches is finite: their sum or its count is not"
-    first, *others = dict.fromkeys(one[:2] for one in losses)  # (replica, micro-batch)
+    first, *others = dict.fromkeys(value[:2] for value in losses)  # (replica, micro-batch)
     replica, microbatch = first
     graph, group = step.plan.graph, step.plan.group
     last = microbatch + group - 1
     # of what this loss is computed from, the output of the first stage that is not finite
-    feeding = [one for one in broken if microbatch <= one.microbatch <= last]
-    feeding = [one for one in feeding if graph.sees_replicas or one.replica == replica]
+    feeding = [value for value in broken if microbatch <= value.microbatch <= last]
+    feeding = [value for value in feeding if graph.sees_replicas or value.replica == replica]
     # Stages are numbered in topological order: the least one is where it began.
-    stage = min(feeding, key=lambda one: (one.stage, *one))
+    stage = min(feeding, key=lambda value: (value.stage, *value))
     place = f"micro-batch {microbatch}" if last == microbatch else f"the group of micro-batches {microbatch}-{last}"
     place += f" of replica {replica}" * replicas
     within = "it" if group == 1 else f"micro-batch {stage.microbatch}"

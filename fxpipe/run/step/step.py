@@ -15,43 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.group_inputs import GroupInputs
+from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
+from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.like import cast_batch
 from fxpipe.graph.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.graph.modes import Autocast, evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
-from fxpipe.packed import Packed
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.capture.sizes import with_sizes
-from fxpipe.plan.inputs.cuts import split
-from fxpipe.plan.inputs.rows import entries_of, is_entries, pieces_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.planner import Planner
 from fxpipe.plan.together import check_rows
 from fxpipe.run.actions.actions import Bound, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
-from fxpipe.run.actions.group_inputs import GroupInputs
 from fxpipe.run.actions.recompute import EffectsOf
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.outputs import Joining, OutputRows, RowsOf, from_rank, over_replicas, without_entries
-from fxpipe.run.step.step_outcome import (
-    ItemNumbers,
-    LossMessage,
-    StepOutcome,
-    conclude,
-    of_groups,
-    shares_of,
-    weights_of,
-)
+from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
@@ -141,7 +131,7 @@ class Steps:
         failing.drops.append(self._message.drop)
         if transport.pipe_rank is None:  # where one can go on behind a step that has failed: earlier gradients stay
             failing.drops.append(state.reducer.drop)
-        self._effects, self._places = EffectsOf(), OutputRows()
+        self._effects, self._in_lists = EffectsOf(), set[Where]()
         self._executor_of = partial(
             Executor, exchange=exchange, device=state.device, parameters=state.reducer, effects=self._effects
         )
@@ -159,7 +149,7 @@ class Steps:
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
-            check_rows(self.transport, plan, self._gradients.way.zero)
+            check_rows(self.transport, plan, self._gradients.sums.zero)
         with self.failing.together():
             # its losses are of one form, or may be of another in each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
@@ -190,12 +180,12 @@ class Steps:
             if is_new and not known.is_sized:
                 known.is_sized = True
                 # Each rank knows what its own stages gave; the pipe group puts them together once for each plan.
-                mine = {edge: size for one in made for edge, size in one.bytes_of.items()}
+                mine = {edge: size for result in made for edge, size in result.bytes_of.items()}
                 bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
             broken = self.watch.end(self.number, outcome.loss, plan)
             passed("rest")
             self._trained.add(agreed.kind)
-            self.recorder.keep(self.number, plan.schedule, [one.stopwatch for one in made])
+            self.recorder.keep(self.number, plan.schedule, [result.stopwatch for result in made])
             self.number += 1
         if broken:  # nothing is under way, and all ranks raise it: one can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
@@ -242,7 +232,7 @@ class Steps:
         # The digest is started here and compared in the next call, when it has long been made.
         self._check.note(known.calls, agreed.kind, self.number, training, given)
         known.calls += 1
-        return agreed, agreed.call.parts(given, split, self._options.batch_dim)
+        return agreed, agreed.call.batch.split(given)
 
     def _forget(self) -> None:
         """Drops what is kept of kinds of batch that are not known any more; the same on all ranks of a pipe group."""
@@ -337,7 +327,9 @@ class Steps:
     def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
         """This rank's parameters that have hooks of the user's, and how often they have been written. RunError where
         hooks would be given gradients that are divided later."""
-        found = [(name, one, version_of(one)) for name, one in self._parameters if has_hooks(one)]
+        found = [
+            (name, parameter, version_of(parameter)) for name, parameter in self._parameters if has_hooks(parameter)
+        ]
         if found and scales and (self._is_sum or plan.graph.counting is not None):
             raise RunError(
                 f"parameter {found[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
@@ -377,7 +369,7 @@ class Steps:
         """The loss of the step, the same on every rank. RunError: gradients of means and of sums cannot be accumulated
         together, nor in a type without room for sums."""
         ranks, precision = plan.output_ranks, self._options.precision
-        mine = [one.loss for one in made if one.rank in ranks]
+        mine = [result.loss for result in made if result.rank in ranks]
         at_output = StepLoss.of_ranks(mine) if mine else None
         with label("loss"):
             outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, known, plan.counts)
@@ -395,7 +387,7 @@ class Steps:
     def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
         """The whole batch's output, out of the micro-batches'."""
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
-        results = {place: result for one in made for place, result in one.results.items()}
+        results = {place: result for rank_result in made for place, result in rank_result.results.items()}
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each of them has some
             parts = [from_rank(rank, results, transport, device) for rank in ranks]
@@ -410,24 +402,10 @@ class Steps:
                 sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
-            joined = Joining(shares, self._rows_of(agreed, sizes), self._places).join(ordered)
+            joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)
             output = without_entries(over_replicas(transport, joined, is_of_all))
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count
         if outputs == "last" or transport.pipe_rank is None:
             return output
         return from_rank(ranks[0], output, transport, device)
-
-    def _rows_of(self, agreed: AgreedBatch, sizes: Sequence[int]) -> RowsOf:
-        """The rows of the outputs, each of a micro-batch, or of a group of them."""
-        batch_dim = self._options.batch_dim
-        pieces = pieces_of(batch_dim, agreed.sizes, agreed.call.counts)
-        entries = entries_of(agreed.pattern.shapes[0], batch_dim)
-        along = sorted({one.rule for one in entries.values() if isinstance(one.rule, int) and any(one.shapes)})
-        packed, in_lists = list[tuple[int, Sequence[int]]](), False
-        for path, one in entries.items():
-            if isinstance(one.rule, Packed) and is_entries(one.like):
-                in_lists = True
-            elif isinstance(one.rule, Packed):
-                packed.append((one.rule.dim, of_groups(pieces[path], agreed.plan.group)))
-        return RowsOf(sizes, along, packed, in_lists)

@@ -8,22 +8,21 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from fxpipe.batch.label_count import Items, as_number
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.collective import Collective, Work
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.like import ITEMS
 from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.agreement import AgreedBatch
-from fxpipe.plan.inputs.label_count import Items, as_number
-from fxpipe.plan.plan import digest_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
@@ -36,15 +35,6 @@ class StepOutcome:
     factor: Tensor | None
     metrics: Mapping[str, Tensor]
     kind: LossKind
-
-
-def differing(transport: Transport, fact: Any) -> list[Any]:
-    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
-
-    A collective call of the data axis.
-    """
-    is_one = len(set(transport.gather_int("data", digest_of([repr(fact)])))) == 1
-    return [] if is_one else transport.gather("data", fact)
 
 
 class LossMessage:
@@ -145,10 +135,10 @@ def conclude(
 
 
 class DetachedLoss(Tensor):
-    """A plain detached tensor, but for ``.backward()``, which says that it has been run.
+    """The loss of a step: a detached tensor whose ``.backward()`` raises, since the call has run the backward already.
 
-    So does what it is multiplied or divided by, as ``(loss / k).backward()`` and loss scalers have it. Whatever else is
-    made from it, copied or pickled is a plain tensor, and it says that its class is, for loggers that go by that.
+    A multiple of it is a ``DetachedLoss``, too, for ``(loss / k).backward()`` and loss scalers. All other results, and
+    its copies and pickles, are plain tensors.
     """
 
     # as torch's notes on extending it have it
@@ -171,6 +161,8 @@ class DetachedLoss(Tensor):
     def __truediv__(self, other: Any) -> Any:
         return detached(super().__truediv__(other))
 
+    # wandb decides by the names of x.__class__ and its module whether x is a torch tensor (wandb/util.py,
+    # get_full_typename), and would log a subclass from another module as text. No hook of a class changes that name.
     @property  # type: ignore[misc]
     def __class__(self) -> type[Tensor]:  # type: ignore[override]
         return Tensor
@@ -200,8 +192,6 @@ def detached(value: Any) -> Any:
 
 
 # --- Shares: each micro-batch's part of the weight of a step, over all replicas ---
-
-N = TypeVar("N", int, float)
 
 
 def weights_of(
@@ -237,11 +227,6 @@ def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any
     return weights
 
 
-def of_groups(numbers: Sequence[N], size: int) -> tuple[N, ...]:
-    """The sum of each group of so many."""
-    return tuple(sum(numbers[start : start + size]) for start in range(0, len(numbers), size))
-
-
 def shares_of(transport: Transport, weights: Sequence[float], training: bool, over_replicas: bool) -> tuple[float, ...]:
     """Each weight's part of their sum, ``over_replicas`` of that of all of them: a collective call of those ranks.
 
@@ -255,7 +240,9 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
         everyone = transport.gather_int("data", bits if training else ~bits)
         steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here gives none below 0
         if len(set(steps)) > 1:
-            trains, evaluates = ([replica for replica, one in enumerate(steps) if one is way] for way in (True, False))
+            trains, evaluates = (
+                [replica for replica, step in enumerate(steps) if step is way] for way in (True, False)
+            )
             raise RunError(
                 f"the replicas {trains} make a step and {evaluates} call evaluate, which all ranks call together: call "
                 "it on every rank, not under `if rank == 0`, and as often on each replica, with "
@@ -316,9 +303,9 @@ class ItemNumbers:
         mine, counts = int(number), items.counts_of(batches)
         mine_and_sums = mine, mine in counts, sum(counts[:1])
         everyone = self._transport.gather("data", mine_and_sums)
-        given = [one for one, _, _ in everyone]
+        given = [count for count, _, _ in everyone]
         whole = sum(count for _, _, count in everyone)
-        if len(set(given)) > 1 or any(is_own and one < whole for one, is_own, _ in everyone):
+        if len(set(given)) > 1 or any(is_own and count < whole for count, is_own, _ in everyone):
             raise RunError(
                 f"{ITEMS} is that of the whole batch, over all replicas, and the same on all; the replicas were given "
                 f"{given}, for {whole} labels in all. Leave it out, and it is counted; or add it up over the "

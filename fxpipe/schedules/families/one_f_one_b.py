@@ -36,6 +36,7 @@ from fxpipe.schedules.families.limits import (
     shortest_within_limits,
     with_fewer_microbatches,
 )
+from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
@@ -97,66 +98,56 @@ def in_laps(problem: Problem) -> tuple[Row, ...]:
     """
     most = max(len(stages) for stages in problem.stages_of)
     going_round = [stage for stages in problem.stages_of if len(stages) == most for stage in stages]
-    lap = math.ceil(max(problem.depth[stage] for stage in going_round) / most)
-    ranks = [_Rank(problem, stages, lap) for stages in problem.stages_of]
-    done: set[Action] = set()
-    while any(rank.next for rank in ranks):
-        if not sum([rank.run(done) for rank in ranks]):
-            # All wait. Of those that could run a forward instead of a backward the first one does. There is one: take
-            # the first action that has not run, by group, stage in topological order, and micro-batch, with backwards
-            # behind all forwards and the other way round. All that it needs stands before it, and has run.
-            able = (one for one in ranks if one.next is not one.forward and one.is_ready(one.forward, done))
-            next(able).warm_up += 1
-    return tuple(tuple(rank.row) for rank in ranks)
+    return _Laps(problem, math.ceil(max(problem.depth[stage] for stage in going_round) / most)).run()
 
 
-class _Rank:
-    """One rank: what it still has to run, the next at the end, and how many forwards it runs ahead of backwards."""
+class _Laps(ListScheduler):
+    """A line of forwards and one of backwards for each rank, which takes turns, however long each action takes."""
 
-    def __init__(self, problem: Problem, stages: tuple[int, ...], lap: int) -> None:
-        self.problem = problem
-        trained = [stage for stage in stages if problem.backward[stage]]
-        self.forwards = list(_in_groups(problem, Op.F, stages, lap))[::-1]
-        self.backwards = list(_in_groups(problem, Op.B, trained[::-1], lap))[::-1]
+    def __init__(self, problem: Problem, lap: int) -> None:
+        units = Units(problem.ranks, Costs.of(len(problem.placement)))
+        for rank, stages in enumerate(problem.stages_of):
+            trained = [stage for stage in stages if problem.backward[stage]]
+            units.add_line(rank, list(_in_groups(problem, Op.F, stages, lap)))
+            units.add_line(rank, list(_in_groups(problem, Op.B, trained[::-1], lap)))
+        units.need_by(problem.dependencies)
+        super().__init__(units, range(len(units.actions)))
+        self.backward = problem.backward
         # A forward goes to the sink and its backward comes back over as many stages: two actions each. The other stages
         # of the rank run a whole lap before the last one begins.
-        self.warm_up = 2 * (problem.depth[stages[-1]] - 1) + (len(stages) - 1) * lap
-        self.row: list[Action] = []
-        self.in_flight = 0
+        self.warm_up = [2 * (problem.depth[on[-1]] - 1) + (len(on) - 1) * lap for on in problem.stages_of]
+        self.in_flight = [0] * problem.ranks
 
-    @property
-    def forward(self) -> Action | None:
-        return self.forwards[-1] if self.forwards else None
+    def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
+        # All wait. Of the ranks that could run a forward instead of a backward the first one does. There is one: take
+        # the first action that has not run, by group, stage in topological order, and micro-batch, with backwards
+        # behind all forwards and the other way round. All that it needs stands before it, and has run.
+        is_forward = self.units.line_of[unit] == 2 * rank
+        if forced and is_forward and not self._forward_is_next(rank):
+            self.warm_up[rank] += 1
+        return is_forward == self._forward_is_next(rank)
 
-    @property
-    def next(self) -> Action | None:
-        """What comes next: warm-up, then forwards and backwards in turns; a frozen stage's forward at once."""
-        forward = self.forward
-        ahead = forward and (self.in_flight <= self.warm_up or not self.problem.backward[forward.stage])
-        return self.backwards[-1] if self.backwards and not ahead else forward
+    def _forward_is_next(self, rank: int) -> bool:
+        """Whether a forward comes next: warm-up, then forwards and backwards in turns; a frozen stage's at once."""
+        forwards, backwards = (self.units.lines[line][self.begun[line] :] for line in (2 * rank, 2 * rank + 1))
+        if not forwards or not backwards:
+            return not backwards
+        ((stage, *_),) = self.units.actions[forwards[0]]
+        return self.in_flight[rank] <= self.warm_up[rank] or not self.backward[stage]
 
-    def is_ready(self, action: Action | None, done: set[Action]) -> bool:
-        return action is not None and done.issuperset(self.problem.dependencies.before(action))
-
-    def run(self, done: set[Action]) -> int:
-        """Runs as far as dependencies allow, and returns how many actions."""
-        before = len(self.row)
-        while (action := self.next) and self.is_ready(action, done):
-            (self.forwards if action.op is Op.F else self.backwards).pop()
-            if self.problem.backward[action.stage]:
-                self.in_flight += 1 if action.op is Op.F else -1
-            self.row.append(action)
-            done.add(action)
-        return len(self.row) - before
+    def begin(self, rank: int, unit: int) -> None:
+        ((stage, op, *_),) = self.units.actions[unit]
+        if self.backward[stage]:
+            self.in_flight[rank] += 1 if op is Op.F else -1
 
 
-def _in_groups(problem: Problem, op: Op, stages: Iterable[int], lap: int) -> Iterator[Action]:
+def _in_groups(problem: Problem, op: Op, stages: Iterable[int], lap: int) -> Iterator[Unit]:
     """Group by group of ``lap`` micro-batches, each through all ``stages``."""
     m = problem.microbatches
     for start in range(0, m, lap):
         for stage in stages:
             for microbatch in range(start, min(start + lap, m)):
-                yield Action(stage, op, microbatch)
+                yield (Action(stage, op, microbatch),)
 
 
 # --- greedy ---

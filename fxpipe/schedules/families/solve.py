@@ -13,12 +13,10 @@ grid of both is taken.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import RankOf, ranks_of, replicated
@@ -26,6 +24,7 @@ from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.families.limits import Chosen, Family, exceeds, excess
+from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.simulate import peak_in_flight
@@ -34,9 +33,6 @@ _FINEST = 8
 """Steps of the grid, on each of its axes."""
 _MANY = 60_000
 """Of larger tables fewer are tried: as many as have so many actions together."""
-
-Unit = tuple[Action, ...]
-"""Actions that run one behind the other: an R with its backward, or one alone."""
 
 
 def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
@@ -155,75 +151,52 @@ class _Floating:
     """What is known before the actions of stages on several ranks are placed. ``rows``: the family's, of ``alone``."""
 
     def __init__(self, problem: Problem, alone: Problem, real: Sequence[int], rows: tuple[Row, ...]) -> None:
-        self.problem, self.costs = problem, problem.costs
+        self.problem = problem
         self.caps = peak_in_flight(alone.table(rows))  # which the family's own order holds: within them none hangs
-        self.rank_of = RankOf.of(problem.placement, problem.dependencies.groups)
         fixed: list[Row] = [()] * problem.ranks
         for rank, row in zip(real, rows, strict=False):
             fixed[rank] = row
-        # Rank → what is in order there: its fixed row, then lines of what floats.
-        self.lines: list[list[list[Unit]]] = [[[(action,) for action in row]] for row in fixed]
+        # Line r is the fixed row of rank r; then come the lines of what floats.
+        self.units = Units(problem.ranks, problem.costs)
+        for rank, row in enumerate(fixed):
+            self.units.add_line(rank, [(action,) for action in row])
+        rank_of = RankOf.of(problem.placement, problem.dependencies.groups)
         for row in rows[len(real) :]:
-            self._add_lines(row)
+            for (rank, *_), line in _lines(row, rank_of).items():
+                self.units.add_line(rank, line)
+        self.units.need_by(Dependencies.of(problem.links, problem.backward, rows))
         self.held_by_rest = [self._most_from(row) for row in fixed] if problem.memory is not None else []
-        units = [unit for lines in self.lines for line in lines for unit in line]
-        self.home = {unit: self.rank_of(unit[0].stage, unit[0].microbatch) for unit in units}
-        self.time = {unit: sum(map(self.costs.time, unit)) for unit in units}
-        unit_of = {action: unit for unit in units for action in unit}
-        dependencies = Dependencies.of(problem.links, problem.backward, rows)
-        self.missing: dict[Unit, int] = {}  # how many units each needs
-        self.after: dict[Unit, list[Unit]] = {unit: [] for unit in units}
-        for unit in units:
-            # Within a unit an R stands in front of its backward, so that it waits for nothing of its own.
-            needed = {unit_of[other] for action in unit for other in dependencies.needs(action)} - {unit}
-            self.missing[unit] = len(needed)
-            for other in needed:
-                self.after[other].append(unit)
-        self.latest = self._latest(units)
-
-    def _add_lines(self, row: Row) -> None:
-        """Forwards, backwards and weight gradients of a stage each keep their order on a rank."""
-        again: list[Action] = []
-        lines: dict[tuple[int, bool, bool], list[Unit]] = {}
-        for action in row:
-            if action.op is Op.R:
-                again = [action]
-                continue
-            rank = self.rank_of(action.stage, action.microbatch)
-            lines.setdefault((rank, action.op is Op.F, action.op is Op.W), []).append((*again, action))
-            again = []
-        for (rank, *_), line in lines.items():
-            self.lines[rank].append(line)
+        self.latest = self._latest()
 
     def _most_from(self, row: Row) -> list[float]:
         """The most bytes that a fixed row holds from each of its places on."""
-        changes = (self.costs.held(a) if self.problem.backward[a.stage] else 0.0 for a in row)
+        held, backward = self.problem.costs.held, self.problem.backward
+        changes = (held(action) if backward[action.stage] else 0.0 for action in row)
         return list(accumulate(reversed([0.0, *accumulate(changes)]), max))[::-1]
 
-    def _latest(self, units: Sequence[Unit]) -> dict[Unit, float]:
+    def _latest(self) -> list[float]:
         """The latest start of each for a makespan of 0: a negative number."""
         # Backwards in time over two relations: needs, and the order of each line. start ≤ min(later start − hop) −
         # time.
-        behind = {unit: list(others) for unit, others in self.after.items()}
-        for line in chain.from_iterable(self.lines):
+        behind = {unit: dict(users) for unit, users in enumerate(self.units.after)}
+        for line in self.units.lines:
             for unit, following in pairwise(line):
-                behind[unit].append(following)
-        latest: dict[Unit, float] = {}
-        for unit in reversed(list(topological_order({unit: place for place, unit in enumerate(units)}, behind))):
-            ends = (latest[other] - self.hop(unit, other) for other in behind[unit])
-            latest[unit] = min(ends, default=0.0) - self.time[unit]
+                behind[unit].setdefault(following, 0.0)
+        latest = [0.0] * len(behind)
+        for unit in reversed(list(topological_order({unit: unit for unit in behind}, behind))):
+            ends = (latest[other] - hop for other, hop in behind[unit].items())
+            latest[unit] = min(ends, default=0.0) - self.units.time[unit]
         return latest
-
-    def hop(self, one: Unit, other: Unit) -> float:
-        return self.costs.comm if self.home[one] != self.home[other] else 0.0
 
     def best(self) -> tuple[Row, ...]:
         """The shortest that keeps within the limits; where none does, the shortest."""
         # The longest path and the busiest rank bound every makespan: aims between the path and what was reached are
         # tried.
-        work = [sum(self.time[unit] for line in lines for unit in line) for lines in self.lines]
-        path = -min(self.latest.values())
-        rows, longest = _Attempt(self, path, path).run()
+        work = [0.0] * self.problem.ranks
+        for home, time in zip(self.units.home, self.units.time, strict=True):
+            work[home] += time
+        path = -min(self.latest)
+        rows, longest = self._attempted(path, path)
         best, over = (self._exceeds(rows), longest), rows
         steps = min(_FINEST, math.isqrt(2 * _MANY // len(self.latest)))
         # Forwards aim at the makespan of backwards, or at a shorter one.
@@ -232,10 +205,15 @@ class _Floating:
                 if best[1] <= max(path, *work) * (1 + 1e-9):
                     return over
                 forward, backward = (path + (longest - path) * part / steps for part in (early, late))
-                rows, makespan = _Attempt(self, forward, backward).run()
+                rows, makespan = self._attempted(forward, backward)
                 if best[0] or makespan < best[1]:
                     best, over = min((best, over), ((self._exceeds(rows), makespan), rows), key=lambda one: one[0])
         return over
+
+    def _attempted(self, forward: float, backward: float) -> tuple[tuple[Row, ...], float]:
+        """The rows for these aims, and their makespan."""
+        attempt = _Attempt(self, forward, backward)
+        return attempt.run(), max(attempt.free)
 
     def _exceeds(self, rows: tuple[Row, ...]) -> bool:
         problem = self.problem
@@ -244,78 +222,58 @@ class _Floating:
         return excess(problem.table(rows), problem.costs, problem.in_flight, problem.memory) is not None
 
 
-class _Attempt:
-    """One list schedule, and how far it has come. ``forward``, ``backward``: the makespans that they aim at."""
+def _lines(row: Row, rank_of: RankOf) -> dict[tuple[int, bool, bool], list[Unit]]:
+    """The lines of a stage on several ranks: forwards, backwards and weight gradients each keep their order on a rank,
+    the first number of the key."""
+    again: Unit = ()
+    lines: dict[tuple[int, bool, bool], list[Unit]] = {}
+    for action in row:
+        if action.op is Op.R:
+            again = (action,)
+            continue
+        rank = rank_of(action.stage, action.microbatch)
+        lines.setdefault((rank, action.op is Op.F, action.op is Op.W), []).append((*again, action))
+        again = ()
+    return lines
+
+
+class _Attempt(ListScheduler):
+    """One list schedule. ``forward``, ``backward``: the makespans that they aim at."""
 
     def __init__(self, known: _Floating, forward: float, backward: float) -> None:
+        super().__init__(known.units, known.latest)  # by latest start: what is most urgent first
         self.known, self.forward, self.backward = known, forward, backward
-        self.lines = [list(map(deque, lines)) for lines in known.lines]  # what each rank has still to run
-        self.rows: list[list[Action]] = [[] for _ in known.lines]
-        self.free = [0.0] * len(known.lines)
-        self.held = [0.0] * len(known.lines)  # bytes, of what is not in the fixed order
-        self.missing = dict(known.missing)
-        self.ready = dict.fromkeys(known.missing, 0.0)  # when what it needs has arrived, as far as it has run
+        self.held = [0.0] * len(self.free)  # bytes, of what is not in the fixed order
         self.in_flight: dict[tuple[int, int], int] = {}
-        self.moments = [(0.0, rank) for rank in range(len(known.lines))]  # a rank is free, or a message reaches it
 
-    def run(self) -> tuple[tuple[Row, ...], float]:
-        """Rows, and their makespan."""
-        now, forced = 0.0, False
-        for _ in self.missing:
-            unit = None
-            while unit is None:
-                # All wait for what was held back. It must go on, whatever it delays, or nothing would.
-                if not self.moments:
-                    self.moments, forced = [(now, rank) for rank in range(len(self.rows))], True
-                now, rank = heapq.heappop(self.moments)
-                unit = self._chosen(rank, now, forced) if self.free[rank] <= now else None
-            self._run(rank, unit, now)
-            forced = False
-        return tuple(map(tuple, self.rows)), max(self.free)
-
-    def _run(self, rank: int, unit: Unit, now: float) -> None:
-        known = self.known
-        line = next(line for line in self.lines[rank] if line and line[0] is unit)
-        line.popleft()
-        end = self.free[rank] = now + known.time[unit]
-        self.rows[rank] += unit
-        last = unit[-1]
-        if known.problem.backward[last.stage]:
-            if known.problem.memory is not None and line is not self.lines[rank][0]:
-                self.held[rank] += sum(map(known.costs.held, unit))
+    def begin(self, rank: int, unit: int) -> None:
+        problem, actions = self.known.problem, self.units.actions[unit]
+        last = actions[-1]
+        if problem.backward[last.stage]:
+            if problem.memory is not None and self.units.line_of[unit] != rank:
+                self.held[rank] += sum(map(problem.costs.held, actions))
             change = last.count if last.op is Op.F else 0 if last.op is Op.I else -last.count
             self.in_flight[rank, last.stage] = self.in_flight.get((rank, last.stage), 0) + change
-        heapq.heappush(self.moments, (end, rank))
-        for user in known.after[unit]:
-            arrival = end + known.hop(unit, user)
-            self.missing[user] -= 1
-            self.ready[user] = max(self.ready[user], arrival)
-            heapq.heappush(self.moments, (arrival, known.home[user]))
 
-    def _chosen(self, rank: int, now: float, forced: bool) -> Unit | None:
-        """What a rank begins now; None: it waits. ``forced``: nothing is held back."""
-        heads = [line[0] for line in self.lines[rank] if line]
-        able = [unit for unit in heads if not self.missing[unit] and self.ready[unit] <= now]
-        # By latest start: what is most urgent first. The fixed order's next action is never held back.
-        for unit in sorted(able, key=self.known.latest.__getitem__):
-            following = next(iter(self.lines[rank][0]), None)
-            if unit is following or forced:
-                return unit
-            if self._has_room(rank, unit) and (following is None or not self._delays(unit, following, now)):
-                return unit
-        return None
+    def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
+        # The fixed order's next action is never held back.
+        rest = self.units.lines[rank][self.begun[rank] :]
+        if forced or unit in rest:
+            return True
+        return self._has_room(rank, unit, len(rest)) and not (rest and self._delays(unit, rest[0], now))
 
-    def _delays(self, unit: Unit, following: Unit, now: float) -> bool:
+    def _delays(self, unit: int, following: int, now: float) -> bool:
         """Whether the next action of the fixed order would begin too late behind a unit."""
         # It delays the fixed order if that action could have begun before the unit ends, and cannot afford to wait.
-        latest, end = self.known.latest, now + self.known.time[unit]
-        aim = self.forward if unit[-1].op is Op.F else self.backward
-        arrives = 0.0 if self.missing[following] else self.ready[following]
+        latest, end = self.known.latest, now + self.units.time[unit]
+        aim = self.forward if self.units.actions[unit][-1].op is Op.F else self.backward
+        arrives = 0.0 if self.ready[following] == math.inf else self.ready[following]
         return latest[unit] > latest[following] and end > max(arrives, latest[following] + aim)
 
-    def _has_room(self, rank: int, unit: Unit) -> bool:
-        """Whether a forward keeps within its cap, and its rank within its memory."""
-        known, action = self.known, unit[-1]
+    def _has_room(self, rank: int, unit: int, left: int) -> bool:
+        """Whether a forward keeps within its cap, and its rank within its memory. ``left``: how many actions the fixed
+        row still has."""
+        known, action = self.known, self.units.actions[unit][-1]
         if action.op is not Op.F or not known.problem.backward[action.stage]:
             return True
         if self.in_flight.get((rank, action.stage), 0) + action.count > known.caps[action.stage]:
@@ -323,5 +281,5 @@ class _Attempt:
         if known.problem.memory is None:
             return True
         # The most that the fixed row will hold from here on is set aside for it.
-        rest = known.held_by_rest[rank][-1 - len(self.lines[rank][0])]
-        return not exceeds(self.held[rank] + known.costs.held(action) + rest, known.problem.memory[rank])
+        rest = known.held_by_rest[rank][-1 - left]
+        return not exceeds(self.held[rank] + known.problem.costs.held(action) + rest, known.problem.memory[rank])

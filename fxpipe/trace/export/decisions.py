@@ -78,9 +78,9 @@ class Decisions(TorchFunctionMode):
         """An index with the places that a mask picks in place of the mask: inputs may decide how many these are,
         whatever is picked from."""
         found: list[Any] = []
-        for one in index if isinstance(index, tuple) else (index,):
-            is_mask = isinstance(one, Tensor) and one.dtype == torch.bool and one.dim() and _is_asked(one)
-            places = one.nonzero(as_tuple=True) if is_mask else (one,)
+        for part in index if isinstance(index, tuple) else (index,):
+            is_mask = isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() and _is_asked(part)
+            places = part.nonzero(as_tuple=True) if is_mask else (part,)
             self._note_sizes(places if is_mask else ())
             found += places
         return tuple(found)
@@ -111,7 +111,7 @@ class Decisions(TorchFunctionMode):
                 return original(symbol)
             if kind == "truth" and (known := known_truth(symbol)) is not None:
                 return known
-            text = _SYMBOL.sub(lambda one: self._symbols.get(one[0]) or "?", str(symbol.node.expr))
+            text = _SYMBOL.sub(lambda match: self._symbols.get(match[0]) or "?", str(symbol.node.expr))
             return self._asked(symbol, kind, "" if "?" in text else text)
 
         return ask
@@ -145,10 +145,11 @@ _NOT_USERS = sys.stdlib_module_names - {"__main__"} | {"torch", "fxpipe", "funct
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
-    """While it is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is. Python's makes a
-    number of it: CLIP's loss asks for ``torch.arange(len(logits))``.
+    """While it is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is.
 
-    It stands in the modules and not in ``builtins``: torch._dynamo keeps what it finds there in tables, for good.
+    transformers' ``CLIPModel`` needs it: its loss asks for ``torch.arange(len(logits))``. No method of a tensor can
+    give it a symbol: Python's ``len()`` makes an int of what ``__len__`` returns. It stands in the modules and not in
+    ``builtins``, since torch._dynamo keeps for good what it finds there.
     """
     modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
     users = [home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS]

@@ -1,4 +1,4 @@
-"""Calls that a recorder sees as wholes: submodules, methods of them, regions, autograd and checkpointed functions.
+"""Calls that a recorder sees as wholes: submodules, opaque regions, autograd and checkpointed functions.
 
 torch offers no way to see the calls of ``torch.utils.checkpoint.checkpoint`` and of what ``torch.vmap`` returns, which
 models bind long before a capture: the functions inside of them that are patched here, and the autograd function of
@@ -12,18 +12,18 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from fxpipe.errors import FxpipeError
 from fxpipe.graph.like import TensorLike
+from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.torch_compat import (
     CHECKPOINT_GENERATOR,
+    DISTRIBUTION_CHECKS,
     BackwardHookFunction,
     checkpoint_options,
     function_apply,
@@ -33,10 +33,10 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import backward_hooks, noting, patched, refuse_backward
+from fxpipe.trace.patching import Key, backward_hooks, handled, noting, patched, refuse_backward
 from fxpipe.trace.record.emit import effects_of
-from fxpipe.trace.record.frame import Frame, PythonState, held_by
-from fxpipe.trace.record.opaque import Applied, Method, Name, method_in
+from fxpipe.trace.record.frame import Frame, PythonState
+from fxpipe.trace.record.opaque import Applied
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
 from fxpipe.trace.record.tape import Args, Checkpoint, Kwargs, Touched, tensors
@@ -49,20 +49,18 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How to run forward, by what earlier runs have taught.
+    """How to run forward; each run that fails teaches the next one.
 
     ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
     ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time, as
     transformers' models install the hooks that collect their outputs. ``watch``: what opaque calls change, as hooks in
-    them do, is to be found out, which takes time. ``methods``: those of submodules with a boundary
-    that are opaque, and why they cannot be recorded.
+    them do, is to be found out, which takes time.
     """
 
     descend: frozenset[str] = frozenset()
     limit: int | None = None
     settled: bool = False
     watch: bool = False
-    methods: Mapping[Name, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class Calls:
@@ -78,14 +76,10 @@ class Calls:
         self.in_call: set[str] = set()
         """Attributes that forward sets before it reads them."""
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
-        self._root, self._cuts = request.module, frozenset(request.cuts)
+        self._root = request.module
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
-        # The class in which each class's outermost __call__ is written. A class may define its own, and call
-        # super().__call__() in it: only the outermost call is a call of the submodule.
-        kinds = {type(part) for part in self._root.modules()}
-        self._owners = {kind: next(base for base in kind.__mro__ if "__call__" in vars(base)) for kind in kinds}
         # as they are before the run, by which functional_call is found
-        self._tables = {id(table): dict(table) for part in self._root.modules() for table in _tables(part)}
+        self._tensors = all_tensors(self._root)
         self._set: set[str] = set()  # the names of attributes that forward has set
         self._thread = threading.get_ident()
         self._buffers, self.own = AssignedBuffers(), CallAttributes()
@@ -96,6 +90,8 @@ class Calls:
         with contextlib.ExitStack() as stack:
             for owner, name, value in self._patches():
                 stack.enter_context(patched(owner, name, value))
+            parts = [(part, "__call__") for part in self._root.modules() if part is not self._root]
+            stack.enter_context(handled(parts, self._call_module))
             stack.callback(self._buffers.put_back)
             stack.enter_context(watching_attributes(self._paths, self._note_attribute, self.own))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -103,11 +99,6 @@ class Calls:
             self._check_backward_hooks("", self._root)
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        for owner in dict.fromkeys([nn.Module, *self._owners.values()]):
-            yield owner, "__call__", self._call_of(owner)
-        for path, name in self._plan.methods:
-            owner = type(self._root.get_submodule(path))
-            yield owner, name, self._method_of(owner, name)
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
         yield checkpointing, CHECKPOINT_GENERATOR, self._generator_of(vars(checkpointing)[CHECKPOINT_GENERATOR])
         yield vmap_home, "vmap_impl", self._vmap_of(vars(vmap_home)["vmap_impl"])
@@ -119,6 +110,7 @@ class Calls:
         yield torch.autograd, "backward", refuse_backward
         # assertions on the values of tensors are not a part of the program
         yield torch, "_check_tensor_all_with", lambda *_: None
+        yield *DISTRIBUTION_CHECKS, False
 
     def write_buffers(self) -> None:
         """Writes the buffers that forward has set."""
@@ -148,20 +140,11 @@ class Calls:
 
     # submodules
 
-    def _call_of(self, owner: type[nn.Module]) -> Call:
-        original = vars(owner)["__call__"]
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner = functools.partial(original, module)
-            path = self._paths.get(id(vars(module)))
-            if not path or self._owners.get(type(module)) is not owner or not self._is_ours():
-                return inner(*args, **kwargs)
-            return self._call_module(path, module, inner, args, kwargs)
-
-        return call
-
-    def _call_module(self, path: str, module: nn.Module, inner: Call, args: Args, kwargs: Kwargs) -> Any:
-        recorder = self._recorder
+    def _call_module(self, key: Key, inner: Call, args: Args, kwargs: Kwargs) -> Any:
+        if not self._is_ours():
+            return inner(*args, **kwargs)
+        recorder, path = self._recorder, self._paths[key[0]]
+        module = self._root.get_submodule(path)
         try:
             with patched(recorder, "stack", {**recorder.stack, path: type(module)}):
                 frame = Frame(recorder, path, module, args, kwargs)
@@ -217,56 +200,18 @@ class Calls:
 
     def _is_swapped(self, frame: Frame) -> bool:
         """Whether the submodule holds other tensors than the model has given it: ``torch.func.functional_call``."""
-        return any(
-            tensor is not self._tables.get(id(table), {}).get(name)
-            and f"{self._paths[id(vars(part))]}.{name}" not in self._set  # a buffer that is set
-            for part in (frame.module.modules() if frame.module is not None else ())
-            if id(vars(part)) in self._paths
-            for table in _tables(part)
-            for name, tensor in table.items()
-        )
-
-    # methods
-
-    def note_method(self, error: NeedsValues) -> None:
-        """Notes in an error which method it has come through."""
-        error.method = error.method or method_in(error, self._paths)
-
-    def _method_of(self, owner: type[nn.Module], name: str) -> Call:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self._paths.get(id(vars(module)), "")
-            if (path, name) not in self._plan.methods or not self._is_ours():
-                return original(module, *args, **kwargs)
-            return self._call_method(path, module, name, args, kwargs)
-
-        return call
-
-    def _call_method(self, path: str, module: nn.Module, name: str, args: Args, kwargs: Kwargs) -> Any:
-        """A method that cannot be recorded, as one call; NeedsValues where it cannot be that, either."""
-        target = f"{name}_{len(self.opaque)}"
-        part = self.opaque[target] = Method(module, name, path, self._cuts)
-        frame = Frame(self._recorder, f"{path}.{name}".lstrip("."), part, args, kwargs)
-        needs = NeedsValues(self._plan.methods[path, name])  # as an earlier run has met it
-        needs.method = path, name
-        try:
-            return self._rehearsed(frame, part, args, kwargs, target, needs)
-        except NeedsValues as error:
-            if error is needs or isinstance(error.__cause__, FxpipeError):
-                raise
-            raise needs from error  # it needs more than is left of the submodule
+        now = {} if frame.module is None else all_tensors(frame.module, frame.path)
+        return any(tensor is not self._tensors.get(name) and name not in self._set for name, tensor in now.items())
 
     # regions
 
     def rehearses(self) -> bool:
-        """Whether calls run on made-up numbers now. A submodule that holds a region is marked: it may not be opaque."""
+        """Whether a rehearsal runs now. It is marked then, since a call that holds a region cannot be one operation."""
         self._recorder.marks += self._recorder.paused
         return self._recorder.paused
 
     def keep_region(self, call: RegionCall) -> tuple[Tensor, ...]:
-        """What stands for the tensors that an opaque call returns, as the user has asked for."""
+        """Fake tensors for the results of a region's call, which is one operation."""
         recorder, reads = self._recorder, set(call.seen.reads)
         call.kept.of_one_type = True
         frame = Frame(recorder, call.region.name, None, tuple(call.values), {})
@@ -341,46 +286,31 @@ class Calls:
             )
         return result
 
-    # what looks at values
+    # calls that look at values
 
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
-        """The result of a call that cannot run on fake tensors; the error where it cannot be opaque either."""
+        """The result of a call that cannot run on fake tensors, by a rehearsal. Raises the error where that fails."""
         recorder = self._recorder
-        self.note_method(error)
         again = error.tried and not error.asked  # an error of the user's would be met again and again
         if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
             raise error
         error.tried = True
-        is_stateful = False
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_stateful
-            state = None if frame.module is None else PythonState(frame.module)
-            result = inner(*args, **kwargs)
-            is_stateful |= state is not None and state.has_changed()
-            return result
-
         try:
             # nothing is recorded while it runs on real numbers
             with patched(recorder, "paused", True):
-                found = rehearse(watched, args, kwargs, frame.module, self._numbers)
+                found = rehearse(inner, args, kwargs, frame.module, self._numbers)
         except Exception as failure:
             if not error.asked:
                 raise error from failure
             fact = f"{frame.path} cannot run by itself on made-up inputs, either: {failure}"
-            both = NeedsValues(f"{error}\n{fact}")
-            both.method = error.method
-            raise both from failure
+            raise NeedsValues(f"{error}\n{fact}") from failure
         touched = found.touched
         if not frame.is_untouched() or frame.writes_elsewhere(touched):
             raise error
-        touched.is_stateful |= is_stateful
         # another branch may draw: a vector quantiser puts random rows in place of codes that died
         touched.draws_random |= bool(touched.reads & recorder.storages.keys())
-        if isinstance(frame.module, Method):  # of the parts that it uses, it may use more another time
-            used = (part for part in frame.module.parts.children() if held_by(part) & touched.reads)
-            touched.reads |= set().union(*map(held_by, used))
         result = self._faked(frame, found)
+        self.whole.add(frame.path)
         effects = effects_of(touched, frame.tensors, result, recorder.storages)
         shares = tuple(sorted({*effects.shares, *found.shares.values()}))
         effects = replace(effects, shares=shares, is_rehearsed=True)
@@ -388,7 +318,7 @@ class Calls:
         return result
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:
-        """What a rehearsed call returns; with the memory of an argument where it may share that."""
+        """The result of a rehearsed call: fake tensors, views of the arguments whose memory they may share."""
 
         def faked(number: int, like: TensorLike) -> Tensor:
             shared = frame.tensors[found.shares[number]] if number in found.shares else None
@@ -402,7 +332,3 @@ class Calls:
         leaves, spec = pytree.tree_flatten(found.result)
         made = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
         return pytree.tree_unflatten(made, spec)
-
-
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers

@@ -75,7 +75,7 @@ class _Writer:
     def write(self) -> fx.Graph:
         """The graph, with all operations in order."""
         # runs of operations in the same modes; inside of a checkpoint they are entered once for each
-        for modes, group in itertools.groupby(self.tape, lambda one: one.place.modes.beside(self.around)):
+        for modes, group in itertools.groupby(self.tape, lambda operation: operation.place.modes.beside(self.around)):
             entered = None
             if modes is not None and not self.keeps_notes:
                 regions: Any = tuple(tuple(region) for region in modes.autocast)  # as generated code can write it
@@ -168,7 +168,7 @@ class Emitter:
         uses = [(id(user), value) for user in tape for value in user.values]
         uses += [(id(result), leaf) for leaf in result if isinstance(leaf, TapeValue)]
         found: list[Operation] = []
-        for inside, run in itertools.groupby(tape, lambda one: next(iter(one.place.checkpoints[depth:]), None)):
+        for inside, run in itertools.groupby(tape, lambda step: next(iter(step.place.checkpoints[depth:]), None)):
             group = list(run)
             if inside is None:
                 found.extend(group)

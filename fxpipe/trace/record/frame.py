@@ -1,4 +1,4 @@
-"""Frames: calls of submodules, methods and autograd functions while they run, and which may become one operation."""
+"""Frames: calls of submodules and autograd functions while they run, and which may become one operation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
 class PythonState:
-    """What a call may change and no operation shows: attributes of its submodule, containers in them, random state."""
+    """The state that a call may change and no operation shows: its submodule's attributes, the containers in them, and
+    random generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self._random, self._snapshot = RandomState(), Snapshot(module, tensors=False)
 
     def has_changed(self) -> bool:
-        """Whether attributes changed, or Python's, NumPy's or torch's real random numbers were drawn or seeded, or
-        those of generators that the submodule holds."""
+        """Whether an attribute changed, or a generator of random numbers was drawn from or seeded: Python's, NumPy's,
+        torch's, or one that the submodule holds."""
         is_drawn = RandomState() != self._random or self._snapshot.drawn()
         return is_drawn or any(True for _ in self._snapshot.changes())
 
@@ -41,7 +42,7 @@ class PythonState:
 class Frame:
     """One call while it runs, and where the recorder stood when it began.
 
-    ``module``: the submodule that is called; what stands for it of a method; None for a region or an autograd function.
+    ``module``: the submodule that is called; None for a region or an autograd function.
     """
 
     def __init__(self, recorder: Recorder, path: str, module: nn.Module | None, args: Args, kwargs: Kwargs) -> None:
@@ -60,7 +61,7 @@ class Frame:
 
     @property
     def memory(self) -> set[int]:
-        """That of the parameters and buffers that its submodule holds."""
+        """The memory of the submodule's parameters and buffers; empty without a submodule."""
         return set() if self.module is None else held_by(self.module)
 
     def collapse(self, target: str, result: Any, touched: Touched, effects: Effects, kept: bool) -> None:
@@ -72,7 +73,7 @@ class Frame:
         del recorder.tape[self.start :]
         # the call draws and sets the same in every step: neither is the caller's any more
         recorder.random_moved()
-        recorder.set_inside |= {one.name for one in recorder.sets[self._sets :]}
+        recorder.set_inside |= {change.name for change in recorder.sets[self._sets :]}
         recorder.set_inside |= recorder.changes() - self._changed
         del recorder.sets[self._sets :]
         made = recorder.append("call_module", target, self._args, self._kwargs, result, touched, self.place, effects)
@@ -82,7 +83,7 @@ class Frame:
                 recorder.name(leaf, TapeValue(made, path))
 
     def is_untouched(self) -> bool:
-        """Whether the call has done nothing yet that forbids to keep it whole."""
+        """Whether the call may still become one operation: it has reached no boundary, region or set buffer."""
         return self._fits and self._marks == self._recorder.marks
 
     def is_whole(self, result: Any, touched: Touched) -> bool:
@@ -93,7 +94,7 @@ class Frame:
         has_plain = any(not isinstance(leaf, (Tensor, type(None))) for leaf in returned)
         # The gradient that a call takes must end inside of it. With two arguments it might go from one through the
         # other, along what others have computed.
-        leads_around = recorder.gradients > self._gradients and sum(one.requires_grad for one in self.tensors) > 1
+        leads_around = recorder.gradients > self._gradients and sum(tensor.requires_grad for tensor in self.tensors) > 1
         return (
             self.is_untouched()
             and not recorder.hooked.keys() & self.given
@@ -108,14 +109,14 @@ class Frame:
         )
 
     def writes_elsewhere(self, touched: Touched) -> bool:
-        """Whether it writes what the model holds outside of its submodule, or what it is given."""
+        """Whether the call writes a tensor of the model outside of its submodule, or one of its arguments."""
         given = {storage_of(tensor) for tensor in self.tensors}
         return bool((touched.writes & self._recorder.storages.keys()) - self.memory or touched.writes & given)
 
     def _is_closed(self) -> bool:
-        """Whether its operations use no value from outside that it was not given."""
+        """Whether the call's operations use only its arguments, the model's tensors and values that it has made."""
         given = {self._recorder.value_of(tensor).key for tensor in self.tensors}
-        operations = (one for one in self._recorder.tape[self.start :] if isinstance(one, Operation))
+        operations = (entry for entry in self._recorder.tape[self.start :] if isinstance(entry, Operation))
         used = (value for operation in operations for value in operation.values if value.key not in given)
         return all(value.maker.kind == "get_attr" or self._has_made(value.maker) for value in used)
 
@@ -123,7 +124,7 @@ class Frame:
         return isinstance(maker, Operation) and maker.serial > self._serial
 
     def _can_leave(self, leaf: Any) -> bool:
-        """Whether something may be a part of what the call returns."""
+        """Whether a leaf may be a part of the call's result."""
         if not isinstance(leaf, Tensor):
             return isinstance(leaf, PLAIN)
         value = self._recorder.known(leaf)

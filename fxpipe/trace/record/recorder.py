@@ -6,12 +6,10 @@ them runs as the model does. A submodule that can be called as a whole becomes o
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +61,6 @@ class NeedsValues(TraceError):
     def __init__(self, message: str, asked: bool = True) -> None:
         super().__init__(message)
         self.asked = asked
-        self.method: tuple[str, str] | None = None
-        """The innermost method that it happened in, if any: the path of its submodule, its name."""
         self.tried = False
         """Whether a submodule was run on made-up inputs in vain."""
 
@@ -203,7 +199,6 @@ class Recorder:
             return None  # an assertion on the values of tensors is not a part of the program
         if function is Tensor.__bool__:
             certain = outcome(self.known(args[0]), self.tape)
-            certain = passing() if certain is None else certain
             if certain is not None:
                 return certain
         if name in _HOOKS:
@@ -447,53 +442,3 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bo
     if memory is None or any(memory in entry.touched.writes for entry in tape if isinstance(entry, Operation)):
         return None
     return None if 0 < bound < 1 else bound >= 1
-
-
-def passing() -> bool | None:
-    """The truth of a tensor with which the code that asks for it goes on; None where the other one does not raise.
-
-    So for ``assert``, for ``if not valid.all(): raise ValueError`` in ``torch.distributions``, and for
-    ``assert all(h.isfinite().all() for h in hidden)``. torch's own assertions are no part of a program either.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("fxpipe."):
-        frame = frame.f_back
-    if frame is None:
-        return None
-    # f_lasti is the call that asks for the truth: the jump that follows depends on it
-    code = [one for one in dis.get_instructions(frame.f_code) if one.opname not in _BETWEEN]
-    places = [place for place, one in enumerate(code) if one.offset >= frame.f_lasti]
-    jump = next((place for place in places[:2] if "_IF_" in code[place].opname), None)
-    if jump is None:
-        return None
-    if_true = "_IF_TRUE" in code[jump].opname
-    # A conditional jump has two ways on: to its target, and to the next instruction.
-    if _raises(code, _target(code, jump)):
-        return not if_true
-    return if_true if _raises(code, jump + 1) else None
-
-
-def _raises(code: Sequence[dis.Instruction], start: int) -> bool:
-    """Whether all ways from there lead to a ``raise``."""
-    waiting, seen = [start], set[int]()
-    while waiting:
-        place = waiting.pop()
-        name = code[place].opname
-        if place in seen or name in ("RAISE_VARARGS", "RERAISE"):
-            continue
-        if name.startswith(("RETURN", "YIELD")):
-            return False
-        seen.add(place)
-        if code[place].opcode in (*dis.hasjrel, *dis.hasjabs):
-            waiting.append(_target(code, place))
-        if not name.startswith("JUMP_") or "_IF_" in name:
-            waiting.append(place + 1)
-    return True
-
-
-_BETWEEN = ("PRECALL", "TO_BOOL", "NOT_TAKEN")
-"""Instructions of some versions of Python between the one that asks and the jump."""
-
-
-def _target(code: Sequence[dis.Instruction], jump: int) -> int:
-    return next(place for place, one in enumerate(code) if one.offset >= code[jump].argval)

@@ -20,16 +20,18 @@ from fxpipe.graph.like import TensorLike
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.trace.fake import outside
+from fxpipe.trace.record.frame import PythonState
 from fxpipe.trace.record.tape import Args, Kwargs, Touched, TouchedMode
 from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal has shown. ``result``: with a ``TensorLike`` in place of each tensor.
+    """The facts that a rehearsal shows. ``result``: the call's result, with a ``TensorLike`` for each tensor.
 
-    ``touched``: memory of the model's tensors and of the arguments, by the identity of what stands for them in the
-    capture. ``shares``: which leaf of the result may share memory with which tensor argument, by their places.
+    ``touched``: the memory that the call uses of the model's tensors and of its arguments, by the identity of the
+    memory of their fake tensors. ``shares``: the place of a leaf of the result → the place of the tensor argument whose
+    memory it may share.
     """
 
     result: Any
@@ -93,19 +95,21 @@ def _run(
     given = list(map(copy_of, tensors_in((args, kwargs))))
     with contextlib.nullcontext() if module is None else _copies_in(module, copy_of):
         args, kwargs = pytree.tree_map_only(Tensor, copy_of, (args, kwargs))
+        python = None if module is None else PythonState(module)
         mode = TouchedMode()
         with mode, mode.noting() as touched:
             result = function(*args, **kwargs)
+        is_stateful = python is not None and python.has_changed()
     # from the memory of copies to that of the fake tensors, by which the recorder knows the model
-    places = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
-    reads, writes = ({places[one] for one in memory & places.keys()} for memory in (touched.reads, touched.writes))
+    fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
+    reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
     arguments = {storage_of(tensor): place for place, tensor in enumerate(given)}
     memory = {
         number: storage_of(leaf) for number, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)
     }
     return Rehearsed(
         pytree.tree_map(_described, result),
-        Touched(reads, writes, touched.draws_random),
+        Touched(reads, writes, touched.draws_random, is_stateful),
         {number: arguments[storage] for number, storage in memory.items() if storage in arguments},
     )
 

@@ -25,7 +25,7 @@ from fxpipe.trace.opaque.region_calls import Regions
 from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, RunPlan
 from fxpipe.trace.record.emit import Emitter
-from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
+from fxpipe.trace.record.recorder import Recorder, SetAttribute
 from fxpipe.trace.record.tape import PLAIN, ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.snapshot import Snapshot
@@ -44,7 +44,7 @@ def record(request: Request) -> Program:
     plan = RunPlan()
     try:
         with within(request.autocast):
-            # each plan knows more than the one before: descend and methods only grow, so this ends
+            # each plan knows more than the one before: descend only grows, so this ends
             while True:
                 found = _capture(request, plan)
                 if isinstance(found, Program):
@@ -72,10 +72,6 @@ def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
             run.forward()
             changed = [name for snapshot in before for name in snapshot.changes()]
             return run.better_plan(changed, earlier) or run.program()
-        except NeedsValues as error:
-            if error.method is None or error.method in plan.methods:
-                raise
-            return replace(plan, methods={**plan.methods, error.method: str(error)})
         finally:
             for snapshot in untouched:
                 snapshot.restore()
@@ -121,9 +117,6 @@ class _RecordedRun:
                 calls.write_buffers()
                 recorder.check_random()
                 result = pytree.tree_map(lambda leaf: _leaf(recorder, leaf), output)
-        except NeedsValues as error:
-            calls.note_method(error)
-            raise
         except FxpipeError:
             raise
         except Exception as error:
@@ -148,25 +141,19 @@ class _RecordedRun:
         if not recorder.boundaries and plan.limit is None:
             held = sum(tensor.numel() * tensor.element_size() for tensor in self._real.values())
             return replace(plan, limit=held // _FINE)
-        model, opaque = self._request.module, self._opaque()
+        model, opaque = self._request.module, tuple(f"{path}." for path in calls.whole)
         sets = [*earlier, *recorder.sets]
         # opaque calls set theirs in every step, as in the model; what is set before it is read is a value of one call
-        excused = (recorder.set_inside - {one.name for one in sets}) | calls.in_call
+        excused = (recorder.set_inside - {change.name for change in sets}) | calls.in_call
         lost = [name for name in changed if name not in excused and not name.startswith(opaque)]
         if lost and not plan.watch:
             return replace(plan, settled=True, watch=plan.settled)
         if lost:
-            refuse_changes(model, lost, _KEEP_IT, next((one.line for one in sets if one.name == lost[0]), ""))
+            refuse_changes(model, lost, _KEEP_IT, next((change.line for change in sets if change.name == lost[0]), ""))
         for name, line, is_other in sets:
             if is_other and name.startswith(opaque):
                 raise TraceError(_RESET.format(name=name, line=line or definition(model.forward)))
         return None
-
-    def _opaque(self) -> tuple[str, ...]:
-        """What the names of attributes begin with that submodules hold which are called as a whole."""
-        entries = (entry for entry in self.recorder.tape if isinstance(entry, Operation))
-        called = {str(entry.target) for entry in entries if entry.kind == "call_module"}
-        return tuple(f"{path}." for path in called | self._calls.whole)
 
     def program(self) -> Program:
         """The program, once no better plan is needed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import sys
 import types
 from collections import deque
@@ -59,7 +60,10 @@ class _Reading(NamedTuple):
         return [*(self.items(value) if self.items is not None else ()), *own.keys(), *own.values()]
 
 
-def _reading_of(cls: type) -> _Reading:
+def _reading_of(cls: type, is_open: bool = False) -> _Reading:
+    """How to read values of a class. ``is_open``: also functions, and objects of torch's and Python's own classes."""
+    if is_open and cls is types.FunctionType:
+        return _Reading(captured_by)
     if cls is types.MethodType:
         return _Reading(lambda method: [method.__func__, method.__self__])
     if issubclass(cls, functools.partial):
@@ -72,18 +76,24 @@ def _reading_of(cls: type) -> _Reading:
     container: Any = next((base for base in _CONTAINERS if issubclass(cls, base)), None)
     items = None if container is None else _entries if container is dict else _iterated(container)
     # what torch and Python keep in their objects is their own affair; users set the attributes of their own classes
-    users = [base for base in cls.__mro__ if not is_library(base.__module__)]
-    declared = [one for base in users if "__slots__" in vars(base) for one in vars(base).values()]
-    slots = tuple(one for one in declared if isinstance(one, types.MemberDescriptorType))
+    users = [base for base in cls.__mro__ if is_open or not is_library(base.__module__)]
+    declared = [member for base in users if "__slots__" in vars(base) for member in vars(base).values()]
+    slots = tuple(member for member in declared if isinstance(member, types.MemberDescriptorType))
     return _Reading(items, cls.__dictoffset__ != 0 and bool(users or cls in _SETTINGS), slots)
 
 
 reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(_reading_of)
+open_reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(functools.partial(_reading_of, is_open=True))
 
 
 def is_library(module: str) -> bool:
     """Whether a module is torch's, SymPy's, NumPy's, fxpipe's or of Python's own library."""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def captured_by(function: Any) -> list[Any]:
+    """The variables that a function closes over, and its parameters' defaults."""
+    return [inspect.getclosurevars(function).nonlocals, function.__defaults__, function.__kwdefaults__]
 
 
 def _iterated(container: Any) -> Callable[[Any], list[Any]]:
@@ -124,24 +134,24 @@ class Inner(NamedTuple):
     is_entered: bool = False
 
 
-def walk(value: Any) -> Iterator[Inner]:
-    """A value and all that is in it, the nearest first, as far as ``MOST`` and ``DEEP``."""
+def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[Inner]:
+    """A value and all that is in it, the nearest first, as far as ``MOST`` and ``DEEP``. ``read``: reads a class."""
     level, seen, count = [value], dict[int, int](), 1
     # Breadth first, since ``MOST`` ends it: forward reads what is near more often than what lies deep inside.
     for depth in range(DEEP + 1):
         below: list[Any] = []
-        for one in level:
-            reading = reading_of(type(one))
+        for inner in level:
+            reading = read(type(inner))
             if reading.is_leaf:
-                yield Inner(one)
-            elif id(one) in seen:
+                yield Inner(inner)
+            elif id(inner) in seen:
                 # two names for one object, or a cycle
-                yield Inner(seen[id(one)])
+                yield Inner(seen[id(inner)])
             else:
-                seen[id(one)] = len(seen)
-                parts = reading.parts(one)
+                seen[id(inner)] = len(seen)
+                parts = reading.parts(inner)
                 is_entered = depth < DEEP and count + len(parts) <= MOST
-                yield Inner(one, parts, is_entered)
+                yield Inner(inner, parts, is_entered)
                 if is_entered:
                     count += len(parts)
                     below += parts
@@ -163,16 +173,16 @@ def described_values(name: str, value: Any, deep: int = DEEP) -> Iterator[tuple[
         yield from described_values(path, part, deep - 1)
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(first: Any, other: Any) -> bool:
     """Whether two ``contents`` are the same."""
-    if one is other:
+    if first is other:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(other):
         return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(first, tuple):
+        return len(first) == len(other) and all(map(alike, first, other))
     # nan is unequal to itself, and has not changed
-    return isinstance(one, _PLAIN) and bool(one == other or (one != one and other != other))
+    return isinstance(first, _PLAIN) and bool(first == other or (first != first and other != other))
 
 
 class Taken:
@@ -195,7 +205,7 @@ class Taken:
         # a tensor that an object caches during a capture has no numbers, and so counts as a change
         new = (now[name] for name in now.keys() - before.keys())
         is_same = kept and alike(tuple(self._items), tuple(self._items_now()))
-        return not is_same or any(isinstance(part.value, Tensor) for one in new for part in walk(one))
+        return not is_same or any(isinstance(part.value, Tensor) for value in new for part in walk(value))
 
     def put_back(self) -> None:
         value, items = self._value, self._items

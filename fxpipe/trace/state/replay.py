@@ -194,21 +194,21 @@ def in_double(value: Tensor | None, like: Tensor | None) -> Tensor:
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
-def differences(one: Tensor, other: Tensor) -> Tensor:
+def differences(first: Tensor, other: Tensor) -> Tensor:
     """Of each pair of numbers; none between two that are equal, or both nan."""
     # inf - inf is nan, and would count as infinite
-    same = (one == other) | (one.isnan() & other.isnan())
-    return (one - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0)
+    same = (first == other) | (first.isnan() & other.isnan())
+    return (first - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0)
 
 
 def gap(got: Tensor | None, wanted: Tensor | None) -> float:
     """The largest difference; infinite where only one of them is finite, or shapes differ."""
     if _is_same(got, wanted):
         return 0.0
-    one, other = in_double(got, wanted), in_double(wanted, got)
-    if one.shape != other.shape:
+    first, other = in_double(got, wanted), in_double(wanted, got)
+    if first.shape != other.shape:
         return math.inf
-    return differences(one, other).max().item() if one.numel() else 0.0
+    return differences(first, other).max().item() if first.numel() else 0.0
 
 
 def largest(value: Tensor | None) -> float:

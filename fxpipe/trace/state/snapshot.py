@@ -87,7 +87,7 @@ class Snapshot:
     def written(self) -> Iterator[str]:
         """The names of the attributes, parameters and buffers in which a tensor was written, as far as autograd sees
         it."""
-        return (one.name for one in self._tensors.values() if version_of(one.tensor) != one.version)
+        return (state.name for state in self._tensors.values() if version_of(state.tensor) != state.version)
 
     def restore(self) -> None:
         """Puts everything back that ``changes`` can see, and generators."""
@@ -169,7 +169,7 @@ class State:
 
     def bumped(self) -> frozenset[int]:
         """The tensors that autograd has seen written since."""
-        return frozenset(id(one.tensor) for one in self.numbers if one.was_bumped)
+        return frozenset(id(numbers.tensor) for numbers in self.numbers if numbers.was_bumped)
 
     def restore(self, bumped: frozenset[int] = frozenset()) -> None:
         """Puts all back. ``bumped``: the tensors that forward writes before autograd's eyes: so are they here, and a
@@ -205,7 +205,7 @@ class Numbers(NamedTuple):
 
     def differs(self) -> Tensor:
         """Whether any bit differs: True or False on the tensor's device, for which the host does not wait."""
-        bits, others = (one.detach().contiguous().view(-1).view(torch.uint8) for one in (self.tensor, self.copy))
+        bits, others = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (self.tensor, self.copy))
         return (bits != others).any()
 
 

@@ -1,4 +1,4 @@
-"""Pattern: what a capture, and with it a plan, depends on."""
+"""Pattern: the facts of a call that a capture, and with it a plan, depends on."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fxpipe.batch.description import Description, for_any_words
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
-from fxpipe.plan.inputs.batch import Description, for_any_words
 from fxpipe.trace.request import target_of
 
 
 @admitted
 @dataclass(frozen=True)
 class Flags:
-    """What a capture depends on of a model: each module's training flag, each parameter's requires_grad, and the number
-    of the state that what it reads beside them is in: see ``Reads``. ``states``: all ranks', if they differ."""
+    """The facts of a model that a capture depends on: each module's training flag, each parameter's requires_grad, and
+    the number of the state of the attributes that forward reads (``Reads``). ``states``: all ranks', if they differ.
+    """
 
     training: bytes
     trainable: bytes
@@ -27,9 +28,9 @@ class Flags:
     states: tuple[int, ...] = ()
 
     def difference(self, other: Flags, model: nn.Module) -> str:
-        """In what the models of two ranks differ, in words. ``model``: one of them, for names. States may differ: what
-        is captured in them tells whether that matters."""
-        sizes = [f"{len(one.training)} modules with {len(one.trainable)} parameters" for one in (self, other)]
+        """The difference between the models of two ranks, in words. ``model``: either model, for names. States may
+        differ: the captures in these states tell whether that matters."""
+        sizes = [f"{len(flags.training)} modules with {len(flags.trainable)} parameters" for flags in (self, other)]
         if sizes[0] != sizes[1]:
             return f"the models that they were given, of {' and '.join(sizes)}"
         if self.training != other.training:
@@ -40,32 +41,32 @@ class Flags:
 
 
 def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:
-    """The name of the first whose flags differ; all have these in one order."""
-    return next(name or "the model" for (name, _), one, other in zip(named, mine, its, strict=True) if one != other)
+    """The name of the first module or parameter whose flags differ; both ranks have flags in one order."""
+    return next(name or "the model" for (name, _), flag, other in zip(named, mine, its, strict=True) if flag != other)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """``model.modules()``, in its order, without the names that torch makes for each: every step asks."""
     # A stack of iterators, in torch's depth-first order.
-    found = {id(model): model}
+    modules = {id(model): model}
     waiting = [iter(model._modules.values())]
     while waiting:
         module = next(waiting[-1], waiting)
         if module is waiting:
             waiting.pop()
-        elif isinstance(module, nn.Module) and id(module) not in found:
-            found[id(module)] = module
+        elif isinstance(module, nn.Module) and id(module) not in modules:
+            modules[id(module)] = module
             waiting.append(iter(module._modules.values()))
-    return list(found.values())
+    return list(modules.values())
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
     """``model.parameters()`` for the modules of a model, in its order."""
-    return {id(one): one for module in modules for one in module._parameters.values() if one is not None}.values()
+    return {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
 
 
 class GivenInputs(NamedTuple):
-    """What one micro-batch is given: its inputs, and those whose values code may branch on, with these."""
+    """The inputs of a micro-batch: the names of tensors and containers, the names and values of fixed ones."""
 
     inputs: tuple[str, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -75,7 +76,7 @@ class GivenInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
+    """The facts that a capture depends on: the names of inputs, the values fixed in it, the flags of the model."""
 
     given: tuple[GivenInputs, ...]
     """Of each micro-batch: one may lack an input that another has."""
@@ -100,11 +101,11 @@ class Pattern:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Those that any micro-batch has."""
+        """The names of inputs that any micro-batch has."""
         return tuple(dict.fromkeys(name for each in self.given for name in each.inputs))
 
     def each(self) -> list[Pattern]:
-        """For each micro-batch what the capture for it alone depends on."""
+        """For each micro-batch the pattern of the capture for it alone."""
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
         return [
@@ -118,12 +119,12 @@ class Pattern:
         return self.answers[0] if self.answers else ()
 
     def for_answers(self, answers: Answers) -> Pattern:
-        """That of one micro-batch with these."""
+        """The pattern of a micro-batch with these answers."""
         return replace(self, answers=(answers,) if answers else ())
 
     @property
     def shape(self) -> Description | None:
-        """That of the first micro-batch, where one has been seen."""
+        """The description of the first micro-batch; None where no batch has been seen."""
         return self.shapes[0] if self.shapes else None
 
     def for_any_words(self) -> Pattern:
@@ -131,7 +132,7 @@ class Pattern:
         return replace(self, shapes=tuple(map(for_any_words, self.shapes)))
 
     def for_any_shape(self) -> Pattern:
-        """The pattern without what only tracers that need shapes depend on."""
+        """The pattern without the facts that only tracers that need shapes depend on."""
         return replace(self, shapes=(), everyone=(), answers=())
 
 

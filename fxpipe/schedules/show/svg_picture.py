@@ -9,9 +9,9 @@ from html import escape
 from typing import NamedTuple
 
 from fxpipe.errors import printable
-from fxpipe.formats.words import IN_WORDS, describe, headline, numbers, unit_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Reduction, Timeline, ran
+from fxpipe.schedules.show.words import IN_WORDS, describe, headline, numbers, unit_of
 
 # Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"

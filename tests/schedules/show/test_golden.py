@@ -1,6 +1,6 @@
 """Renderings as golden files: timelines as the printed table, the SVG, the page and the trace.
 
-``python -m tests.formats.test_golden`` writes the files anew: read what changed before you commit it.
+``python -m tests.schedules.show.test_golden`` writes the files anew: read what changed before you commit it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fxpipe.formats.chrome_trace import chrome_trace
-from fxpipe.formats.html_page import html
-from fxpipe.formats.svg_picture import svg
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Reduction, Span, Timeline
+from fxpipe.schedules.show.chrome_trace import chrome_trace
+from fxpipe.schedules.show.html_page import html
+from fxpipe.schedules.show.svg_picture import svg
 from fxpipe.schedules.step_breakdown import BEFORE, COMPUTE, WAITING, Spell
 from fxpipe.schedules.table import table
 from tests.graphs import JOINED, RECOMPUTED, WORKED, chain, joined

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from html import escape
 
 from fxpipe.errors import ScheduleError, printable
-from fxpipe.formats.svg_picture import svg
-from fxpipe.formats.words import headline
 from fxpipe.notebook import preformatted
 from fxpipe.schedules.schedule import Schedule, Timeline
+from fxpipe.schedules.show.svg_picture import svg
+from fxpipe.schedules.show.words import headline
 from fxpipe.schedules.step_breakdown import tabulated
 
 STYLE = """

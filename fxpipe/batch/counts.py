@@ -1,4 +1,4 @@
-"""Counts: of packed inputs, how many of their rows go with each row of the batch, as a rank reads it."""
+"""Counts: how many rows of a packed input go with each row of the batch, as a rank reads them from its inputs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.batch.rules import rule_of
 from fxpipe.errors import RunError
-from fxpipe.packed import BatchDim, Offsets, Packed, Rule, counted, read_by, rule_at, written
-from fxpipe.plan.inputs.objects import PLAIN, has_numbers
-from fxpipe.torch_compat import pytree
+from fxpipe.packed import BatchDim, Offsets, Packed, counted, read_by, rule_at, written
 from fxpipe.validation import is_mapping, shown
 
 Numbers = tuple[int, ...]
 """A count for each row."""
 Counts = Mapping[str, Numbers]
-"""Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
+"""Path of an input that is cut by a count → the count for each row that it is counted for."""
 
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbers]:
@@ -28,29 +27,9 @@ def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbe
 
 
 def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
-    """RunError for tensors in what torch's pytree sees as one object, and for arrays: each micro-batch would be given
-    them whole."""
+    """RunError for an input that cannot be split: each micro-batch would be given all of it."""
     for name, value in values.items():
-        _check_cut(name, value, rule_at(batch_dim, name))
-
-
-def _check_cut(name: str, value: Any, rule: Rule) -> None:
-    if rule is None or isinstance(rule, Packed):  # whole, or by its entries, whatever they are
-        return
-    # A dict that pytree knows is cut entry by entry. transformers' BatchFeature is a leaf to it, and is refused below.
-    if is_mapping(value) and not pytree.tree_structure(value).is_leaf():
-        for entry, inside in value.items():
-            _check_cut(f"{name}.{entry}", inside, rule.get(entry, 0) if isinstance(rule, Mapping) else rule)
-        return
-    for leaf in pytree.tree_leaves(value):
-        if not isinstance(leaf, (Tensor, *PLAIN)) and has_numbers(leaf):
-            raise RunError(
-                f"input {name!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass tensors, "
-                "as torch.as_tensor or dict() makes them, in a dict or a tuple, or a dataclass registered by "
-                f"torch.export.register_dataclass; or make it for each micro-batch, and call step_microbatches; or "
-                f"write {written(name, 'None')} where each micro-batch takes all of it, or "
-                f"{written(name, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
-            )
+        rule_of(batch_dim, name, value).check(value)
 
 
 def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> Numbers | None:
@@ -81,14 +60,14 @@ def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_di
 
 def _at(values: Mapping[str, Any], path: str) -> Any:
     """An input, or what a dict input has at "batch.images"; None where there is none."""
-    found: Any = values
+    value: Any = values
     for name in path.split("."):
-        found = found.get(name) if is_mapping(found) else None
-    return found
+        value = value.get(name) if is_mapping(value) else None
+    return value
 
 
 def _numbers(path: str, given: Any) -> Numbers:
-    """What was counted, as numbers of Python's: waits for a GPU."""
+    """Counts as numbers of Python's: waits for a GPU. RunError for other values."""
     try:
         # a list on the CPU, whatever the default device is
         tensor = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
@@ -123,14 +102,14 @@ def _lengths(path: str, offsets: Any) -> Numbers | None:
 
 
 def merge_counts(everyone: Sequence[Counts]) -> Counts:
-    """What the ranks of a pipe group have counted, taken together; RunError where they differ."""
+    """The counts of all ranks of a pipe group, taken together; RunError where two ranks' differ."""
     merged: dict[str, tuple[int, Numbers]] = {}
     for rank, counts in enumerate(everyone):
         for path, numbers in counts.items():
-            known, mine = merged.setdefault(path, (rank, numbers))
-            if numbers != mine:
+            first, its = merged.setdefault(path, (rank, numbers))
+            if numbers != its:
                 raise RunError(
-                    f"the counts of {path!r} differ between the ranks of a pipe group: rank {known} counts "
-                    f"{shown(mine)}, rank {rank} {shown(numbers)}; all of them pass the same batch"
+                    f"the counts of {path!r} differ between the ranks of a pipe group: rank {first} counts "
+                    f"{shown(its)}, rank {rank} {shown(numbers)}; all of them pass the same batch"
                 )
     return {path: numbers for path, (_, numbers) in merged.items()}

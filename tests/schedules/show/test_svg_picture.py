@@ -8,11 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fxpipe.formats.svg_picture import svg, text_width, ticks, truncated
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Reduction, Schedule, Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
+from fxpipe.schedules.show import svg_picture
+from fxpipe.schedules.show.svg_picture import svg, text_width, ticks, truncated
 from tests.graphs import FAMILIES, bare, chain, random_timelines
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -93,25 +94,6 @@ def test_each_action_has_one_cell_in_its_ranks_row_to_scale(name: str) -> None:
                 assert cell.width == pytest.approx((stop - start) / end * row.width, abs=0.011)
 
 
-@pytest.mark.parametrize("ranks", [2, 17])
-def test_reductions_are_bars_between_the_rows_to_scale(ranks: int) -> None:
-    """Of those that overlap each has a lane of its own. What ends after the last action is drawn all the same."""
-    plan = build("1f1b", chain(ranks), 3, stages=ranks).simulate()
-    last, late = ranks - 1, plan.makespan + 2
-    times = [(0, 0.0, 5.0), (0, 4.0, late), (last, late - 1, late + 0.5)]
-    timeline = dataclasses.replace(plan, reductions=tuple(Reduction(rank, "", *span) for rank, *span in times))
-    drawn = read(svg(timeline))
-    bars = [Box.of(rect, "") for rect in drawn.root.iter(f"{SVG}rect") if rect.get("class") == "reduction"]
-    tops = [*(row.y for row in drawn.rows), float(drawn.root.attrib["height"])]
-    assert len(drawn.rows) == ranks
-    for (rank, start, end), bar in zip(times, bars, strict=False):  # the last one is the legend's
-        row = drawn.rows[rank]
-        assert row.y + row.height < bar.y < bar.y + bar.height < tops[rank + 1]
-        assert bar.x == pytest.approx(row.x + start / plan.makespan * row.width, abs=0.05)
-        assert bar.width == pytest.approx((end - start) / plan.makespan * row.width, abs=0.05)
-    assert bars[0].y + bars[0].height < bars[1].y
-
-
 @pytest.mark.parametrize("stages", [1, 9, 40])
 def test_all_stages_of_a_rank_are_named_within_its_row(stages: int) -> None:
     drawn = read(svg(bare(chain(stages), stages, (0,) * stages).build("1f1b", 2).simulate()))
@@ -153,14 +135,40 @@ def test_a_long_table_keeps_a_sensible_width() -> None:
     assert 500 < float(small.root.attrib["width"]) < 1200
 
 
-# --- colours ---
+# --- colours: told apart, readable, and equally light in each hue ---
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_stage_and_op_has_one_fill_and_no_other_has_it(name: str) -> None:
-    cells = read(svg(build(name, chain(6), 5).simulate())).cells
-    fills = {((action.stage, action.op), cell.fill) for action, cell in cells.items()}
-    assert len(fills) == len({key for key, _ in fills}) == len({fill for _, fill in fills})
+def test_many_stages_have_colours_of_their_own() -> None:
+    fills = {svg_picture.fill(stage, op) for stage in range(128) for op in Op}
+    assert len(fills) == 128 * len(Op)
+    assert all(re.fullmatch("#[0-9a-f]{6}", fill) for fill in fills)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as the Web Content Accessibility Guidelines 2 define it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("op", Op)
+def test_numbers_can_be_read_on_every_colour(op: Op) -> None:
+    """4.5 is what the guidelines ask of text."""
+    for stage in range(80):
+        for colour in (svg_picture.fill(stage, op), svg_picture.stripes(stage, op)):
+            assert colour is None or contrast(svg_picture.ink(op), colour) >= 4.5
+
+
+def test_a_tone_is_about_as_light_in_each_hue_and_unlike_the_other_tones() -> None:
+    """So that F and B are told apart without seeing colours at all."""
+    lightest_backward = max(luminance(svg_picture.fill(stage, Op.B)) for stage in range(80))
+    darkest_forward = min(luminance(svg_picture.fill(stage, Op.F)) for stage in range(80))
+    assert darkest_forward > 2 * lightest_backward
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
 
 
 def test_outlines_of_cells_that_are_too_narrow_for_one_each_become_one() -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from fxpipe.formats.chrome_trace import chrome_trace
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Span, Timeline
+from fxpipe.schedules.show.chrome_trace import chrome_trace
 from tests.graphs import FAMILIES, chain, random_bare
 from tests.thinned import seeds
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import inspect
-from collections import deque
-from collections.abc import Iterator
-from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -17,8 +13,7 @@ from torch import Tensor, nn
 from fxpipe.device import shared_name
 from fxpipe.graph.like import ObjectLike, ObjectValue
 from fxpipe.torch_compat import OpOverload, OpOverloadPacket, block_mask_rows
-from fxpipe.trace.state.contents import reading_of, walk
-from fxpipe.validation import is_mapping
+from fxpipe.trace.state.contents import captured_by, open_reading_of, reading_of, walk
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """Of what lies in a container beside tensors, what a capture can hold for alone."""
@@ -33,8 +28,8 @@ def like_of(value: Any) -> ObjectValue | ObjectLike:
             raise _Unknown
         text = _text_of(value, ())
     except (_Unknown, ValueError):  # of a closure's variable that has no value yet
-        data = (isinstance(part, (Tensor, nn.Module)) or is_array(part) for part in _held(value))
-        return ObjectLike(type(value).__name__, any(data))
+        parts = (part.value for part in walk(value, open_reading_of))
+        return ObjectLike(type(value).__name__, any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts))
     if len(text) > _LONG:
         text = f"{text[:_LONG]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
     return ObjectValue(text)
@@ -61,9 +56,7 @@ def _text_of(value: Any, around: tuple[int, ...]) -> str:
     reading = reading_of(cls)
     parts = reading.parts(value)
     if isinstance(value, FunctionType):
-        cells = inspect.getclosurevars(value).nonlocals
-        name = f"{value.__module__}.{value.__qualname__} {_code_text(value.__code__)}"
-        parts = [cells, value.__defaults__, value.__kwdefaults__]
+        name, parts = f"{value.__module__}.{value.__qualname__} {_code_text(value.__code__)}", captured_by(value)
     elif reading.is_leaf or is_array(value) or id(value) in around:
         raise _Unknown
     texts = [_text_of(part, (*around, id(value))) for part in parts]
@@ -75,8 +68,8 @@ def _text_of(value: Any, around: tuple[int, ...]) -> str:
 def _code_text(code: CodeType) -> str:
     """A hash of what a function does: of one that is defined anew under its name, as in a notebook, it is another."""
     inside = [
-        _code_text(one) if isinstance(one, CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else one
-        for one in code.co_consts
+        _code_text(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else c
+        for c in code.co_consts
     ]
     text = repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, inside))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -95,37 +88,4 @@ def has_numbers(leaf: Any) -> bool:
         return block_rows == 1 and has_numbers(leaf.mask_mod)
     if hasattr(type(leaf), "__array__"):
         return is_array(leaf) and getattr(getattr(leaf, "dtype", None), "kind", "f") in "biufc"
-    return any(isinstance(part, Tensor) for part in _held(leaf))
-
-
-def _held(value: Any) -> Iterator[Any]:
-    """What it is made of, the nearest first: items, attributes, arguments and closures, of all classes but modules."""
-    waiting, seen = deque([value]), set[int]()
-    while waiting and len(seen) <= _MOST:
-        one = waiting.popleft()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting.extend(_parts(one))
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
-        return []
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
-    parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
-    if is_mapping(value):
-        parts += value.values()
-    elif isinstance(value, (list, tuple, set)):
-        parts += value
-    elif isinstance(value, FunctionType):
-        parts += [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]
-    elif isinstance(value, MethodType):
-        parts += [value.__self__, value.__func__]
-    elif isinstance(value, partial):
-        parts += [value.func, *value.args, *value.keywords.values()]
-    return parts
-
-
-_MOST = 1_000
-"""So many parts of an object are looked at."""
+    return any(isinstance(part.value, Tensor) for part in walk(leaf, open_reading_of))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from fxpipe import Offsets, Packed, RunError
-from fxpipe.plan.inputs.counts import check_cut, counts_of, merge_counts
-from fxpipe.plan.inputs.cuts import split
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.counts import check_cut, counts_of, merge_counts
 
 RULES: Any = {"patches": Packed(lambda lengths, twice=1: lengths * twice), "words": Packed("cu"), "cu": Offsets()}
 
@@ -94,7 +94,7 @@ class Features(dict[str, Tensor]):
 
 
 @dataclass(slots=True)
-class Batch:
+class Slotted:
     x: Any
 
 
@@ -109,7 +109,7 @@ def closing_over(tensor: Tensor) -> Any:
     ("value", "where"),
     [
         (Features(x=ONES), "'b' is or holds a Features, .*{'b': None}"),
-        ([Batch(ONES)], r"'b' is or holds a Batch, .*{'b': fxpipe.Packed\(1\)}"),
+        ([Slotted(ONES)], r"'b' is or holds a Slotted, .*{'b': fxpipe.Packed\(1\)}"),
         ({"c": SimpleNamespace(inside={1: [ONES]}, scale=2.0)}, "'b.c' is or holds a SimpleNamespace, .*'b'"),
         (torch.distributions.Normal(ONES.mean(), 1.0), "'b' is or holds a Normal, .*step_microbatches"),
         (closing_over(ONES), "'b' is or holds a function, .*step_microbatches"),
@@ -125,6 +125,10 @@ def test_tensors_in_objects_and_arrays_are_not_given_whole_to_each(value: Any, w
     check_cut({"b": value}, {"b": Packed(1)})  # an entry for each row
 
 
+def of_rows(*sizes: int) -> Batch:
+    return Batch((), True, 0, {}, sum(sizes), sizes)
+
+
 def test_a_block_mask_is_cut_into_its_rows() -> None:
     """As one that is made for each micro-batch; one for all rows is not split."""
     documents = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]])
@@ -134,7 +138,7 @@ def test_a_block_mask_is_cut_into_its_rows() -> None:
         return create_block_mask(mask_mod, len(rows), None, 4, 4, device="cpu", BLOCK_SIZE=2)
 
     check_cut({"mask": (whole := of(documents))}, 0)
-    for part, rows in zip(split({"mask": whole}, 0, (1, 2), {}), documents.split([1, 2]), strict=True):
+    for part, rows in zip(of_rows(1, 2).split([{"mask": whole}]), documents.split([1, 2]), strict=True):
         mine, wanted = part["mask"], of(rows)
         for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
             assert torch.equal(getattr(mine, name), getattr(wanted, name)), name
@@ -142,15 +146,15 @@ def test_a_block_mask_is_cut_into_its_rows() -> None:
         assert torch.equal(mine.mask_mod(b, 0, q, k), wanted.mask_mod(b, 0, q, k))
     causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cpu")
     check_cut({"mask": causal}, 0)
-    assert all(part["mask"] is causal for part in split({"mask": causal}, 0, (1, 2), {}))
+    assert all(part["mask"] is causal for part in of_rows(1, 2).split([{"mask": causal}]))
     with pytest.raises(RunError, match="'mask' is a BlockMask of 3 rows, and the batch has 4"):
-        split({"mask": whole}, 0, (2, 2), {})
+        of_rows(2, 2).split([{"mask": whole}])
 
 
 def test_objects_without_rows_are_given_whole() -> None:
     image = torch.ones(3)
     vars(image)["mask"] = torch.ones(3)  # a tensor is cut, whatever is noted on it
-    config = SimpleNamespace(sizes=[1, 2], layer=nn.Linear(2, 2), scale=Batch(1.0))
+    config = SimpleNamespace(sizes=[1, 2], layer=nn.Linear(2, 2), scale=Slotted(1.0))
     check_cut({"images": [image], "config": config, "scale": np.float32(2), "names": np.array(["a"])}, 0)
 
 

@@ -1,4 +1,4 @@
-"""Group inputs: what a stage is given that runs once for a group of micro-batches, and where its gradients go."""
+"""Group inputs: the inputs of a stage that runs once for a group of micro-batches, and their gradients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.batch.batch import joined
+from fxpipe.batch.objects import PLAIN
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.graph.like import ITEMS
+from fxpipe.graph.plain_data import digest_of
 from fxpipe.packed import BatchDim, rule_at
-from fxpipe.plan.inputs.cuts import joined_input
-from fxpipe.plan.plan import digest_of
-from fxpipe.run.step.batch_check import Digest
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
@@ -27,14 +27,14 @@ SCOPE = "rows"
 
 @dataclass(frozen=True)
 class Joined:
-    """How a value was put together. ``places``: each tensor's dimension of rows, None for what has none.
+    """How a value was put together. ``dims``: each leaf's dimension of rows, None for a leaf without rows.
 
-    ``likes``: a tensor without memory like each that gets a gradient, as it is before it is joined with those of other
-    replicas; else None. ``rows``: of each part; ``everyone``: of each replica, where the value is of all of them, else
-    empty.
+    ``likes``: for each leaf that gets a gradient a tensor of its shape without memory, before other replicas' rows are
+    joined; else None. ``rows``: of each part. ``everyone``: the rows of each replica, where the value has those of all;
+    else empty.
     """
 
-    places: Sequence[int | None]
+    dims: Sequence[int | None]
     likes: Sequence[Tensor | None]
     spec: pytree.TreeSpec
     rows: Sequence[int]
@@ -56,7 +56,7 @@ class GroupInputs:
         self._everyone: dict[range, tuple[int, ...]] = {}
 
     def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
-        """A batch input of a group: its rows; what is not split must be the same for all, and is the first's."""
+        """A batch input of a group. An input that is not split must be the same for all micro-batches."""
         along = rule_at(self._batch_dim, name)
         if not isinstance(along, int | None):
             if mode == "global" and self._transport.data_size > 1:
@@ -65,38 +65,38 @@ class GroupInputs:
                     "have others; use it in front of the boundary, and gather what comes of it, or write "
                     'gather="batch"'
                 )
-            return joined_input(parts, along)
+            return joined([{name: part} for part in parts], self._batch_dim)[name]
 
-        def place_of(_: int, column: Sequence[Any]) -> int | None:
+        def dim_of(_: int, column: Sequence[Any]) -> int | None:
             if along is not None and isinstance(column[0], Tensor) and column[0].dim():
                 return along
             if not self._is_cut:
                 _check_whole(name, column)
             return None
 
-        return self._joined(f"input {name!r}", parts, place_of, (), microbatches, mode)[0]
+        return self._joined(f"input {name!r}", parts, dim_of, (), microbatches, mode)[0]
 
     def of_stage(
         self, value: str, maker: str, parts: Sequence[Any], microbatches: range, mode: Mode | None
     ) -> tuple[Any, Joined]:
-        """A value that each micro-batch, or a group as a whole, has sent; and how it was put together.
+        """The value of a group, joined from the parts that micro-batches, or a group, have sent; and how it was joined.
 
-        ``maker``: the stage that has made it.
+        ``maker``: the name of the stage that sends the parts.
         """
-        rows = [self._rows[place] for place in microbatches]
+        rows = [self._rows[microbatch] for microbatch in microbatches]
         rows = rows if len(parts) == len(rows) else [sum(rows)]
         text = f"{value} of stage {maker!r}"
 
-        def place_of(leaf: int, column: Sequence[Any]) -> int | None:
-            return self._place((value, leaf), f"{text} is gathered, and", column, rows, mode == "global")
+        def dim_of(leaf: int, column: Sequence[Any]) -> int | None:
+            return self._dim_of_rows((value, leaf), f"{text} is gathered, and", column, rows, mode == "global")
 
-        return self._joined(text, parts, place_of, rows, microbatches, mode)
+        return self._joined(text, parts, dim_of, rows, microbatches, mode)
 
     def _joined(
         self,
         text: str,
         parts: Sequence[Any],
-        place_of: Callable[[int, Sequence[Any]], int | None],
+        dim_of: Callable[[int, Sequence[Any]], int | None],
         rows: Sequence[int],
         microbatches: range,
         mode: Mode | None,
@@ -104,43 +104,43 @@ class GroupInputs:
         """The parts of a group in a row, behind those of other replicas where they are gathered, too."""
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
         flat = [pytree.tree_flatten(part) for part in parts]
-        leaves, places, likes = list[Any](), list[int | None](), list[Tensor | None]()
+        leaves, dims, likes = list[Any](), list[int | None](), list[Tensor | None]()
         for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            place = place_of(number, column)
-            leaf = _in_a_row(text, column, place)
+            dim = dim_of(number, column)
+            leaf = _in_a_row(text, column, dim)
             gets_gradient = isinstance(leaf, Tensor) and leaf.requires_grad
             leaves.append(leaf)
-            places.append(place)
+            dims.append(dim)
             # An expanded zero has the shape, type and device and no memory of its own.
             likes.append(leaf.new_zeros(()).expand(leaf.shape) if gets_gradient else None)
         # All replicas check before one of them starts a collective that the others would not join.
         if everyone and self._transport.data_size > 1:
-            self._check_alike(text, leaves, places)
-            pairs = zip(leaves, places, strict=True)
-            leaves = [leaf if place is None else self._of_everyone(leaf, place, everyone) for leaf, place in pairs]
+            self._check_alike(text, leaves, dims)
+            pairs = zip(leaves, dims, strict=True)
+            leaves = [leaf if dim is None else self._of_everyone(leaf, dim, everyone) for leaf, dim in pairs]
         spec = flat[0][1]
-        return pytree.tree_unflatten(leaves, spec), Joined(places, likes, spec, rows, everyone)
+        return pytree.tree_unflatten(leaves, spec), Joined(dims, likes, spec, rows, everyone)
 
     def cut(self, joined: Joined, gradient: Any) -> list[Any]:
         """The gradient of each part. Where the value is of all replicas, a collective call of them: their sum."""
-        leaves: list[Any] = [None] * len(joined.places) if gradient is None else pytree.tree_leaves(gradient)
+        leaves: list[Any] = [None] * len(joined.dims) if gradient is None else pytree.tree_leaves(gradient)
         nothing: list[Any] = [None] * len(joined.rows)
         columns = []
-        for leaf, like, place in zip(leaves, joined.likes, joined.places, strict=True):
-            if like is None or place is None:
+        for leaf, like, dim in zip(leaves, joined.likes, joined.dims, strict=True):
+            if like is None or dim is None:
                 columns.append(nothing)
                 continue
             if joined.everyone and self._transport.data_size > 1:
-                leaf = self._summed(leaf, like, place, joined.everyone)
-            columns.append(nothing if leaf is None else list(torch.split(leaf, list(joined.rows), place)))
+                leaf = self._summed(leaf, like, dim, joined.everyone)
+            columns.append(nothing if leaf is None else list(torch.split(leaf, list(joined.rows), dim)))
         if all(part is None for column in columns for part in column):
             return nothing
         return [pytree.tree_unflatten(list(parts), joined.spec) for parts in zip(*columns, strict=True)]
 
-    def _place(
+    def _dim_of_rows(
         self, leaf: tuple[str, int], text: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
     ) -> int | None:
-        """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
+        """The dimension of the rows; None where each part is None. RunError for parts without rows to be gathered."""
         if all(part is None for part in column):
             return None
         if not all(isinstance(part, Tensor) and part.dim() for part in column):
@@ -148,10 +148,10 @@ class GroupInputs:
                 f"{text} is one number for each micro-batch, which has no rows to be put in a row; "
                 "gather what it is computed from, and compute it behind the boundary, or make it a mean there"
             )
-        places = self._places.get(leaf, range(column[0].dim()))
+        dims = self._places.get(leaf, range(column[0].dim()))
         has_rows = len({part.dim() for part in column}) == 1
         # A dimension holds the rows where its size is the number of rows in every micro-batch.
-        fits = [place for place in places if has_rows and [part.shape[place] for part in column] == list(rows)]
+        fits = [dim for dim in dims if has_rows and [part.shape[dim] for part in column] == list(rows)]
         is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
         if len(fits) == 1 or (fits and is_alone):
             return fits[0]
@@ -172,15 +172,15 @@ class GroupInputs:
     def _rows_of_everyone(self, microbatches: range) -> tuple[int, ...]:
         """Each replica's rows of a group; a collective call of them, once for each group."""
         if microbatches not in self._everyone:
-            mine = sum(self._rows[place] for place in microbatches)
+            mine = sum(self._rows[microbatch] for microbatch in microbatches)
             self._everyone[microbatches] = self._transport.gather_int("data", mine)
         return self._everyone[microbatches]
 
-    def _check_alike(self, text: str, leaves: Sequence[Any], places: Sequence[int | None]) -> None:
+    def _check_alike(self, text: str, leaves: Sequence[Any], dims: Sequence[int | None]) -> None:
         """RunError on all replicas where their rows do not go together. A collective call of them."""
         facts = [
-            (leaf.dtype, leaf.requires_grad, beside(leaf, place)) if place is not None else None
-            for leaf, place in zip(leaves, places, strict=True)
+            (leaf.dtype, leaf.requires_grad, beside(leaf, dim)) if dim is not None else None
+            for leaf, dim in zip(leaves, dims, strict=True)
         ]
         if len(set(self._transport.gather_int("data", digest_of(map(str, facts))))) > 1:
             shapes = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
@@ -190,35 +190,35 @@ class GroupInputs:
                 "front of the boundary"
             )
 
-    def _of_everyone(self, tensor: Tensor, place: int, everyone: Sequence[int]) -> Tensor:
-        padded = _padded(tensor.detach(), place, max(everyone))
+    def _of_everyone(self, tensor: Tensor, dim: int, everyone: Sequence[int]) -> Tensor:
+        padded = _padded(tensor.detach(), dim, max(everyone))
         mine = padded.flatten().view(torch.uint8)
         given = mine.new_empty(len(everyone) * mine.numel())
         self._perform("all_gather", given, mine)
         pieces = given.view(tensor.dtype).view(len(everyone), *padded.shape)
-        parts = [piece[:count].movedim(0, place) for piece, count in zip(pieces, everyone, strict=True)]
-        return torch.cat(parts, place).requires_grad_(tensor.requires_grad)
+        parts = [piece[:count].movedim(0, dim) for piece, count in zip(pieces, everyone, strict=True)]
+        return torch.cat(parts, dim).requires_grad_(tensor.requires_grad)
 
-    def _summed(self, gradient: Tensor | None, like: Tensor, place: int, everyone: Sequence[int]) -> Tensor:
+    def _summed(self, gradient: Tensor | None, like: Tensor, dim: int, everyone: Sequence[int]) -> Tensor:
         """The own rows of a gradient, summed over the replicas."""
         own, longest = everyone[self._transport.data_rank], max(everyone)
         if gradient is None:  # nothing here came of it, and the others wait for that
             shape = list(like.shape)
-            shape[place] = sum(everyone)
+            shape[dim] = sum(everyone)
             gradient = like.new_zeros(shape)
         # reduce_scatter needs chunks of one size, so each replica's rows are padded to the longest.
-        padded = [_padded(part, place, longest) for part in torch.split(gradient, list(everyone), place)]
+        padded = [_padded(part, dim, longest) for part in torch.split(gradient, list(everyone), dim)]
         total = torch.empty_like(padded[0])
         self._perform("reduce_scatter", total.view(-1), torch.stack(padded).view(-1))
-        return total[:own].movedim(0, place)
+        return total[:own].movedim(0, dim)
 
     def _perform(self, operation: str, output: Tensor, given: Tensor) -> None:
         self._transport.start([Collective(operation, SCOPE, output, given)], "what a stage gathers").wait()
 
 
-def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
-    """A tensor with its rows in front, in a row in memory, and zeros behind them up to so many."""
-    tensor = tensor.movedim(place, 0)
+def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:
+    """A tensor with its rows in dimension 0, contiguous, and with zeros behind them up to so many rows."""
+    tensor = tensor.movedim(dim, 0)
     if len(tensor) == rows:
         return tensor.contiguous()
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
@@ -227,35 +227,43 @@ def _padded(tensor: Tensor, place: int, rows: int) -> Tensor:
 
 
 def shapes_of(column: Sequence[Tensor]) -> str:
-    """For an error."""
+    """The shapes of tensors, for an error."""
     return ", ".join(str(list(part.shape)) for part in column)
 
 
-def beside(tensor: Tensor, place: int) -> tuple[int, ...]:
+def beside(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """A tensor's sizes in all dimensions but that of its rows."""
     sizes = list(tensor.shape)
-    del sizes[place]
+    del sizes[dim]
     return tuple(sizes)
 
 
-def _in_a_row(text: str, column: Sequence[Any], place: int | None) -> Any:
-    """The parts of a group in a row, or what it has once. RunError for parts that do not go together."""
-    if place is None:
+def _in_a_row(text: str, column: Sequence[Any], dim: int | None) -> Any:
+    """The parts of a group in a row, or the first, where they have no rows. RunError for parts of other sizes."""
+    if dim is None:
         return column[0]
-    if len({beside(part, place) for part in column}) > 1:
+    if len({beside(part, dim) for part in column}) > 1:
         raise RunError(
             f"{text} is gathered, and has shapes {shapes_of(column)}, which differ beside its rows; pad it to one "
             "size in all micro-batches, in the batch or in front of the boundary"
         )
-    return concatenated(column, place)
+    return concatenated(column, dim)
 
 
 def _check_whole(name: str, column: Sequence[Any]) -> None:
-    """RunError where micro-batches were given other values of what a group takes once."""
-    first, *others = (Digest([{name: part}]).numbers() for part in column)
+    """RunError where micro-batches were given other values of an input that a group takes once."""
     # The number of items of a micro-batch is its share of the whole: it differs where shares differ.
-    if name != ITEMS and any(other != first for other in others):
+    if name != ITEMS and not all(_are_equal(column[0], other) for other in column):
         raise RunError(
             f"input {name!r} has no rows and is not the same for all micro-batches, but a stage that runs once for all "
             "of them takes it; pass one value for all, or one with a row for each row of the batch"
         )
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Whether two values are one, or equal tensors of one type, or equal plain values, or objects of one class."""
+    if value is other or not isinstance(value, (Tensor, *PLAIN)):
+        return type(value) is type(other)
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return repr(value) == repr(other)

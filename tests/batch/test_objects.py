@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fxpipe
+from fxpipe.batch.description import describe
+from fxpipe.batch.objects import like_of
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.like import ObjectLike, ObjectValue
-from fxpipe.plan.inputs.batch import describe
-from fxpipe.plan.inputs.objects import like_of
 from tests.strict_transport import run_strict
 
 TWO = fxpipe.Topology([("pipe", 2)])
@@ -256,7 +256,7 @@ def test_functions_are_known_by_what_they_do() -> None:
 
 def test_stand_ins_are_the_same_in_every_process() -> None:
     code = (
-        "from tests.plan.test_objects import *\n"
+        "from tests.batch.test_objects import *\n"
         "print([like_of(one) for one in [{'a', 'b', 'c'}, lambda h: h in {'x', 'y', 'z'}, closing_over('v'), Red.SUM]])"
     )
     commands = [[sys.executable, "-c", code]] * 2

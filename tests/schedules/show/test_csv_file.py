@@ -67,25 +67,24 @@ def rows_of(schedule: Schedule) -> list[str]:
 # --- drawn by hand ---
 
 
-def test_compute_alone_is_aligned_by_step(tmp_path: Path) -> None:
-    assert written(build("1f1b", chain(2), 2), tmp_path) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+DRAWN: dict[str, tuple[str, str]] = {
+    "compute alone is aligned by step": ("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n", ""),
+    "a message is a cell at both ends": (
+        "0F0,,,0B0\n,1F0,1B0,\n",
+        "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+    ),
+    "the first half of a backward sends": (
+        "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n",
+        "0F0,0SEND_F0,0RECV_B0,0I0,0W0\n1RECV_F0,1F0,1I0,1SEND_B0,1W0\n",
+    ),
+}
 
 
-def test_a_message_is_a_cell_at_both_ends(tmp_path: Path) -> None:
-    assert written(build("gpipe", chain(2), 1), tmp_path, communication=True).splitlines() == [
-        "0F0,0SEND_F0,0RECV_B0,0B0",
-        "1RECV_F0,1F0,1B0,1SEND_B0",
-    ]
-
-
-def test_halves_of_a_backward_are_written_and_the_first_sends(tmp_path: Path) -> None:
-    text = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
-    schedule = read(text, tmp_path)
-    assert written(schedule, tmp_path) == text
-    assert written(schedule, tmp_path, communication=True).splitlines() == [
-        "0F0,0SEND_F0,0RECV_B0,0I0,0W0",
-        "1RECV_F0,1F0,1I0,1SEND_B0,1W0",
-    ]
+@pytest.mark.parametrize(("compute", "with_messages"), DRAWN.values(), ids=DRAWN.keys())
+def test_a_table_drawn_by_hand_is_written_as_it_was(compute: str, with_messages: str, tmp_path: Path) -> None:
+    schedule = read(compute, tmp_path)
+    assert written(schedule, tmp_path) == compute
+    assert not with_messages or written(schedule, tmp_path, communication=True) == with_messages
 
 
 def test_a_table_that_halts_is_written_for_its_author_to_mend_but_not_with_messages(tmp_path: Path) -> None:
@@ -201,71 +200,45 @@ def test_how_an_editor_saved_it_does_not_matter(text: bytes, tmp_path: Path) -> 
     assert rows_of(read(text, tmp_path)) == ["0F0 0B0", "1F0 1B0"]
 
 
-def test_torchs_other_cells_are_dropped(tmp_path: Path) -> None:
+def test_torchs_other_cells_are_dropped_and_overlaps_are_their_actions_in_order(tmp_path: Path) -> None:
     text = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD"
     schedule = read(text, tmp_path)
     assert rows_of(schedule) == ["0F0 0B0", "1F0 1B0"]
     assert schedule.name == "mine"  # the file's
     schedule.verify()
-
-
-def test_an_overlap_is_its_actions_in_order(tmp_path: Path) -> None:
     schedule = read("0F0,(0F1;0B0)OVERLAP_F_B,( 0I1 ; 0W1 )OVERLAP_F_B", tmp_path)
     assert rows_of(schedule) == ["0F0 0F1 0B0 0I1 0W1"]
 
 
 # --- what is no table ---
 
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "hello",
-        "1f0",
-        "1F1-0",
-        "[1F0]",
-        "\u0662F0",
-        "1SEND_F0-1",
-        "1UNSHARD3",
-        "(1F0;1SEND_B0)OVERLAP_F_B",
-        "()OVERLAP_F_B",
-    ],
-)
-def test_what_is_no_cell_is_told_with_its_place_and_what_to_write(cell: str, tmp_path: Path) -> None:
-    wrong = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,CELL,1B0,1SEND_B0\n".replace("CELL", cell)
-    with pytest.raises(ScheduleError, match=r"mine\.csv, line 2, cell 2: '.*' is no action; write <stage><F, R, B, I"):
-        read(wrong, tmp_path)
+NO_CELLS = "hello 1f0 1F1-0 [1F0] \u0662F0 1SEND_F0-1 1UNSHARD3 (1F0;1SEND_B0)OVERLAP_F_B ()OVERLAP_F_B".split()
+NO_CELL = r"mine\.csv, line 2, cell 2: '.*' is no action; write <stage><F, R, B, I"
+NO_ACTION = r"mine\.csv holds no action; write a line per rank, as in 0F0,0F1"
+NO_TEXT = r"mine\.csv is no CSV file in UTF-8"
+LEFT_OUT = r"mine\.csv has no action of stage {}; stages count from 0"
+NO_TABLES: list[tuple[str | bytes, str]] = [
+    *((f"0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,{cell},1B0,1SEND_B0\n", NO_CELL) for cell in NO_CELLS),
+    *((text, NO_ACTION) for text in ("", "\n\n", ",,\n,", "0UNSHARD", "\ufeff", "0SEND_F0")),
+    *((text, NO_TEXT) for text in (b"\x89PNG\r\n\x1a\n\0\0", "0F0,0B0".encode("utf-16"), b'0F0,0B0\n"1F0,1B0')),
+    ("0F0,0B0\n2F0,2B0", LEFT_OUT.format(1)),
+    ("1F0\n2F0", LEFT_OUT.format(0)),
+    ("0F0,999999999F0", LEFT_OUT.format(1)),
+    ("0F0,0F999999999", "stage 0 has no backward, and needs 0F1"),
+]
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", ",,\n,", "0UNSHARD", "\ufeff", "0SEND_F0"])
-def test_a_file_without_actions_is_told(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"mine\.csv holds no action; write a line per rank, as in 0F0,0F1"):
-        read(text, tmp_path)
+@pytest.mark.parametrize(("content", "told"), NO_TABLES)
+def test_what_is_no_table_is_told_with_its_place_and_what_to_write(
+    content: str | bytes, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ScheduleError, match=told):
+        read(content, tmp_path).verify()
 
 
-@pytest.mark.parametrize(("text", "missing"), [("0F0,0B0\n2F0,2B0", 1), ("1F0\n2F0", 0), ("0F0,999999999F0", 1)])
-def test_a_stage_that_is_left_out_is_told(text: str, missing: int, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=rf"mine\.csv has no action of stage {missing}; stages count from 0"):
-        read(text, tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", "0F0,0B0".encode("utf-16"), b'0F0,0B0\n"1F0,1B0'])
-def test_what_is_no_text_and_a_quote_that_is_never_closed_are_told(content: bytes, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"mine\.csv is no CSV file in UTF-8"):
-        read(content, tmp_path)
-
-
-def test_a_micro_batch_far_out_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="stage 0 has no backward, and needs 0F1"):
-        read("0F0,0F999999999", tmp_path).verify()
-
-
-def test_a_file_that_does_not_end_is_refused() -> None:
+def test_a_file_that_does_not_end_or_is_not_there_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is no regular file: '/dev/zero'"):
         Schedule.from_csv("/dev/zero")
-
-
-def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Schedule.from_csv(tmp_path / "none.csv")
     with pytest.raises(FileNotFoundError):

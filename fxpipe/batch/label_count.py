@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.description import Description, described
 from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.inputs.batch import Description, described
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list
 
@@ -74,7 +74,7 @@ class Items:
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches, with the number of their items, where ``described`` has it."""
+        """The micro-batches, with the number of their items, where ``described`` adds the number."""
         counted = (are_counted(batch.get("labels")) and ITEMS not in batch for batch in batches)
         if self.uncounted or not all(counted):
             return [dict(batch) for batch in batches]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fxpipe import RunError, Topology
+from fxpipe.batch.group_inputs import SCOPE, GroupInputs
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.graph.gathering import Places
-from fxpipe.run.actions.group_inputs import SCOPE, GroupInputs
 from fxpipe.torch_compat import pytree
 from tests.strict_transport import StrictTransport, current_seat, run_strict
 
@@ -46,7 +46,7 @@ def test_rows_are_where_sizes_show_them(shape: tuple[int, ...], place: int) -> N
     value = torch.randn(shape)
     joined, how = inputs().of_stage("v", "a", cut(value, place), ALL, "batch")
     assert torch.equal(joined, value)
-    assert list(how.places) == [place]
+    assert list(how.dims) == [place]
 
 
 def test_of_two_dimensions_with_as_many_the_known_one_is_that_of_the_rows() -> None:
@@ -58,7 +58,7 @@ def test_of_two_dimensions_with_as_many_the_known_one_is_that_of_the_rows() -> N
         inputs(rows=rows).of_stage("v", "a", parts, range(2), "batch")
     joined, how = inputs(rows=rows, places={("v", 0): (1,)}).of_stage("v", "a", parts, range(2), "batch")
     assert torch.equal(joined, value)
-    assert list(how.places) == [1]
+    assert list(how.dims) == [1]
     with pytest.raises(RunError, match="none of its dimensions is that of its rows"):
         inputs(rows=rows, places={("v", 0): ()}).of_stage("v", "a", parts, range(2), "batch")
 

@@ -1,0 +1,119 @@
+"""Batch: what a call was given, described and counted, and how it is split into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+from fxpipe.batch.counts import Counts
+from fxpipe.batch.description import Description, described, example_of
+from fxpipe.batch.rows import row_count, split_rows
+from fxpipe.batch.rules import InRows, PartSizes, rule_of
+from fxpipe.graph.like import TensorLike
+from fxpipe.packed import BatchDim, Offsets, counted
+from fxpipe.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch, or the micro-batches that the caller has split it into.
+
+    ``given``: the description of the batch, or of each micro-batch. ``counts``: of the packed inputs of a batch.
+    ``rows``: None where no input decides how many there are. ``sizes``: the rows of each micro-batch, or else 1.
+    """
+
+    given: tuple[Description, ...]
+    is_whole: bool
+    batch_dim: BatchDim
+    counts: Counts
+    rows: int | None
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        given: Sequence[Description],
+        counts: Sequence[Counts],
+        batch_dim: BatchDim,
+        microbatches: int | None,
+        may_be_fewer: bool = False,
+    ) -> Batch:
+        """A call's batch. RunError where its inputs do not go together, or have too few rows.
+
+        ``microbatches``: how many a batch is split into; None where ``given`` are micro-batches. ``may_be_fewer``: a
+        batch of fewer rows is split into these.
+        """
+        rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(given, counts, strict=True)]
+        if microbatches is None:
+            sizes = tuple(1 if count is None else count for count in rows)
+        else:
+            sizes = split_rows(rows[0], min(microbatches, rows[0] or microbatches) if may_be_fewer else microbatches)
+        total = sum(sizes) if any(count is not None for count in rows) else None
+        return Batch(tuple(given), microbatches is not None, batch_dim, counts[0], total, sizes)
+
+    @cached_property
+    def part_sizes(self) -> PartSizes:
+        """How much of each input a micro-batch has."""
+        sizes, rules = {"": self.sizes}, counted(self.batch_dim)
+        for path, rule in rules.items():
+            own = sizes.get(rule.of if rule.of in rules else "")
+            if own is None:
+                continue  # the input whose rows it is counted for was not given, nor was this one
+            if isinstance(rule, Offsets):
+                sizes[path] = own
+            elif isinstance(rule.counts, int):
+                sizes[path] = tuple(rule.counts * size for size in own)
+            elif path in self.counts:
+                # A micro-batch takes the counts of its own rows, which lie one after another.
+                ends = zip(accumulate(own), own, strict=True)
+                sizes[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
+        return sizes
+
+    def split(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of what a rank was given."""
+        if not self.is_whole:
+            return [dict(part) for part in given]
+        rules = {name: rule_of(self.batch_dim, name, value) for name, value in given[0].items()}
+        columns = {name: rule.split(given[0][name], self.part_sizes) for name, rule in rules.items()}
+        return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]
+
+    def describe_parts(self, given: Sequence[Description] | None = None) -> list[Description]:
+        """The descriptions of the micro-batches. ``given``: of what one rank was given, in place of all ranks."""
+        given = self.given if given is None else given
+        if not self.is_whole:
+            return list(given)
+        return [_with_likes(given[0], part) for part in self.split([example_of(given[0])])]
+
+
+def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
+    """The inputs of several micro-batches in a row; of an input that has no rows, or is not split, the first's."""
+    first = batches[0]
+    if len(batches) == 1:
+        return dict(first)
+    return {name: rule_of(batch_dim, name, first[name]).join([batch[name] for batch in batches]) for name in first}
+
+
+def joined_description(descriptions: Sequence[Description], batch_dim: BatchDim) -> Description:
+    """The description of several micro-batches in a row."""
+    return _with_likes(descriptions[0], joined(list(map(example_of, descriptions)), batch_dim))
+
+
+def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
+    """The description of a batch of so many rows; packed inputs stay unchanged."""
+    likes = example_of(description)
+    for name, like in likes.items():
+        if type(rule := rule_of(batch_dim, name, like)) is InRows:
+            likes[name] = pytree.tree_map_only(TensorLike, partial(TensorLike.resized, dim=rule.dim, size=rows), like)
+    return _with_likes(description, likes)
+
+
+def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
+    """The description with these inputs in place of its own."""
+    return tuple(
+        (name, described(likes[name], not any(type(leaf) is str for leaf in given.detail[1])))
+        if name in likes
+        else (name, given)
+        for name, given in description
+    )

@@ -1,0 +1,267 @@
+"""Outputs: those of micro-batches, put together as the whole batch's; their numbers over the data axis, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.batch.batch import Batch
+from fxpipe.batch.group_inputs import beside, shapes_of
+from fxpipe.batch.rows import rules_in
+from fxpipe.batch.rules import InEntries, InPackedRows, InRows, is_entries
+from fxpipe.distributed.transport import Transport, differing, member
+from fxpipe.errors import RunError
+from fxpipe.graph.gathering import of_groups
+from fxpipe.graph.loss import Sum
+from fxpipe.graph.packing import Meta, allocate, pack, unpack
+from fxpipe.progress import log
+from fxpipe.torch_compat import pytree, tensors_in
+from fxpipe.validation import is_mapping, shown
+
+Where = tuple[Any, ...]
+"""The path of a value in an output: its key, or its index, in each container around it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """A list that has an entry for each row: an entry's tensors and numbers are that row's alone. A leaf for pytree."""
+
+    values: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class OutputRows:
+    """How many rows the outputs of each micro-batch, or group of them, have, and in which dimensions rows may be.
+
+    ``along``: the inputs' dimensions of rows, beside dimension 0; empty where all inputs are packed. ``packed``:
+    (dimension, sizes) of packed inputs: an output may have as many rows as one of them, such as tokens. ``in_lists``:
+    whether an input is a list with an entry for each row, so that an output may be one; a list of dicts always may.
+    ``logged``: the paths of outputs of which a log line has said that they are given in a list.
+    """
+
+    sizes: Sequence[int]
+    along: Sequence[int]
+    packed: Sequence[tuple[int, Sequence[int]]] = ()
+    in_lists: bool = False
+    logged: set[Where] = field(default_factory=set)
+
+    @staticmethod
+    def of(batch: Batch, group: int, sizes: Sequence[int], logged: set[Where]) -> OutputRows:
+        """The rows of the outputs of a batch, each of a ``group`` of so many micro-batches."""
+        rules = list(rules_in(batch.given[0], batch.batch_dim).values())
+        along = {rule.dim for rule, like in rules if type(rule) is InRows and rule.length(like) is not None}
+        packed = [rule for rule, _ in rules if type(rule) is InPackedRows]
+        in_lists = any(isinstance(rule, InEntries) for rule, _ in rules)
+        several = [(rule.dim, of_groups(batch.part_sizes[rule.path], group)) for rule in packed]
+        return OutputRows(sizes, sorted(along), several, in_lists, logged)
+
+    def dims_in(self, column: Sequence[Tensor]) -> list[int]:
+        """The dimensions in which all parts have their micro-batches' rows, or those of a packed input."""
+        packed = [dim for dim, sizes in self.packed if _are(column, dim, sizes)]
+        own = [dim for dim in (*self.along, 0) if _are(column, dim, self.sizes)] if self.along or not packed else []
+        return list(dict.fromkeys(dim % column[0].dim() for dim in (*own, *packed)))
+
+    def are_entries(self, parts: Sequence[Sequence[Any]], where: Where) -> bool:
+        """Whether lists, one for each micro-batch, have an entry for each row. RunError in doubt.
+
+        A list without an entry for each row is a container: its tensors have all rows, or one shape in all parts.
+        """
+        is_of_rows = self.in_lists or all(is_mapping(entry) for part in parts for entry in part)
+        if not is_of_rows or [len(part) for part in parts] != list(self.sizes):
+            return False
+        # Lists of different lengths or structures cannot be containers of the same tensors: each entry is a row's.
+        structures = {str(pytree.tree_structure(part)) for part in parts}
+        if len(parts) == 1 or len(set(self.sizes)) > 1 or len(structures) > 1:
+            return True
+        columns = list(zip(*map(pytree.tree_leaves, parts), strict=True))
+        tensors = [column for column in columns if all(isinstance(leaf, Tensor) for leaf in column)]
+        if not tensors:
+            return self.in_lists and isinstance(parts[0], list)
+        tall = [column for column in tensors if all(leaf.dim() for leaf in column)]
+        without_rows = [column for column in tall if not self.dims_in(column)]
+        have_none = tall and len(without_rows) == len(tall)
+        if have_none or any(len({leaf.shape for leaf in column}) > 1 for column in without_rows):
+            return True
+        if tall and self.in_lists and self.sizes[0] == 1 and all(map(is_mapping, parts[0])):
+            return True  # what detectors return, if with one box for each image
+        # Entries have tensors of the same shapes; a container, such as logits beside hidden states, has others.
+        if tall and not without_rows and all(len(set(map(_shapes_in, part))) > 1 for part in parts):
+            return False
+        shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
+        raise RunError(
+            f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
+            f"{self.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an "
+            "entry for each row, or all rows in each of its tensors; make them differ, with another number of "
+            "micro-batches or rows; or return a dict of tensors where each has all rows"
+        )
+
+    def join(self, outputs: Sequence[Any], shares: Sequence[float], where: Where = ()) -> Any:
+        """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
+
+        ``shares``: of the micro-batches in means. ``where``: the path of the outputs in those of the model.
+        A list with an entry for each row is put together as one, in ``Entries``. Tensors that have the rows neither in
+        dimension 0 nor in the inputs' become a list of them. RunError where two dimensions may be meant.
+        """
+        first = outputs[0]
+        if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
+            return Entries(type(first)(entry for part in outputs for entry in part))
+
+        def children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
+            leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: node is not output or isinstance(node, Sum))
+            return leaves, spec
+
+        flat = [children(output) for output in outputs]
+        spec = flat[0][1]
+        if len({str(spec) for _, spec in flat}) > 1:
+            raise RunError(
+                f"{_called(where)} has another structure for each micro-batch or group of them, which cannot be put "
+                f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or "
+                "tensors with rows"
+            )
+        if spec.is_leaf():
+            return self._join_leaf(outputs, shares, where)
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        names = list(first) if is_mapping(first) and len(first) == len(columns) else range(len(columns))
+        joined = [self.join(column, shares, (*where, name)) for name, column in zip(names, columns, strict=True)]
+        return pytree.tree_unflatten(joined, spec)
+
+    def _join_leaf(self, column: Sequence[Any], shares: Sequence[float], where: Where) -> Any:
+        first = column[0]
+        if isinstance(first, Sum):
+            return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
+        if not isinstance(first, Tensor):
+            return first
+        if not first.dim():
+            if not _is_mean(first):
+                return torch.stack(list(column)).sum()
+            # A part without weight may be nan, as the mean of no rows is: 0 · nan would be nan.
+            weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
+            return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
+        if len(column) == 1:
+            return first
+        along = self._rows_along(column, where)
+        if along is None:
+            return Entries(list(column))
+        if len({beside(part, along) for part in column}) > 1:
+            raise RunError(
+                f"{_called(where)} has shapes {shapes_of(column)}, one for each micro-batch or group of them, which "
+                f"are of different sizes beside their rows, in dimension {along}: what is computed between the rows of "
+                "one, such as logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which "
+                "puts one under the other; or return what it is computed from, and compute it of evaluate's output"
+            )
+        return torch.cat(list(column), along)
+
+    def _rows_along(self, column: Sequence[Tensor], where: Where) -> int | None:
+        """The dimension in which each part has its micro-batch's rows: the inputs', or 0. None where neither has."""
+        fits, sizes = self.dims_in(column), list(self.sizes)
+        if len(fits) > 1:
+            raise RunError(
+                f"{_called(where)} has shapes {shapes_of(column)} for micro-batches of {sizes} rows, so that "
+                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows, or of those of a packed "
+                "input; make them differ: with another number of micro-batches or rows, or by .unsqueeze(0) where "
+                "its rows are in dimension 0"
+            )
+        if len({part.dim() for part in column}) > 1:
+            raise RunError(
+                f"{_called(where)} has as many dimensions as rows allow, shapes {shapes_of(column)} for micro-batches "
+                f"of {sizes} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which "
+                "dimension is meant"
+            )
+        if not fits and where not in self.logged:
+            self.logged.add(where)
+            log(
+                f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: "
+                f"{shapes_of(column)} for micro-batches of {sizes} rows"
+            )
+        return fits[0] if fits else None
+
+
+def without_entries(output: Any) -> Any:
+    """The output, with lists in place of ``Entries``."""
+    return pytree.tree_map_only(Entries, lambda entries: entries.values, output)
+
+
+def _called(where: Where) -> str:
+    return f"output {'.'.join(map(str, where))!r}" if where else "an output"
+
+
+def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(entry))
+
+
+def _are(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:
+    """Whether the parts are of one number of dimensions, and of these sizes in one of them."""
+    dims = {part.dim() for part in parts}
+    has_dim = len(dims) == 1 and all(-each <= dim < each for each in dims)
+    return has_dim and [part.shape[dim] for part in parts] == list(sizes)
+
+
+def _is_mean(number: Tensor) -> bool:
+    return number.is_floating_point() or number.is_complex()
+
+
+# --- over ranks ---
+
+
+def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
+    """A replica's output with the whole batch's numbers in it. A collective call of the replicas that have an output.
+
+    A 0-dimensional tensor of fractions is this replica's part of a mean, weighted already by its share of the whole
+    batch, so that the parts only add up; and so do counts (integers), and the total and count of a ``Sum``.
+    ``is_of_all``: each replica's output is that of all rows, so that counts and sums are the whole batch's as they are.
+    RunError on all of them where they have different numbers.
+    """
+    if transport.data_size == 1:
+        return output
+    leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum))
+
+    def numbers_in(leaf: Any) -> Sequence[Any]:
+        """What of a leaf is added up."""
+        if isinstance(leaf, Sum):
+            return () if is_of_all else leaf
+        is_number = isinstance(leaf, Tensor) and not leaf.dim() and (_is_mean(leaf) or not is_of_all)
+        return (leaf,) if is_number else ()
+
+    numbers = [number for leaf in leaves for number in numbers_in(leaf)]
+    kinds = [str(number.dtype) if isinstance(number, Tensor) else type(number).__name__ for number in numbers]
+    if everyone := differing(transport, f"{spec} of {', '.join(kinds)}" if numbers else "none"):
+        raise RunError(
+            f"the replicas' outputs have different numbers, which cannot be averaged: {'; '.join(everyone)}. "
+            "Evaluate batches of one kind on all replicas"
+        )
+    if not numbers:
+        return output
+    # One all-reduce for all of them: complex128 holds each type, integers up to 2^53 exactly.
+    tensors = [torch.as_tensor(number).to(transport.device, torch.complex128) for number in numbers]
+    message = torch.view_as_real(torch.stack(tensors))
+    transport.all_reduce("data", message)
+    sums = iter(map(_of_type, numbers, message))
+    for index, leaf in enumerate(leaves):
+        if totals := [next(sums) for _ in numbers_in(leaf)]:
+            leaves[index] = Sum(*totals) if isinstance(leaf, Sum) else totals[0]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _of_type(number: Any, total: Tensor) -> Any:
+    """A total, [real, imaginary] in double precision, of the type that its number has."""
+    if not isinstance(number, Tensor):
+        return type(number)(total[0].item())
+    value = torch.view_as_complex(total) if number.is_complex() else total[0]
+    return value.to(number.device, number.dtype)
+
+
+def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
+    """What one rank of a pipe group has, on all of them, its tensors on ``device``. A collective call of the group."""
+    meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
+    tree = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
+    if meta is None:
+        meta = Meta.of(tree, member(transport, "pipe", rank))
+        buffers = allocate(meta, device)
+    buffers = [buffer.to(device) for buffer in buffers]
+    for buffer in buffers:
+        transport.broadcast("pipe", buffer, rank)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), unpack(meta, buffers))

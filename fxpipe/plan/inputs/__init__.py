@@ -1,1 +1,0 @@
-"""Inputs: what a call was given, described, and cut into micro-batches."""

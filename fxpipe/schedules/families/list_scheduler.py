@@ -1,0 +1,123 @@
+"""List scheduler: each rank, when free, begins the best unit of those that are ready."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.dependency import Dependencies
+from fxpipe.schedules.schedule import Row
+
+Unit = tuple[Action, ...]
+"""Actions that run one behind the other: an R with its backward, or one alone."""
+
+
+class Units:
+    """Units by number, in lines: the units of a line run on one rank, in the order of the line."""
+
+    # Numbers in lists instead of Actions: a search for stages and ranks makes hundreds of tables.
+
+    def __init__(self, ranks: int, costs: Costs) -> None:
+        self.costs = costs
+        self.lines: list[range] = []
+        self.lines_on: list[list[int]] = [[] for _ in range(ranks)]  # rank → its lines
+        self.actions: list[Unit] = []
+        self.time: list[float] = []
+        self.line_of: list[int] = []
+        self.home: list[int] = []
+        self.needs: list[int] = []  # how many other units each needs
+        self.after: list[list[tuple[int, float]]] = []  # the units that need each, and what its message takes to them
+
+    def add_line(self, rank: int, line: Sequence[Unit]) -> None:
+        """Appends a line of units, which need nothing yet."""
+        self.lines_on[rank].append(len(self.lines))
+        self.line_of += [len(self.lines)] * len(line)
+        self.lines.append(range(len(self.actions), len(self.actions) + len(line)))
+        self.actions += line
+        time = self.costs.time
+        self.time += [time(unit[0]) if len(unit) == 1 else sum(map(time, unit)) for unit in line]
+        self.home += [rank] * len(line)
+        self.needs += [0] * len(line)
+        self.after += [[] for _ in line]
+
+    def need(self, units: Iterable[int], others: Iterable[int]) -> None:
+        """Each of these units needs the other one beside it."""
+        home, comm = self.home, self.costs.comm
+        for unit, other in zip(units, others, strict=False):
+            self.needs[unit] += 1
+            self.after[other].append((unit, comm if home[unit] != home[other] else 0.0))
+
+    def need_by(self, dependencies: Dependencies) -> None:
+        """Each unit needs what its actions do."""
+        number_of = {action: number for number, unit in enumerate(self.actions) for action in unit}
+        for number, unit in enumerate(self.actions):
+            # Within a unit an R stands in front of its backward, so that it waits for nothing of its own.
+            needed = {number_of[other] for action in unit for other in dependencies.needs(action)} - {number}
+            self.need([number] * len(needed), needed)
+
+
+class ListScheduler:
+    """A list schedule of units, and how far it has come. ``keys``: of the units that are ready that of the least key
+    begins."""
+
+    def __init__(self, units: Units, keys: Sequence[Any]) -> None:
+        self.units, self.keys = units, keys
+        self.begun = [0] * len(units.lines)  # how many of each line
+        self.free = [0.0] * len(units.lines_on)  # when each rank is
+        self.ready: list[float] = []  # when all that a unit needs has arrived
+
+    def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
+        """Whether a rank begins a unit that is ready, or rather waits. ``forced``: else all ranks would for ever."""
+        raise NotImplementedError
+
+    def begin(self, rank: int, unit: int) -> None:
+        """Takes note of a unit that begins."""
+
+    def run(self) -> tuple[Row, ...]:
+        """The rows."""
+        units, keys, free = self.units, self.keys, self.free
+        # a last number stands for the end of each line
+        ready = self.ready = [math.inf if needs else 0.0 for needs in [*units.needs, 1]]
+        homes, lines_on, may_begin = units.home, units.lines_on, self.may_begin
+        missing, arrives = list(units.needs), [0.0] * len(units.needs)
+        head = [line.start if line else -1 for line in units.lines]
+        rows: list[list[Action]] = [[] for _ in free]
+        # a rank is free, or a message reaches it: time goes from one such moment to the next
+        moments = [(0.0, rank) for rank in range(len(free))]
+        now, forced, left = 0.0, False, len(units.actions)
+        while left:
+            # All wait for what was held back. It must go on, whatever it delays, or nothing would.
+            if not moments:
+                moments, forced = [(now, rank) for rank in range(len(free))], True
+            now, rank = heappop(moments)
+            if free[rank] > now:
+                continue
+            able = [head[line] for line in lines_on[rank] if ready[head[line]] <= now]
+            if len(able) > 1:
+                able.sort(key=keys.__getitem__)
+            for unit in able:
+                if may_begin(rank, unit, now, forced):
+                    break
+            else:
+                continue
+            forced, left, line = False, left - 1, units.line_of[unit]
+            rows[rank] += units.actions[unit]
+            self.begun[line] += 1
+            self.begin(rank, unit)
+            head[line] = unit + 1 if unit + 1 < units.lines[line].stop else -1
+            end = free[rank] = now + units.time[unit]
+            heappush(moments, (end, rank))
+            for user, hop in units.after[unit]:
+                arrival, home = end + hop, homes[user]
+                if arrival > arrives[user]:
+                    arrives[user] = arrival
+                missing[user] -= 1
+                if not missing[user]:
+                    ready[user] = arrives[user]
+                if home != rank and arrival >= free[home]:
+                    heappush(moments, (arrival, home))
+        return tuple(map(tuple, rows))
