@@ -112,7 +112,7 @@ def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Descr
 def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
     """The description with these inputs in place of its own."""
     return tuple(
-        (name, described(likes[name], any(isinstance(leaf, tuple) for leaf in given.detail[1])))
+        (name, described(likes[name], not any(type(leaf) is str for leaf in given.detail[1])))
         if name in likes
         else (name, given)
         for name, given in description

@@ -20,6 +20,8 @@ from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
 
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
+_BY_IDENTITY = tuple((type(value).__name__, repr(value)) for value in (None, True, False))
+"""What describes the values that code compares by ``is``."""
 
 
 @admitted
@@ -42,9 +44,15 @@ class InputDescription:
         return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
 
     @property
-    def objects(self) -> tuple[ObjectValue | None, ...]:
-        """The leaves that are objects; None for others."""
-        return tuple(leaf if isinstance(leaf, ObjectValue) else None for leaf in self.detail[1])
+    def fixed_leaves(self) -> tuple[Any, ...]:
+        """For each leaf that is an object, None or a truth value, what describes it; None for other leaves."""
+        return tuple(leaf if isinstance(leaf, ObjectValue) or leaf in _BY_IDENTITY else None for leaf in self.detail[1])
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the input is, or holds, a container whose items have names, of which any may be absent or None."""
+        parts = self.like if isinstance(self.like, (list, tuple)) else [self.like]
+        return self.kind == "input" and any(not pytree.tree_is_leaf(part) for part in parts)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -143,13 +151,14 @@ def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
 
 
 def _named(leaf: Any, exact: bool) -> Any:
-    """The type of a leaf that is no tensor, and if ``exact`` its ``repr``, by which 1, 1.0 and True differ; an object's
-    stand-in as it is."""
+    """The type of a leaf that is no tensor, with its ``repr`` if ``exact``, by which 1, 1.0 and True differ, or for
+    None and truth values; an object's stand-in as it is."""
     if isinstance(leaf, (ObjectLike, ObjectValue)):
         return leaf
     name = type(leaf).__name__
     value = shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
-    return (name, value) if exact and isinstance(leaf, PLAIN) else name
+    is_exact = (name, value) in _BY_IDENTITY or (exact and isinstance(leaf, PLAIN))
+    return (name, value) if is_exact else name
 
 
 def example_of(description: Description) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fxpipe.batch.description import Description, for_any_words
-from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.modes import Ambient
 from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
@@ -71,8 +70,8 @@ class GivenInputs(NamedTuple):
 
     inputs: tuple[str, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
-    holding: tuple[tuple[str, Any, tuple[ObjectValue | None, ...]], ...] = ()
-    """The inputs that hold objects, the container of each, and its leaves that are objects."""
+    holding: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
+    """Each input whose items have names, or that holds an object, None or a truth value: its container and these."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +159,9 @@ def pattern_of(
             tuple(name for name, given in shape if given.kind == "input"),
             tuple((name, given.detail) for name, given in shape if given.kind != "input"),
             tuple(
-                (name, given.detail[0], objects)
+                (name, given.detail[0], leaves)
                 for name, given in shape
-                if given.kind == "input" and any(objects := given.objects)
+                if given.kind == "input" and (any(leaves := given.fixed_leaves) or given.has_names)
             ),
         )
         for shape in shapes

@@ -395,9 +395,10 @@ _KINDS: Mapping[str, Expected] = {
 
 def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Every parameter and buffer, by every name that it bears, each behind ``prefix``."""
+    # nn.Module's own: torch's checkpoint_wrapper leaves a part out of names where it is asked itself
     return {
-        **dict(module.named_parameters(prefix, remove_duplicate=False)),
-        **dict(module.named_buffers(prefix, remove_duplicate=False)),
+        **dict(nn.Module.named_parameters(module, prefix, remove_duplicate=False)),
+        **dict(nn.Module.named_buffers(module, prefix, remove_duplicate=False)),
     }
 
 

@@ -283,11 +283,21 @@ def mark_own_buffers(module: nn.Module, state: dict[str, Any], prefix: str = "",
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """The whole model's state dict; CheckpointError where it has more than tensors, which would be lost."""
-    state: dict[str, Tensor] = model.state_dict()
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
     return state
+
+
+def names_in_model(model: nn.Module) -> dict[str, str]:
+    """Each name in the model's state dict → the parameter's or buffer's name, which differs where a hook renames it."""
+    tensors = all_tensors(model)
+
+    def named(name: str, value: Tensor) -> str:
+        return name if name in tensors else next((own for own, tensor in tensors.items() if tensor is value), name)
+
+    return {name: named(name, value) for name, value in tensors_of(model).items()}
 
 
 def full_state_dict(
@@ -300,9 +310,11 @@ def full_state_dict(
     """
     held = mine.state_dict()
     state: dict[str, Tensor] = {}
+    own_names = names_in_model(model)
     for name, like in tensors_of(model).items():
-        owner = next(rank for rank, names in enumerate(owners.names) if name in names)
-        tensor = held.get(name, like)
+        own_name = own_names[name]
+        owner = next(rank for rank, names in enumerate(owners.names) if own_name in names)
+        tensor = held.get(own_name, like)
         # One tensor at a time, so that no more than the result and one tensor is in memory.
         if transport.pipe_rank is not None:
             if transport.pipe_rank == owner:
@@ -343,11 +355,13 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
-    held, whole = module.state_dict(keep_vars=True), tensors_of(model)
+    own_names = names_in_model(model)  # of torch's checkpoint_wrapper, say
+    state = {own_names.get(name, name): value for name, value in state.items()}
+    held, whole = module.state_dict(keep_vars=True), set(own_names.values())
     unknown = [name for name in state if name not in whole]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
-    plain = tensors_of(plain_model(model))
+    plain = names_in_model(plain_model(model)).values()
     held = {name: tensor for name, tensor in held.items() if name in state or name in plain}
     missing = [name for name in held if name not in state]
     if missing:

@@ -38,7 +38,7 @@ from fxpipe.checkpoint.run_state import (
 from fxpipe.distributed.activity import announced
 from fxpipe.errors import CheckpointError, printable
 from fxpipe.parameters.dtensors import is_dtensor
-from fxpipe.parameters.ownership import own_buffers, tensors_of
+from fxpipe.parameters.ownership import names_in_model, own_buffers
 from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.saving import continues, path_of, wait_for_saves, wait_for_writes
@@ -163,7 +163,7 @@ class _Loading:
         """Checks that everything fits."""
         steps, reader = self._steps, FolderReader(self._path)
         names = {name.removeprefix(MODEL).partition(".<")[0] for name in reader.names if name.startswith(MODEL)}
-        if more := sorted(names - tensors_of(steps.module).keys()):  # which would be lost
+        if more := sorted(names - set(names_in_model(steps.module).values())):  # which would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"

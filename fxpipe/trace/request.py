@@ -18,6 +18,7 @@ from fxpipe.graph.boundary import Gather
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.question import Answer, Answers
 from fxpipe.graph.with_loss import loss_module
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
@@ -43,6 +44,27 @@ def target_of(loss_fn: Callable[..., Any] | None) -> inspect.Parameter | None:
     if by_place and by_place[-1].kind is inspect.Parameter.VAR_POSITIONAL:
         return unknown
     return by_place[1] if len(by_place) > 1 else None
+
+
+class Word:
+    """Forward is given a ``Word`` for a string that a program leaves open, and may pass it on to opaque code."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return str
+
+    def _refuse(self, *others: Any) -> Any:
+        raise TraceError("forward looks at a string among the inputs")
+
+    __eq__ = __ne__ = __hash__ = __bool__ = __str__ = __format__ = _refuse
+
+
+def tensors_of_words(value: Any) -> Any:
+    """``value`` with its tensor in place of each ``Word``."""
+    return pytree.tree_map_only(Word, lambda word: word.tensor, value)
 
 
 Side = Literal["before", "after", "both"]
@@ -103,7 +125,7 @@ class Request:
     any_words: bool = False
     """Whether the program is to hold for any strings in containers among the inputs."""
     holding: Mapping[str, Sequence[bool]] = field(default_factory=lambda: MappingProxyType({}))
-    """Inputs that hold objects, for which alone the program is to hold, beside tensors → which of their leaves."""
+    """The inputs whose containers are fixed in the program → whether each of their leaves is fixed, too."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What each call of the model runs in."""
 
@@ -144,7 +166,7 @@ class Request:
 
         By place where that can be, as hooks expect it; through ``__call__``, so that hooks run.
         """
-        given = {**values, **self.fixed}
+        given = {**self._with_words(values), **self.fixed}
         signature = inspect.signature(self.module.forward)
         takes_target = self.target in given and target_of(self.loss_fn) is not None
         target = (given.pop(self.target),) if takes_target else ()
@@ -157,7 +179,17 @@ class Request:
         bound = signature.bind(*leading, **given)
         with self.around():
             output = self.module(*bound.args, **bound.kwargs)
-            return self.loss_fn(output, *target) if self.loss_fn else output
+            return tensors_of_words(self.loss_fn(output, *target) if self.loss_fn else output)
+
+    def _with_words(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``values`` with a ``Word`` in place of each tensor that stands for a string."""
+
+        def word(leaf: Any, value: Any) -> Any:
+            return Word(value) if isinstance(leaf, str) and isinstance(value, Tensor) else value
+
+        if not self.any_words or self.example is None:
+            return values
+        return {name: pytree.tree_map(word, self.example[name], value) for name, value in values.items()}
 
     def wanted(self, output: Any) -> Any:
         """What of the model's result the program returns: in training, only the loss and the scalars beside it.

@@ -78,12 +78,19 @@ CASES: dict[str, tuple[Callable[[Tensor, Any], Any], list[Any]]] = {
     "a class": (lambda h, how: h.exp() if how is Config else h, [Config, Holder]),
     "in a dict": (lambda h, how: h.exp() if how["a"] is Red.SUM else h + how["b"], [{"a": a, "b": 2} for a in Red]),
     "numbers of NumPy's": (lambda h, how: h * how, [np.float64(0.5), np.float32(2), np.int64(3)]),
+    "None in a dict": (lambda h, how: h.exp() if how["a"] is None else h, [{"a": torch.ones(4)}, {"a": None}]),
+    "a truth value in a dict": (lambda h, how: h.exp() if how["a"] is True else h, [{"a": False}, {"a": True}]),
+    "a key of a dict": (lambda h, how: h.exp() if how.get("a") is None else h, [{"a": torch.ones(4)}, {}]),
     "other tensors in an object": (lambda h, how: h + how.x, [Holder(torch.ones(4)), Holder(torch.zeros(4))]),
 }
 WITH_EXAMPLE: dict[str, tuple[Callable[[Tensor, Any], Any], list[Any]]] = {
     "an enum, by value": (lambda h, how: h.exp() if how == Red.SUM else h, [Red.SUM, Red.MEAN]),
     "an instance": (lambda h, how: h * how.scale if isinstance(how, Config) else h, [Config(), Config(2.0), Holder(1)]),
     "a range": (lambda h, how: h * sum(i + 1 for i in how), [range(2), range(3)]),
+    "a number looked up": (lambda h, how: h.exp() if how in {2} else h, [1, 2]),
+    "a string in a list": (lambda h, how: h.exp() if how[0] == "a" else h, [["b"], ["a"]]),
+    "a string in a dict, looked up": (lambda h, how: {"a": 3.0}.get(how["a"], 1.0) * h, [{"a": "b"}, {"a": "a"}]),
+    "a string in a dict, in another": (lambda h, how: len(f"<{how['a']}>") * h, [{"a": "b"}, {"a": "ab"}]),
     "a set": (lambda h, how: h.exp() if "a" in how else h, [{"a", "b"}, {"b", "c"}]),
     "a truth value of NumPy's": (lambda h, how: h.exp() if how else h, [np.bool_(True), np.bool_(False)]),
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import fxpipe
 from fxpipe import RunError, Topology, TraceError, stage_boundary
@@ -329,3 +331,54 @@ def test_an_object_that_one_rank_was_not_given_is_refused_on_all_ranks() -> None
     for error in refusals(lambda rank: with_vocabulary(rank == 1), 2):
         assert "input 'vocabulary' is or holds " in error
         assert "this rank was given None; pass it on all ranks of a pipe group" in error
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Wrapped(nn.Module):
+    """Its blocks are wrapped as ``apply_activation_checkpointing`` does, which leaves a part out of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(), Block())
+        apply_activation_checkpointing(self, check_fn=lambda part: isinstance(part, Block))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.blocks(x) - x).square().mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_in_checkpoint_wrappers_is_trained_saved_and_loaded(ranks: int, tmp_path: Path) -> None:
+    x, plain = torch.randn(8, 4), Wrapped()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    wanted = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (loss := torch.stack([plain(part) for part in x.chunk(2)]).mean()).backward()
+        optimizer.step()
+        wanted.append(loss.detach())
+
+    def run(rank: int) -> None:
+        losses, state = [], Wrapped().state_dict()
+        for step in range(3):  # each by another one, resumed
+            options: Any = {"boundaries": ["blocks.1"], "microbatches": 2, "example_args": (x,)}
+            forward_backward = fxpipe.compile(Wrapped(), TWO, **options)
+            steps = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
+            fxpipe.load(tmp_path, forward_backward, steps, required=step > 0)
+            forward_backward.load_state_dict(state)
+            losses.append(forward_backward(x))
+            steps.step()
+            fxpipe.save(tmp_path, forward_backward, steps, step=step + 1)
+            state = forward_backward.state_dict(full=True)
+        torch.testing.assert_close(losses, wanted)
+        torch.testing.assert_close(state, plain.state_dict())
+
+    run_strict(run, 2) if ranks == 2 else run(0)

@@ -163,7 +163,8 @@ class Captures:
         """The inputs that captures have objects from."""
         given = [each for pattern in self.by_pattern for each in pattern.given]
         fixed = {name for each in given for name, value in each.fixed if isinstance(value, ObjectValue)}
-        return fixed | {name for each in given for name, *_ in each.holding}
+        inside = ((name, leaf) for each in given for name, _, leaves in each.holding for leaf in leaves)
+        return fixed | {name for name, leaf in inside if isinstance(leaf, ObjectValue)}
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""

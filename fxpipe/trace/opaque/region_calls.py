@@ -18,7 +18,7 @@ from fxpipe.graph.program import Effects
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import Key, aside, handled, patched, refuse
-from fxpipe.trace.request import Request
+from fxpipe.trace.request import Request, tensors_of_words
 from fxpipe.trace.user_line import current_line, is_users
 
 
@@ -87,7 +87,7 @@ class Regions:
         if self.runs():
             with aside():
                 return inner(*args, **kwargs)
-        given = Structure((args, kwargs), self.is_value)
+        given = Structure(tensors_of_words((args, kwargs)), self.is_value)
         foreign = given.foreign(self._objects)
         if foreign is not TENSOR:
             raise refuse(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any, NoReturn
@@ -37,7 +38,7 @@ from fxpipe.trace.patching import (
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import calls_isinstance, current_line, line_of
+from fxpipe.trace.user_line import calls_isinstance, current_line, is_users, line_of
 
 
 def symbolic(request: Request) -> Program:
@@ -95,6 +96,15 @@ class _Proxy(fx.Proxy):
                 "give an example batch (example_args=), so that another tracer can answer, or leave the question out",
             )
         return node.meta["class"]
+
+    def __hash__(self) -> int:
+        """Of code of the user's, which asks a set or a dict for a value, no answer would be right."""
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise refuse(
+                "forward looks a value up in a set or a dict, and a symbolic trace does not know the value",
+                "give an example batch (example_args=), so that another tracer can answer, or move it out of the model",
+            )
+        return super().__hash__()
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
