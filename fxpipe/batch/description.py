@@ -45,8 +45,13 @@ class InputDescription:
 
     @property
     def fixed_leaves(self) -> tuple[Any, ...]:
-        """For each leaf that is an object, None or a truth value, what describes it; None for other leaves."""
-        return tuple(leaf if isinstance(leaf, ObjectValue) or leaf in _BY_IDENTITY else None for leaf in self.detail[1])
+        """For each leaf that is an object, None or a truth value, what describes it; None for other leaves, and for
+        objects with tensors all of whose attributes are there."""
+
+        def is_fixed(leaf: Any) -> bool:
+            return isinstance(leaf, ObjectValue) or (isinstance(leaf, ObjectLike) and bool(leaf.absent))
+
+        return tuple(leaf if is_fixed(leaf) or leaf in _BY_IDENTITY else None for leaf in self.detail[1])
 
     @property
     def has_names(self) -> bool:

@@ -29,7 +29,9 @@ def like_of(value: Any) -> ObjectValue | ObjectLike:
         text = _text_of(value, ())
     except (_Unknown, ValueError):  # of a closure's variable that has no value yet
         parts = (part.value for part in walk(value, open_reading_of))
-        return ObjectLike(type(value).__name__, any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts))
+        is_data = any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts)
+        attributes = getattr(value, "__dict__", {})
+        return ObjectLike(type(value).__name__, is_data, tuple(sorted(n for n, v in attributes.items() if v is None)))
     if len(text) > _LONG:
         text = f"{text[:_LONG]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
     return ObjectValue(text)

@@ -66,6 +66,8 @@ class ObjectLike:
     kind: str
     is_data: bool = True
     """Whether it holds tensors, or modules that do."""
+    absent: tuple[str, ...] = ()
+    """The names of its attributes that are None, which code may ask for."""
 
     def __repr__(self) -> str:
         return f"an object of class {self.kind}"

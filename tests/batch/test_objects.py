@@ -282,7 +282,33 @@ def test_stand_ins_are_the_same_in_every_process() -> None:
     ],
 )
 def test_what_holds_tensors_is_no_value(value: Any, is_data: bool) -> None:
-    assert like_of(value) == ObjectLike(type(value).__name__, is_data)
+    found = like_of(value)
+    assert isinstance(found, ObjectLike)
+    assert (found.kind, found.is_data) == (type(value).__name__, is_data)
+
+
+class Masked(nn.Module):
+    """Asks for an attribute of an object that holds the micro-batch, as models with optional masks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: Any) -> Tensor:
+        h = self.a(batch.x)
+        h = 3 * h if batch.mask is None else h * batch.mask
+        return self.b(h).square().mean()
+
+
+def test_an_attribute_that_is_none_makes_a_kind_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    forward_backward = fxpipe.compile(model, TWO, boundaries=["b"], microbatches=2)
+    for mask in (None, torch.rand(4, 4), None):
+        parts = [SimpleNamespace(x=torch.randn(4, 4), mask=mask) for _ in range(2)]
+        expected = torch.stack([model(part) for part in parts]).mean()
+        loss = forward_backward.step_microbatches([((part,), {}) for part in parts])
+        torch.testing.assert_close(loss, expected.detach())
 
 
 def test_an_input_that_is_a_number_of_numpys_is_described_as_one_of_pythons() -> None:

@@ -20,6 +20,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
+from fxpipe.graph.like import ObjectLike
 from fxpipe.graph.modes import Modes, ambient_autocast, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.seeds import RandomState
@@ -114,9 +115,11 @@ class _Proxy(fx.Proxy):
             raise refuse(f"forward sets .{name} of a tensor, which is not recorded", "write into it in place")
         super().__setattr__(name, value)
 
-    def __getattr__(self, name: str) -> fx.proxy.Attribute:
+    def __getattr__(self, name: str) -> Any:
         if name in ("_is_param", "_is_buffer"):  # which isinstance(x, nn.Parameter) asks for
             raise AttributeError(name)
+        if "node" in vars(self) and name in self.node.meta.get("absent", ()):
+            return None  # of an object among the inputs: ``is None`` asks nothing of a proxy
         return _Attribute(self, name)
 
 
@@ -180,14 +183,17 @@ class _Tracer(fx.Tracer):
         if name not in self.request.holding or self.request.example is None:
             return proxy
         leaves, spec = pytree.tree_flatten_with_path(self.request.example[name])
+
+        def stand_in(path: Any, leaf: Any, is_fixed: bool) -> Any:
+            if is_fixed and not isinstance(leaf, ObjectLike):
+                return leaf
+            value = reduce(lambda inner, key: key.get(inner), path, proxy)
+            if is_fixed:
+                value.node.meta["absent"] = leaf.absent
+            return value
+
         pairs = zip(leaves, self.request.holding[name], strict=True)
-        return pytree.tree_unflatten(
-            [
-                leaf if is_object else reduce(lambda value, key: key.get(value), path, proxy)
-                for (path, leaf), is_object in pairs
-            ],
-            spec,
-        )
+        return pytree.tree_unflatten([stand_in(path, leaf, is_fixed) for (path, leaf), is_fixed in pairs], spec)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         self.guard.check()
