@@ -24,7 +24,7 @@ import fxpipe
 from fxpipe.graph.deferred import Deferred
 from fxpipe.run.actions.actions import Bound, Call
 from fxpipe.run.actions.executor import Executor
-from fxpipe.run.actions.recompute import Kept
+from fxpipe.run.actions.recompute import RecomputedForward
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import Compute, Instruction
 
@@ -47,7 +47,7 @@ class Held:
     peak: Counter[int] = field(default_factory=Counter)
     _stage: int = -1
     _counts: dict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
-    _seen: weakref.WeakSet[Kept] = field(default_factory=weakref.WeakSet)
+    _seen: weakref.WeakSet[RecomputedForward] = field(default_factory=weakref.WeakSet)
 
     def pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
@@ -77,11 +77,13 @@ class Held:
 
     def ran(self, executor: Executor) -> None:
         """An action is over: what its stage keeps for a recomputation counts from now on."""
-        for (stage, _), kept in [(half, held.kept) for half, held in executor.held.items() if held.kept is not None]:
-            for leaf in pytree.tree_leaves(kept.inputs) if kept not in self._seen else ():
-                if isinstance(leaf, Tensor):
-                    self._take(stage, leaf, kept)
-            self._seen.add(kept)
+        for (stage, _), left in executor.left_behind.items():
+            forward = left.recomputed
+            if forward is not None and forward not in self._seen:
+                for leaf in pytree.tree_leaves(forward.inputs):
+                    if isinstance(leaf, Tensor):
+                        self._take(stage, leaf, forward)
+                self._seen.add(forward)
 
 
 @contextlib.contextmanager

@@ -184,10 +184,6 @@ def random_state() -> list[str]:
     return sorted(RandomState([fxpipe.init()]).numbers)
 
 
-def test_the_random_state_of_each_rank_s_device_has_one_name(gpus: Gpus) -> None:
-    assert gpus.run(random_state) == [["cuda", "numpy", "python", "torch"]] * 2
-
-
 def refused(place: str) -> str:
     fxpipe.init()
     try:
@@ -218,10 +214,6 @@ def on_the_cpu() -> tuple[str, list[str], str]:
     return forward_backward(torch.ones(8, 4)).device.type, [str(asked), str(again)], dist.get_backend()
 
 
-def test_a_job_is_on_the_cpu_where_that_is_asked_for(gpus: Gpus) -> None:
-    assert gpus.run(on_the_cpu) == [("cpu", ["cpu", "cpu"], "gloo")] * 2
-
-
 def too_late() -> str:
     fxpipe.init()
     with pytest.raises(RunError) as caught:
@@ -229,17 +221,8 @@ def too_late() -> str:
     return str(caught.value)
 
 
-def test_a_job_that_was_started_on_gpus_cannot_change_to_the_cpu(gpus: Gpus) -> None:
-    wanted = 'torch.distributed was started for cuda; call fxpipe.init(device="cpu") first'
-    assert gpus.run(too_late) == [wanted] * 2
-
-
 def alone() -> str:
     return fxpipe.compile(Positions(ASKS["device"]), PIPE, microbatches=2)(torch.ones(8, 4)).device.type
-
-
-def test_one_process_that_plays_all_ranks_computes_where_the_model_is(gpus: Gpus) -> None:
-    assert gpus.run(alone, ranks=1) == ["cpu"]
 
 
 def reset(module: nn.Module) -> None:
@@ -256,8 +239,21 @@ def alone_on_meta() -> tuple[int, str]:
     return len(previewed.ranks), loss.device.type
 
 
-def test_a_model_on_meta_is_captured_where_one_process_will_make_it(gpus: Gpus) -> None:
-    assert gpus.run(alone_on_meta, ranks=1) == [(2, "cuda")]
+TOO_LATE = 'torch.distributed was started for cuda; call fxpipe.init(device="cpu") first'
+FOUND: list[tuple[Callable[[], Any], int, Any]] = [
+    (random_state, 2, ["cuda", "numpy", "python", "torch"]),  # each rank's device has one name
+    (on_the_cpu, 2, ("cpu", ["cpu", "cpu"], "gloo")),
+    (too_late, 2, TOO_LATE),
+    (alone, 1, "cpu"),  # one process that plays all ranks computes where the model is
+    (alone_on_meta, 1, (2, "cuda")),  # and captures where it will make it
+]
+
+
+@pytest.mark.parametrize(("call", "ranks", "wanted"), FOUND)
+def test_a_rank_computes_on_the_device_that_was_asked_for(
+    gpus: Gpus, call: Callable[[], Any], ranks: int, wanted: Any
+) -> None:
+    assert gpus.run(call, ranks=ranks) == [wanted] * ranks
 
 
 @pytest.mark.parametrize("device", ["cuda", torch.device("cpu"), 0])

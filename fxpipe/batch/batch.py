@@ -56,19 +56,19 @@ class Batch:
     @cached_property
     def part_sizes(self) -> PartSizes:
         """How much of each input a micro-batch has."""
-        sizes, rules = PartSizes(self.sizes, {}), counted(self.batch_dim)
+        sizes, rules = {"": self.sizes}, counted(self.batch_dim)
         for path, rule in rules.items():
-            own = sizes.counted.get(rule.of) if rule.of in rules else self.sizes
+            own = sizes.get(rule.of if rule.of in rules else "")
             if own is None:
                 continue  # the input whose rows it is counted for was not given, nor was this one
             if isinstance(rule, Offsets):
-                sizes.counted[path] = own
+                sizes[path] = own
             elif isinstance(rule.counts, int):
-                sizes.counted[path] = tuple(rule.counts * size for size in own)
+                sizes[path] = tuple(rule.counts * size for size in own)
             elif path in self.counts:
                 # A micro-batch takes the counts of its own rows, which lie one after another.
                 ends = zip(accumulate(own), own, strict=True)
-                sizes.counted[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
+                sizes[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
         return sizes
 
     def split(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -89,12 +89,10 @@ class Batch:
 
 def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
     """The inputs of several micro-batches in a row; of an input that has no rows, or is not split, the first's."""
-    return {name: joined_input(name, [batch[name] for batch in batches], batch_dim) for name in batches[0]}
-
-
-def joined_input(name: str, parts: Sequence[Any], batch_dim: BatchDim) -> Any:
-    """An input of several micro-batches in a row."""
-    return parts[0] if len(parts) == 1 else rule_of(batch_dim, name, parts[0]).join(parts)
+    first = batches[0]
+    if len(batches) == 1:
+        return dict(first)
+    return {name: rule_of(batch_dim, name, first[name]).join([batch[name] for batch in batches]) for name in first}
 
 
 def joined_description(descriptions: Sequence[Description], batch_dim: BatchDim) -> Description:

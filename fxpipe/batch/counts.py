@@ -1,4 +1,4 @@
-"""Counts: of packed inputs, how many of their rows go with each row of the batch, as a rank reads it."""
+"""Counts: how many rows of a packed input go with each row of the batch, as a rank reads them from its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpipe.validation import is_mapping, shown
 Numbers = tuple[int, ...]
 """A count for each row."""
 Counts = Mapping[str, Numbers]
-"""Of inputs that are cut by a count, by their paths: the number for each row that they are counted for."""
+"""Path of an input that is cut by a count → the count for each row that it is counted for."""
 
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbers]:
@@ -67,7 +67,7 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 
 
 def _numbers(path: str, given: Any) -> Numbers:
-    """What was counted, as numbers of Python's: waits for a GPU."""
+    """Counts as numbers of Python's: waits for a GPU. RunError for other values."""
     try:
         # a list on the CPU, whatever the default device is
         tensor = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
@@ -102,7 +102,7 @@ def _lengths(path: str, offsets: Any) -> Numbers | None:
 
 
 def merge_counts(everyone: Sequence[Counts]) -> Counts:
-    """What the ranks of a pipe group have counted, taken together; RunError where they differ."""
+    """The counts of all ranks of a pipe group, taken together; RunError where two ranks' differ."""
     merged: dict[str, tuple[int, Numbers]] = {}
     for rank, counts in enumerate(everyone):
         for path, numbers in counts.items():

@@ -1,4 +1,4 @@
-"""Batch: what one call was given, described, and agreed on between ranks."""
+"""Descriptions: the inputs of a call without their numbers, as ranks send them to each other."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 @admitted
 @dataclass(frozen=True)
 class InputDescription:
-    """One input as one rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
+    """An input as a rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
-    ``detail``: the fixed value, or its ``ObjectValue``; or the container, and for each leaf a ``TensorLike``, or the
-    Python value that it is.
-    ``like``: an input with a ``TensorLike`` in place of each tensor.
+    ``detail``: a fixed value, or its ``ObjectValue``; of an input the container, and its leaves: a ``TensorLike`` for a
+    tensor, and for a Python value its type, or its type and value. ``like``: the input with a ``TensorLike`` in place
+    of each tensor.
     """
 
     kind: str
@@ -57,7 +57,7 @@ Description = tuple[tuple[str, InputDescription], ...]
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it.
 
-    What ``*args`` takes has no name: TypeError where it is given any.
+    TypeError, too, for inputs that ``*args`` takes: these have no names.
     """
     bound = signature.bind_partial(*args, **kwargs).arguments
     values: dict[str, Any] = {}
@@ -101,19 +101,18 @@ def required_names(signature: inspect.Signature) -> list[str]:
 def describe(
     values: Mapping[str, Any], exact: bool = False, objects: dict[ObjectValue, Any] | None = None
 ) -> Description:
-    """What was given, without the tensors' numbers. ``exact``: with those of Python, which a capture may depend on.
-    ``objects``: where the objects among them are put."""
+    """The description of inputs. ``exact``: with the values of Python's numbers, which a capture may depend on.
+    ``objects``: gets the objects among the inputs."""
     return tuple((name, described(value, exact, objects)) for name, value in values.items())
 
 
 def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
-    """One input; its tensors may be ``TensorLike`` already."""
+    """The description of an input, whose tensors may be ``TensorLike`` already."""
     if value is None:
         return InputDescription("none")
     if type(value) in _FIXED:
         return InputDescription("fixed", value)
-    # What a capture may depend on (container, shapes, types) is compared; ``like`` goes with it, to be cut as the
-    # values are.
+    # ``detail`` has all that a capture may depend on, and is compared; ``like`` is split as the values are.
     leaves, spec = pytree.tree_flatten(value)
     likes = [_like(leaf, objects) for leaf in leaves]
     if spec.is_leaf() and isinstance(likes[0], ObjectValue):
@@ -144,8 +143,8 @@ def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
 
 
 def _named(leaf: Any, exact: bool) -> Any:
-    """A leaf that is no tensor: its type, and if ``exact`` its value, by ``repr``: 1, 1.0 and True differ; of an
-    object what stands for it."""
+    """The type of a leaf that is no tensor, and if ``exact`` its ``repr``, by which 1, 1.0 and True differ; an object's
+    stand-in as it is."""
     if isinstance(leaf, (ObjectLike, ObjectValue)):
         return leaf
     name = type(leaf).__name__
@@ -159,7 +158,7 @@ def example_of(description: Description) -> dict[str, Any]:
 
 
 def for_any_words(description: Description) -> Description:
-    """The description with a ``WORD`` in place of each string in a container: what a capture has for it."""
+    """The description with a ``WORD``, as a capture has it, in place of each string in a container."""
 
     def without(leaf: Any) -> Any:
         return WORD if leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") else leaf
@@ -173,7 +172,7 @@ def for_any_words(description: Description) -> Description:
 
 
 def known_by_type(description: Description) -> Iterator[str]:
-    """The inputs with a leaf that is no tensor, and that the description gives the type of alone."""
+    """The names of inputs that have a leaf of which the description holds the type alone."""
     for name, given in description:
         if given.kind == "input" and any(type(leaf) is str for leaf in given.detail[1]):
             yield name
@@ -192,8 +191,8 @@ def check_objects(description: Description) -> None:
 
 
 def merge(descriptions: Sequence[Description]) -> Description:
-    """What the ranks of a pipe group were given, taken together: None on one rank is what another has."""
-    # A rank may be given None for what its stages do not read, as another rank has it.
+    """The inputs that the ranks of a pipe group were given, taken together. RunError where two ranks' differ."""
+    # A rank may be given None for an input that its stages do not read.
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, given in description:
@@ -210,7 +209,7 @@ def merge(descriptions: Sequence[Description]) -> Description:
 
 
 def _kind(given: InputDescription) -> Any:
-    """What must be the same on all ranks: anything but where a tensor is and how it lies there."""
+    """The facts of an input that must be the same on all ranks: all but its tensors' devices and strides."""
     if given.kind != "input":
         return given
     container, leaves = given.detail

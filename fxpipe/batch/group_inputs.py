@@ -1,4 +1,4 @@
-"""Group inputs: what a stage is given that runs once for a group of micro-batches, and where its gradients go."""
+"""Group inputs: the inputs of a stage that runs once for a group of micro-batches, and their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.batch.batch import joined_input
+from fxpipe.batch.batch import joined
 from fxpipe.batch.objects import PLAIN
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport
@@ -29,9 +29,9 @@ SCOPE = "rows"
 class Joined:
     """How a value was put together. ``dims``: each leaf's dimension of rows, None for a leaf without rows.
 
-    ``likes``: a tensor without memory like each that gets a gradient, as it is before it is joined with those of other
-    replicas; else None. ``rows``: of each part; ``everyone``: of each replica, where the value is of all of them, else
-    empty.
+    ``likes``: for each leaf that gets a gradient a tensor of its shape without memory, before other replicas' rows are
+    joined; else None. ``rows``: of each part. ``everyone``: the rows of each replica, where the value has those of all;
+    else empty.
     """
 
     dims: Sequence[int | None]
@@ -56,7 +56,7 @@ class GroupInputs:
         self._everyone: dict[range, tuple[int, ...]] = {}
 
     def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
-        """A batch input of a group: its rows; what is not split must be the same for all, and is the first's."""
+        """A batch input of a group. An input that is not split must be the same for all micro-batches."""
         along = rule_at(self._batch_dim, name)
         if not isinstance(along, int | None):
             if mode == "global" and self._transport.data_size > 1:
@@ -65,7 +65,7 @@ class GroupInputs:
                     "have others; use it in front of the boundary, and gather what comes of it, or write "
                     'gather="batch"'
                 )
-            return joined_input(name, parts, self._batch_dim)
+            return joined([{name: part} for part in parts], self._batch_dim)[name]
 
         def dim_of(_: int, column: Sequence[Any]) -> int | None:
             if along is not None and isinstance(column[0], Tensor) and column[0].dim():
@@ -79,9 +79,9 @@ class GroupInputs:
     def of_stage(
         self, value: str, maker: str, parts: Sequence[Any], microbatches: range, mode: Mode | None
     ) -> tuple[Any, Joined]:
-        """A value that each micro-batch, or a group as a whole, has sent; and how it was put together.
+        """The value of a group, joined from the parts that micro-batches, or a group, have sent; and how it was joined.
 
-        ``maker``: the stage that has made it.
+        ``maker``: the name of the stage that sends the parts.
         """
         rows = [self._rows[microbatch] for microbatch in microbatches]
         rows = rows if len(parts) == len(rows) else [sum(rows)]
@@ -140,7 +140,7 @@ class GroupInputs:
     def _dim_of_rows(
         self, leaf: tuple[str, int], text: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
     ) -> int | None:
-        """The dimension of the rows; None for what holds no number. RunError for what has no rows to be gathered."""
+        """The dimension of the rows; None where each part is None. RunError for parts without rows to be gathered."""
         if all(part is None for part in column):
             return None
         if not all(isinstance(part, Tensor) and part.dim() for part in column):
@@ -217,7 +217,7 @@ class GroupInputs:
 
 
 def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:
-    """A tensor with its rows in front, in a row in memory, and zeros behind them up to so many."""
+    """A tensor with its rows in dimension 0, contiguous, and with zeros behind them up to so many rows."""
     tensor = tensor.movedim(dim, 0)
     if len(tensor) == rows:
         return tensor.contiguous()
@@ -227,7 +227,7 @@ def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def shapes_of(column: Sequence[Tensor]) -> str:
-    """For an error."""
+    """The shapes of tensors, for an error."""
     return ", ".join(str(list(part.shape)) for part in column)
 
 
@@ -239,7 +239,7 @@ def beside(tensor: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def _in_a_row(text: str, column: Sequence[Any], dim: int | None) -> Any:
-    """The parts of a group in a row, or what it has once. RunError for parts that do not go together."""
+    """The parts of a group in a row, or the first, where they have no rows. RunError for parts of other sizes."""
     if dim is None:
         return column[0]
     if len({beside(part, dim) for part in column}) > 1:

@@ -74,7 +74,7 @@ class Items:
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches, with the number of their items, where ``described`` has it."""
+        """The micro-batches, with the number of their items, where ``described`` adds the number."""
         counted = (are_counted(batch.get("labels")) and ITEMS not in batch for batch in batches)
         if self.uncounted or not all(counted):
             return [dict(batch) for batch in batches]

@@ -54,9 +54,9 @@ class OutputRows:
         """The rows of the outputs of a batch, each of a ``group`` of so many micro-batches."""
         rules = list(rules_in(batch.given[0], batch.batch_dim).values())
         along = {rule.dim for rule, like in rules if type(rule) is InRows and rule.length(like) is not None}
-        packed, counted = [rule for rule, _ in rules if type(rule) is InPackedRows], batch.part_sizes.counted
+        packed = [rule for rule, _ in rules if type(rule) is InPackedRows]
         in_lists = any(isinstance(rule, InEntries) for rule, _ in rules)
-        several = [(rule.dim, of_groups(counted[rule.path], group)) for rule in packed]
+        several = [(rule.dim, of_groups(batch.part_sizes[rule.path], group)) for rule in packed]
         return OutputRows(sizes, sorted(along), several, in_lists, logged)
 
     def dims_in(self, column: Sequence[Tensor]) -> list[int]:

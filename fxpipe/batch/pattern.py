@@ -1,4 +1,4 @@
-"""Pattern: what a capture, and with it a plan, depends on."""
+"""Pattern: the facts of a call that a capture, and with it a plan, depends on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from fxpipe.trace.request import target_of
 @admitted
 @dataclass(frozen=True)
 class Flags:
-    """What a capture depends on of a model: each module's training flag, each parameter's requires_grad, and the number
-    of the state that what it reads beside them is in: see ``Reads``. ``states``: all ranks', if they differ."""
+    """The facts of a model that a capture depends on: each module's training flag, each parameter's requires_grad, and
+    the number of the state of the attributes that forward reads (``Reads``). ``states``: all ranks', if they differ.
+    """
 
     training: bytes
     trainable: bytes
@@ -28,8 +29,8 @@ class Flags:
     states: tuple[int, ...] = ()
 
     def difference(self, other: Flags, model: nn.Module) -> str:
-        """In what the models of two ranks differ, in words. ``model``: one of them, for names. States may differ: what
-        is captured in them tells whether that matters."""
+        """The difference between the models of two ranks, in words. ``model``: either model, for names. States may
+        differ: the captures in these states tell whether that matters."""
         sizes = [f"{len(flags.training)} modules with {len(flags.trainable)} parameters" for flags in (self, other)]
         if sizes[0] != sizes[1]:
             return f"the models that they were given, of {' and '.join(sizes)}"
@@ -41,7 +42,7 @@ class Flags:
 
 
 def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:
-    """The name of the first whose flags differ; all have these in one order."""
+    """The name of the first module or parameter whose flags differ; both ranks have flags in one order."""
     return next(name or "the model" for (name, _), flag, other in zip(named, mine, its, strict=True) if flag != other)
 
 
@@ -66,7 +67,7 @@ def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
 
 
 class GivenInputs(NamedTuple):
-    """What one micro-batch is given: its inputs, and those whose values code may branch on, with these."""
+    """The inputs of a micro-batch: the names of tensors and containers, the names and values of fixed ones."""
 
     inputs: tuple[str, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -76,7 +77,7 @@ class GivenInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a capture depends on: which inputs there are, the values fixed in it, the flags of the model."""
+    """The facts that a capture depends on: the names of inputs, the values fixed in it, the flags of the model."""
 
     given: tuple[GivenInputs, ...]
     """Of each micro-batch: one may lack an input that another has."""
@@ -101,11 +102,11 @@ class Pattern:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Those that any micro-batch has."""
+        """The names of inputs that any micro-batch has."""
         return tuple(dict.fromkeys(name for each in self.given for name in each.inputs))
 
     def each(self) -> list[Pattern]:
-        """For each micro-batch what the capture for it alone depends on."""
+        """For each micro-batch the pattern of the capture for it alone."""
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
         return [
@@ -119,12 +120,12 @@ class Pattern:
         return self.answers[0] if self.answers else ()
 
     def for_answers(self, answers: Answers) -> Pattern:
-        """That of one micro-batch with these."""
+        """The pattern of a micro-batch with these answers."""
         return replace(self, answers=(answers,) if answers else ())
 
     @property
     def shape(self) -> Description | None:
-        """That of the first micro-batch, where one has been seen."""
+        """The description of the first micro-batch; None where no batch has been seen."""
         return self.shapes[0] if self.shapes else None
 
     def for_any_words(self) -> Pattern:
@@ -132,7 +133,7 @@ class Pattern:
         return replace(self, shapes=tuple(map(for_any_words, self.shapes)))
 
     def for_any_shape(self) -> Pattern:
-        """The pattern without what only tracers that need shapes depend on."""
+        """The pattern without the facts that only tracers that need shapes depend on."""
         return replace(self, shapes=(), everyone=(), answers=())
 
 

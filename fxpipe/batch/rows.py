@@ -118,8 +118,7 @@ def _check_counts(lengths: Mapping[str, int | None], rows: int | None, counts: C
         length = lengths.get(path)
         if length is None:  # not in this batch
             continue
-        of = rule.of if rule.of in rules else None
-        owner, wanted = ("the batch", rows) if of is None else (repr(of), lengths.get(of))
+        owner, wanted = (repr(rule.of), lengths.get(rule.of)) if rule.of in rules else ("the batch", rows)
         if wanted is None:
             raise RunError(f"input {path!r} is counted for the rows of {owner}, which no rank was given")
         numbers = _numbers_of(path, rule, wanted, counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +18,8 @@ from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
 from fxpipe.torch_compat import block_mask_part, block_mask_rows, pytree
 from fxpipe.validation import is_mapping, shown
 
-
-class PartSizes(NamedTuple):
-    """The rows of each micro-batch; and by the path of an input that is cut by a count, how many each has of it."""
-
-    rows: Sequence[int]
-    counted: dict[str, tuple[int, ...]]
-
-    def of(self, path: str) -> Sequence[int]:
-        """The rows, or the counts, of each micro-batch in one input."""
-        return self.counted.get(path, self.rows)
+PartSizes = Mapping[str, tuple[int, ...]]
+"""The rows of each micro-batch, under the empty path; and under the path of a counted input how many each has of it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class NotSplit:
 
     def split(self, value: Any, sizes: PartSizes) -> list[Any]:
         """The part of each micro-batch: views, and copies of offsets."""
-        return [value] * len(sizes.rows)
+        return [value] * len(sizes[""])
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The value whose parts these are."""
@@ -105,8 +97,9 @@ class InRows(NotSplit):
 
     def split(self, value: Any, sizes: PartSizes) -> list[Any]:
         leaves, spec = pytree.tree_flatten(value)
-        columns = [self._split_leaf(leaf, sizes.of(self.path)) for leaf in leaves]
-        return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes.rows))]
+        own = sizes.get(self.path, sizes[""])
+        columns = [self._split_leaf(leaf, own) for leaf in leaves]
+        return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(len(own))]
 
     def _split_leaf(self, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
         if isinstance(leaf, TensorLike):
@@ -167,7 +160,7 @@ class InEntries(InPackedRows):
         return len(like)
 
     def split(self, value: Any, sizes: PartSizes) -> list[Any]:
-        return [value[start : start + size] for start, size in _spans(sizes.of(self.path))]
+        return [value[start : start + size] for start, size in _spans(sizes[self.path])]
 
     def join(self, parts: Sequence[Any]) -> Any:
         return type(parts[0])(entry for part in parts for entry in part)
@@ -187,7 +180,7 @@ class ByOffsets(InRows):
         return length if self.of is None else None
 
     def split(self, value: Any, sizes: PartSizes) -> list[Any]:
-        spans = _spans(sizes.of(self.path))
+        spans = _spans(sizes[self.path])
         if isinstance(value, TensorLike):
             return [replace(value, shape=(size + 1,), stride=(1,)) for _, size in spans]
         return [value[start : start + size + 1] - value[start] for start, size in spans]

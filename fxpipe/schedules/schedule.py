@@ -17,7 +17,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
-from fxpipe.schedules.dependency import Dependencies, Half, Link, groups_of, held_back
+from fxpipe.schedules.dependency import Dependencies, Link, groups_of, held_back
 from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
 from fxpipe.schedules.lower import Instruction, Lowering, lower
 from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
@@ -156,11 +156,6 @@ class Schedule:
     @cached_property
     def links(self) -> tuple[Link, ...]:
         return tuple(Link(*edge) for edge in self.edges)
-
-    @cached_property
-    def _recomputed(self) -> frozenset[Half]:
-        """The forwards that the table has again, as R."""
-        return frozenset((action.stage, action.microbatch) for row in self.rows for action in row if action.op is Op.R)
 
     @cached_property
     def dependencies(self) -> Dependencies:

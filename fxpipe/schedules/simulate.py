@@ -7,7 +7,7 @@ to R it keeps the inputs alone. A group counts as all of its micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
@@ -15,7 +15,7 @@ from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies, in_order
+from fxpipe.schedules.dependency import Dependencies, Half, in_order
 from fxpipe.schedules.lower import Message
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule, Span, Timeline
@@ -196,23 +196,33 @@ def lower_bound(
 # --- what stages hold ---
 
 
-def held(schedule: Schedule, action: Action) -> int:
-    """How many micro-batches more a stage holds with this action, a negative number where it lets go of them."""
-    if action.op is Op.F:
-        recomputed = (action.stage, action.microbatch) in schedule._recomputed
-        return action.count if schedule.backward[action.stage] and not recomputed else 0
-    return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
+def recomputed_in(schedule: Schedule) -> frozenset[Half]:
+    """The (stage, micro-batch) of each forward that the table has again, as R."""
+    actions = (action for row in schedule.rows for action in row)
+    return frozenset((action.stage, action.microbatch) for action in actions if action.op is Op.R)
+
+
+def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
+    """Action → the number of micro-batches that its stage holds more after it; negative where it frees them."""
+    recomputed = recomputed_in(schedule)
+
+    def change(action: Action) -> int:
+        if action.op is Op.F:
+            is_held = schedule.backward[action.stage] and (action.stage, action.microbatch) not in recomputed
+            return action.count if is_held else 0
+        return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
+
+    return change
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches that it holds, on any of its ranks."""
-    peaks = [0] * len(schedule.placement)
+    """The most micro-batches that each stage holds, on any of its ranks."""
+    peaks, change = [0] * len(schedule.placement), changes_in_flight(schedule)
     for row in schedule.rows:
         in_flight = [0] * len(peaks)
         for action in row:
-            in_flight[action.stage] += held(schedule, action)
-            if in_flight[action.stage] > peaks[action.stage]:
-                peaks[action.stage] = in_flight[action.stage]
+            in_flight[action.stage] += change(action)
+            peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
     return tuple(peaks)
 
 
@@ -222,7 +232,7 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     What has arrived for a forward that has not run yet is not in it.
     """
     # The peak may lie inside an action, which holds more while it runs than before or after it.
-    recomputed = schedule._recomputed
+    recomputed = recomputed_in(schedule)
     peaks = []
     for row in schedule.rows:
         now = peak = 0.0

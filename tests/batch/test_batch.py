@@ -109,14 +109,15 @@ def test_lists_of_tensors_that_have_all_rows_are_cut_as_ever(values: Any, batch_
 def test_micro_batches_have_what_is_counted_for_their_rows() -> None:
     counts = {"grid": (1, 0, 2, 0), "patches": (4, 2, 3), "cu": (5, 5, 1, 1)}
     rules = PATCHES | {"pairs": Packed(2), "cu": Offsets(), "each": Packed(3, of="grid")}
-    assert Batch((), True, rules, counts, 4, (1, 1, 2)).part_sizes.counted == {
+    assert Batch((), True, rules, counts, 4, (1, 1, 2)).part_sizes == {
+        "": (1, 1, 2),
         "grid": (1, 0, 2),
         "patches": (4, 0, 5),
         "pairs": (2, 2, 4),
         "cu": (1, 1, 2),
         "each": (3, 0, 6),
     }
-    assert Batch((), True, PATCHES, {}, 1, (1,)).part_sizes.counted == {}  # neither was given
+    assert Batch((), True, PATCHES, {}, 1, (1,)).part_sizes == {"": (1,)}  # neither was given
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

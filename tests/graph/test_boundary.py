@@ -67,14 +67,14 @@ def test_a_capture_is_of_one_thread_and_ends_with_an_error_inside_it() -> None:
     assert fxpipe.stage_boundary(x) is x
 
 
-ONE = torch.ones(2)
+TENSOR = torch.ones(2)
 NOTHING_TO_CUT = "stage_boundary is given .*; give it the tensors that cross the cut"
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (ONE, {"gather": "all"}, 'gather=\'all\'; write "batch", or "global" for the rows of all replicas'),
-    (ONE, {"gather": True}, 'gather=True; write "batch"'),
-    (ONE, {"group": 4}, 'group=4 and no gather; write gather="batch" beside it'),
-    (ONE, {"gather": "batch", "group": 0}, "group=0; write how many micro-batches make a group, 1 or more"),
-    (ONE, {"gather": "batch", "group": 2.0}, r"group=2\.0; write how many"),
+    (TENSOR, {"gather": "all"}, 'gather=\'all\'; write "batch", or "global" for the rows of all replicas'),
+    (TENSOR, {"gather": True}, 'gather=True; write "batch"'),
+    (TENSOR, {"group": 4}, 'group=4 and no gather; write gather="batch" beside it'),
+    (TENSOR, {"gather": "batch", "group": 0}, "group=0; write how many micro-batches make a group, 1 or more"),
+    (TENSOR, {"gather": "batch", "group": 2.0}, r"group=2\.0; write how many"),
     *((value, {}, NOTHING_TO_CUT) for value in (3, 3.5, True, "x", b"x")),
 ]
 
@@ -110,6 +110,6 @@ def test_a_captured_container_keeps_its_kind_and_what_is_no_tensor_in_it(make: A
     assert (len(marker.args[0]), marker.args[1]) == (tensors, "cut")
     (given, kind), (got, got_kind) = map(pytree.tree_flatten, seen)
     assert kind == got_kind
-    for one, other in zip(given, got, strict=True):
-        assert type(one) is type(other)
-        assert isinstance(one, torch.fx.Proxy) or one is other
+    for leaf, behind in zip(given, got, strict=True):
+        assert type(leaf) is type(behind)
+        assert isinstance(leaf, torch.fx.Proxy) or leaf is behind

@@ -54,9 +54,44 @@ def assert_same_result(model: nn.Module, program: Program) -> None:
     torch.testing.assert_close(found, model(**inputs), rtol=0, atol=0)
 
 
+@dataclass(frozen=True)
+class Case:
+    """``stages``: what each computes, copies aside, in program order. ``edges``: "value: from → to"."""
+
+    forward: Callable[..., Any]
+    stages: list[str]
+    edges: str
+    one: str
+    two: str
+    parts: Callable[[], dict[str, Any]]
+
+
+CASES: list[Case] = []
+REFUSED: list[tuple[Callable[..., Any], str, str]] = []
+
+
+def case(stages: list[str], edges: str, one: str, two: str = "", parts: Callable[[], dict[str, Any]] = dict) -> Any:
+    """Puts a forward into CASES."""
+    return lambda forward: CASES.append(Case(forward, stages, edges, one, two, parts)) or forward
+
+
+def refused(fact: str, line: str) -> Any:
+    """Puts a forward into REFUSED, with what is told and the line of it that is shown."""
+    return lambda forward: REFUSED.append((forward, fact, line)) or forward
+
+
+def frozen() -> dict[str, Any]:
+    return {"frozen": nn.Linear(4, 4).requires_grad_(False)}
+
+
+def scale() -> dict[str, Any]:
+    return {"scale": nn.Parameter(torch.tensor(0.5))}
+
+
 # The contract's table, row by row, and then more of what it says in words.
 
 
+@case(["a", "c t loss"], "a: 0→1", "a c t", "loss")
 def text_in_the_last_stage(m: Any, img: Any, txt: Any) -> Any:
     v = b(m.a(img))
     v = m.c(v)
@@ -64,12 +99,19 @@ def text_in_the_last_stage(m: Any, img: Any, txt: Any) -> Any:
     return m.loss(v, t)
 
 
+@case(["a", "t", "loss"], "a: 0→2, t: 1→2", "a t", "loss")
 def two_towers(m: Any, img: Any, txt: Any) -> Any:
     v = b(m.a(img))
     t = b(m.t(txt))
     return m.loss(v, t)
 
 
+@case(
+    ["down1 down2", "middle", "up2 up1"],
+    "down1: 0→2, down2: 0→1, down2: 0→2, middle: 1→2",
+    "down1 down2 middle",
+    "up2 up1",
+)
 def unet(m: Any, x: Any) -> Any:
     d1 = m.down1(x)
     d2 = m.down2(d1)
@@ -77,12 +119,14 @@ def unet(m: Any, x: Any) -> Any:
     return m.up1(m.up2(middle, d2), d1)
 
 
+@case(["encoder", "embedding dec1", "dec2"], "encoder: 0→1, encoder: 0→2, dec1: 1→2", "encoder embedding", "dec1 dec2")
 def encoder_decoder(m: Any, source: Any, target: Any) -> Any:
     memory = b(m.encoder(source))
     y = b(m.dec1(m.embedding(target), memory))
     return m.dec2(y, memory)
 
 
+@case(["trunk f g", "head1", "head2"], "f: 0→1, g: 0→2, head1: 1→2", "trunk f g head1 head2")
 def two_heads(m: Any, x: Any) -> Any:
     h = m.trunk(x)
     a = b(m.f(h))
@@ -90,6 +134,7 @@ def two_heads(m: Any, x: Any) -> Any:
     return m.head1(a), m.head2(c)
 
 
+@case(["trunk f g", "head1 head2 loss"], "f: 0→1, g: 0→1", "trunk f g head1 head2", "loss")
 def two_heads_that_meet(m: Any, x: Any) -> Any:
     h = m.trunk(x)
     a = b(m.f(h))
@@ -97,6 +142,7 @@ def two_heads_that_meet(m: Any, x: Any) -> Any:
     return m.loss(m.head1(a), m.head2(c))
 
 
+@case(["trunk", "f", "g", "loss"], "trunk: 0→1, trunk: 0→2, f: 1→3, g: 2→3", "trunk f g", "loss")
 def diamond(m: Any, x: Any) -> Any:
     h = b(m.trunk(x))
     a = b(m.f(h))
@@ -104,18 +150,21 @@ def diamond(m: Any, x: Any) -> Any:
     return m.loss(a, c)
 
 
+@case(["rand_like add a", "sub c"], "rand_like: 0→1, a: 0→1", "a c")
 def noise_in_two_stages(m: Any, x: Any) -> Any:
     noise = torch.rand_like(x)
     h = b(m.a(x + noise))
     return m.c(h - noise)
 
 
+@case(["a main", "side join"], "a: 0→1, main: 0→1", "a side main", "join")
 def side_path(m: Any, x: Any) -> Any:
     h = m.a(x)
     side = m.side(h)
     return m.join(b(m.main(h)), side)
 
 
+@case(["a", "d", "c j", "e k"], "a: 0→2, a: 0→3, d: 1→2, d: 1→3, j: 2→3", "a d c e", "j k")
 def two_that_wait_for_each_other(m: Any, x: Any, y: Any) -> Any:
     p, q = m.a(x), m.d(y)
     j = m.j(q, m.c(b(p)))
@@ -123,25 +172,30 @@ def two_that_wait_for_each_other(m: Any, x: Any, y: Any) -> Any:
     return j, k
 
 
+@case(["a", "c"], "a: 0→1", "a c")
 def boundary_behind_a_boundary(m: Any, x: Any) -> Any:
     return m.c(b(b(m.a(x))))
 
 
+@case(["a"], "", "a")
 def result_through_a_boundary(m: Any, x: Any) -> Any:
     return b(m.a(x))
 
 
+@case(["a", "c", "d"], "a: 0→1, a: 0→2, c: 1→2", "a c d")
 def output_of_several_stages(m: Any, x: Any) -> Any:
     h = m.a(x)
     y = b(m.c(b(h)))
     return {"first": h, "last": (m.d(y), y)}
 
 
+@case(["frozen", "c d"], "frozen: 0→1", "c", "d", frozen)
 def frozen_encoder(m: Any, x: Any) -> Any:
     h = m.frozen(x)
     return m.d(m.c(b(h)), h)
 
 
+@case(["a", "t", "loss"], "a: 0→2, t: 1→2", "a t", "loss")
 def mask_in_both_towers(m: Any, img: Any, txt: Any) -> Any:
     mask = (img > 0).float()
     v = b(m.a(img * mask))
@@ -149,23 +203,27 @@ def mask_in_both_towers(m: Any, img: Any, txt: Any) -> Any:
     return m.loss(v, t)
 
 
+@case(["a", "c mul"], "a: 0→1", "a c")
 def mask_that_crosses(m: Any, x: Any) -> Any:
     h, mask = b((m.a(x), x > 0))
     return m.c(h) * mask.float()
 
 
+@case(["a f", "mul", "c"], "a: 0→1, f: 0→2, mul: 1→2", "a f c")
 def only_the_mask_is_behind(m: Any, x: Any) -> Any:
     h = m.a(x)
     y, mask = b((m.f(h), x > 0))
     return h * mask, m.c(y)
 
 
+@case(["a mul", "c truediv"], "mul: 0→1", "a c", "", scale)
 def scale_computed_once(m: Any, x: Any) -> Any:
     scale = m.scale.exp()
     h = b(m.a(x) * scale)
     return m.c(h) / scale
 
 
+@case(["zeros_like setitem_written mul a mul_1 t", "loss"], "a: 0→1, t: 0→1", "a t", "loss")
 def mask_written_in_place_in_two_towers(m: Any, img: Any, txt: Any) -> Any:
     mask = torch.zeros_like(img)
     mask[:, 0] = 1
@@ -179,6 +237,7 @@ def input_written_in_place(m: Any, x: Any) -> Any:
     return m.c(b(m.a(x)) + x)
 
 
+@case(["a", "add_ c"], "a: 0→1", "a c")
 def write_behind_a_boundary(m: Any, x: Any) -> Any:
     h = m.a(x)
     v = b(h)
@@ -198,6 +257,7 @@ def weight_clamped_in_place(m: Any, x: Any) -> Any:
     return m.c(h)
 
 
+@case(["a getattr_1 getitem_1", "c", "d mul"], "a: 0→1, getitem_1: 0→2, c: 1→2", "a c d")
 def shape_behind_it_in_a_third_stage(m: Any, x: Any) -> Any:
     v = b(m.a(x))
     n = v.shape[0]
@@ -211,82 +271,6 @@ def shape_asked_of_both_branches(m: Any, x: Any) -> Any:
     a = b(m.f(h) * (rows * columns))
     c = b(m.g(h) * rows)
     return m.loss(a, c)
-
-
-@dataclass(frozen=True)
-class Case:
-    forward: Callable[..., Any]
-    one: str
-    two: str
-    stages: list[str]
-    """What each computes, copies aside, in program order."""
-    edges: str
-    """Value: from → to."""
-    parts: Callable[[], dict[str, Any]] = dict
-
-
-def frozen() -> dict[str, Any]:
-    return {"frozen": nn.Linear(4, 4).requires_grad_(False)}
-
-
-def scale() -> dict[str, Any]:
-    return {"scale": nn.Parameter(torch.tensor(0.5))}
-
-
-CASES = [
-    Case(text_in_the_last_stage, "a c t", "loss", ["a", "c t loss"], "a: 0→1"),
-    Case(two_towers, "a t", "loss", ["a", "t", "loss"], "a: 0→2, t: 1→2"),
-    Case(
-        unet,
-        "down1 down2 middle",
-        "up2 up1",
-        ["down1 down2", "middle", "up2 up1"],
-        "down1: 0→2, down2: 0→1, down2: 0→2, middle: 1→2",
-    ),
-    Case(
-        encoder_decoder,
-        "encoder embedding",
-        "dec1 dec2",
-        ["encoder", "embedding dec1", "dec2"],
-        "encoder: 0→1, encoder: 0→2, dec1: 1→2",
-    ),
-    Case(two_heads, "trunk f g head1 head2", "", ["trunk f g", "head1", "head2"], "f: 0→1, g: 0→2, head1: 1→2"),
-    Case(two_heads_that_meet, "trunk f g head1 head2", "loss", ["trunk f g", "head1 head2 loss"], "f: 0→1, g: 0→1"),
-    Case(diamond, "trunk f g", "loss", ["trunk", "f", "g", "loss"], "trunk: 0→1, trunk: 0→2, f: 1→3, g: 2→3"),
-    Case(noise_in_two_stages, "a c", "", ["rand_like add a", "sub c"], "rand_like: 0→1, a: 0→1"),
-    Case(side_path, "a side main", "join", ["a main", "side join"], "a: 0→1, main: 0→1"),
-    # beyond the table
-    Case(
-        two_that_wait_for_each_other,
-        "a d c e",
-        "j k",
-        ["a", "d", "c j", "e k"],
-        "a: 0→2, a: 0→3, d: 1→2, d: 1→3, j: 2→3",
-    ),
-    Case(boundary_behind_a_boundary, "a c", "", ["a", "c"], "a: 0→1"),
-    Case(result_through_a_boundary, "a", "", ["a"], ""),
-    Case(output_of_several_stages, "a c d", "", ["a", "c", "d"], "a: 0→1, a: 0→2, c: 1→2"),
-    Case(frozen_encoder, "c", "d", ["frozen", "c d"], "frozen: 0→1", frozen),
-    Case(mask_in_both_towers, "a t", "loss", ["a", "t", "loss"], "a: 0→2, t: 1→2"),
-    Case(mask_that_crosses, "a c", "", ["a", "c mul"], "a: 0→1"),
-    Case(only_the_mask_is_behind, "a f c", "", ["a f", "mul", "c"], "a: 0→1, f: 0→2, mul: 1→2"),
-    Case(scale_computed_once, "a c", "", ["a mul", "c truediv"], "mul: 0→1", scale),
-    Case(
-        mask_written_in_place_in_two_towers,
-        "a t",
-        "loss",
-        ["zeros_like setitem_written mul a mul_1 t", "loss"],
-        "a: 0→1, t: 0→1",
-    ),
-    Case(write_behind_a_boundary, "a c", "", ["a", "add_ c"], "a: 0→1"),
-    Case(
-        shape_behind_it_in_a_third_stage,
-        "a c d",
-        "",
-        ["a getattr_1 getitem_1", "c", "d mul"],
-        "a: 0→1, getitem_1: 0→2, c: 1→2",
-    ),
-]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.forward.__name__)
@@ -397,10 +381,12 @@ def test_all_calls_of_a_module_with_running_statistics_are_in_one_stage(
 # What cannot be cut, and says so.
 
 
+@refused("must run in one stage", "norm")
 def batch_norm_on_both_sides(m: Any, x: Any) -> Any:
     return m.c(m.norm(b(m.a(m.norm(x)))))
 
 
+@refused("must run in one stage", "m.seen.add_(y.mean())")
 def buffer_read_in_front_and_written_behind(m: Any, x: Any) -> Any:
     h = m.a(x * m.seen)
     y = m.c(b(h))
@@ -408,6 +394,7 @@ def buffer_read_in_front_and_written_behind(m: Any, x: Any) -> Any:
     return y
 
 
+@refused("reads the old value afterwards", "v.add_(1)")
 def old_value_read_after_the_write(m: Any, x: Any) -> Any:
     h = m.a(x)
     v = b(h)
@@ -415,6 +402,7 @@ def old_value_read_after_the_write(m: Any, x: Any) -> Any:
     return m.c(v) + h
 
 
+@refused("as it was before", "h.add_(1)")
 def read_elsewhere_before_a_write(m: Any, x: Any) -> Any:
     h = m.a(x)
     y = m.c(b(h))
@@ -422,43 +410,35 @@ def read_elsewhere_before_a_write(m: Any, x: Any) -> Any:
     return y, h.sum()
 
 
+@refused("depend on inputs alone", "b(x > 0)")
 def mask_alone(m: Any, x: Any) -> Any:
     return m.a(x) * b(x > 0)
 
 
+@refused("parameters alone", "b(m.scale.exp())")
 def parameters_alone(m: Any, x: Any) -> Any:
     return m.a(x) * b(m.scale.exp())
 
 
+@refused("register it as a buffer", "total += m.a(x).sum()")
 def made_while_tracing_and_written(m: Any, x: Any) -> Any:
     total = torch.zeros(())
     total += m.a(x).sum()
     return total
 
 
+@refused("writes scale behind a stage boundary", "s.mul_(0.5)")
 def parameter_written_behind_a_boundary(m: Any, x: Any) -> Any:
     h, s = b((m.a(x), m.scale))
     s.mul_(0.5)
     return m.c(h) * s
 
 
+@refused("reads the input x in another stage", "flat.mul_(2)")
 def input_read_elsewhere_after_a_write_by_another_name(m: Any, x: Any) -> Any:
     flat = x.view(-1)
     flat.mul_(2)
     return m.c(b(m.a(flat.view(-1, 4)))) + x
-
-
-REFUSED = [
-    (parameter_written_behind_a_boundary, "writes scale behind a stage boundary", "s.mul_(0.5)"),
-    (batch_norm_on_both_sides, "must run in one stage", "norm"),
-    (buffer_read_in_front_and_written_behind, "must run in one stage", "m.seen.add_(y.mean())"),
-    (old_value_read_after_the_write, "reads the old value afterwards", "v.add_(1)"),
-    (read_elsewhere_before_a_write, "as it was before", "h.add_(1)"),
-    (input_read_elsewhere_after_a_write_by_another_name, "reads the input x in another stage", "flat.mul_(2)"),
-    (mask_alone, "depend on inputs alone", "b(x > 0)"),
-    (parameters_alone, "parameters alone", "b(m.scale.exp())"),
-    (made_while_tracing_and_written, "register it as a buffer", "total += m.a(x).sum()"),
-]
 
 
 @pytest.mark.parametrize(("forward", "fact", "line"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tests import simulated_gpu
 from tests.gpus import Gpus
@@ -29,10 +32,6 @@ def new_and_freed() -> list[bool]:
     return [new, pointer in [other.data_ptr() for other in others], all(bool(other.isnan().all()) for other in others)]
 
 
-def test_new_and_freed_memory_is_nan(gpus: Gpus) -> None:
-    assert gpus.run(new_and_freed, ranks=1) == [[True, True, True]]
-
-
 def memory() -> list[int]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -42,22 +41,12 @@ def memory() -> list[int]:
     return [torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, y.nbytes]
 
 
-def test_allocated_bytes_are_counted(gpus: Gpus) -> None:
-    assert gpus.run(memory, ranks=1) == [[8192, 4096 + 8192, 8192]]
-
-
 def mixed(other: str) -> str:
     try:
         torch.ones(2, device="cuda") + torch.ones(2, device=other)
     except RuntimeError as error:
         return str(error)
     return "no error"
-
-
-@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
-def test_tensors_of_two_devices_are_refused(other: str, gpus: Gpus) -> None:
-    [error] = gpus.run(mixed, other, ranks=1)
-    assert "Expected all tensors to be on the same device, but found at least two devices" in error
 
 
 def sparse(device: str) -> dict[str, list[float]]:
@@ -81,10 +70,6 @@ def sparse(device: str) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in found.items()} | {"count": [x._nnz(), summed._nnz()]}
 
 
-def test_sparse_tensors_are_the_cpus(gpus: Gpus) -> None:
-    assert gpus.run(sparse, "cuda", ranks=1) == [sparse("cpu")]
-
-
 def embedded(device: str) -> list[list[float]]:
     torch.manual_seed(0)
     embedding = nn.Embedding(10, 4, sparse=True, device="cpu").to(device)
@@ -101,11 +86,6 @@ def embedded(device: str) -> list[list[float]]:
     return [*embedding.weight.tolist(), *gradient.to_dense().tolist()]
 
 
-def test_an_embedding_with_sparse_gradients_is_trained(gpus: Gpus) -> None:
-    [found] = gpus.run(embedded, "cuda", ranks=1)
-    assert torch.tensor(found).allclose(torch.tensor(embedded("cpu")), rtol=1e-6)
-
-
 def raced() -> set[str]:
     """A sparse tensor's values are written on another stream."""
     values = torch.ones(2, device="cuda")
@@ -117,31 +97,6 @@ def raced() -> set[str]:
         with torch.cuda.stream(torch.cuda.default_stream()):
             x.to_dense()
     return {report.kind for report in simulated_gpu.faults(found)}
-
-
-def test_a_sparse_tensors_parts_can_race(gpus: Gpus) -> None:
-    assert gpus.run(raced, ranks=1) == [{"race"}]
-
-
-def drawn() -> list[list[float]]:
-    """Pairs: from one seed, and from one state, on the second device."""
-    found = []
-    with torch.cuda.device(1):
-        for _ in range(2):
-            torch.manual_seed(3)
-            found.append(torch.rand(3, device="cuda"))
-        state = torch.cuda.get_rng_state()
-        for _ in range(2):
-            torch.cuda.set_rng_state(state)
-            found.append(torch.rand(3, device="cuda"))
-    return [numbers.tolist() for numbers in found]
-
-
-def test_random_numbers_follow_their_seed_and_their_state(gpus: Gpus) -> None:
-    [(first, again, behind, behind_again)] = gpus.run(drawn, ranks=1)
-    assert first == again
-    assert behind == behind_again
-    assert first != behind
 
 
 def trained(device: str) -> list[float]:
@@ -161,5 +116,42 @@ def trained(device: str) -> list[float]:
     return [float(loss) for loss in losses]
 
 
-def test_a_transformer_trains_as_on_the_cpu(gpus: Gpus) -> None:
-    assert gpus.run(trained, "cuda", ranks=1) == [pytest.approx(trained("cpu"), rel=1e-6)]
+def drawn() -> list[bool]:
+    """Whether numbers follow from one seed, and from one state, on the second device; and from nothing else."""
+    found = []
+    with torch.cuda.device(1):
+        for _ in range(2):
+            torch.manual_seed(3)
+            found.append(torch.rand(3, device="cuda").tolist())
+        state = torch.cuda.get_rng_state()
+        for _ in range(2):
+            torch.cuda.set_rng_state(state)
+            found.append(torch.rand(3, device="cuda").tolist())
+    first, again, behind, behind_again = found
+    return [first == again, behind == behind_again, first != behind]
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (new_and_freed, [True, True, True]),
+        (memory, [8192, 4096 + 8192, 8192]),
+        (raced, {"race"}),  # parts of a sparse tensor
+        (drawn, [True, True, True]),
+    ],
+)
+def test_of_memory_and_random_numbers(call: Callable[[], Any], wanted: Any, gpus: Gpus) -> None:
+    assert gpus.run(call, ranks=1) == [wanted]
+
+
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_tensors_of_two_devices_are_refused(other: str, gpus: Gpus) -> None:
+    [error] = gpus.run(mixed, other, ranks=1)
+    assert "Expected all tensors to be on the same device, but found at least two devices" in error
+
+
+@pytest.mark.parametrize(("call", "tolerance"), [(sparse, 0.0), (embedded, 1e-6), (trained, 1e-6)])
+def test_what_is_computed_is_the_cpus(call: Callable[[str], Any], tolerance: float, gpus: Gpus) -> None:
+    [found], wanted = gpus.run(call, "cuda", ranks=1), call("cpu")
+    for got, number in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        assert got == pytest.approx(number, rel=tolerance, abs=1e-8 if tolerance else 0.0)

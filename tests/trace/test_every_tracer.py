@@ -192,10 +192,10 @@ class Scaled(nn.Module):
 @EACH
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(torch.rand(WIDTH)), Scaled()])
 def test_a_loss_is_captured_too_and_what_it_holds_is_constant(loss: nn.Module, tracer: str) -> None:
-    model, (held,) = nn.Sequential(linear()), loss.state_dict().values()
+    model, (of_the_loss,) = nn.Sequential(linear()), loss.state_dict().values()
     batch = {"input": torch.randn(4, WIDTH), "target": torch.randint(0, WIDTH, (4,))}
     program = capture_by(tracer, model, batch, loss_fn=loss)
-    assert [torch.equal(constant, held) for constant in program.constants.values()] == [True]
+    assert [torch.equal(constant, of_the_loss) for constant in program.constants.values()] == [True]
     result = run_stages(staged(program), batch)
     assert torch.equal(result, loss(model(batch["input"]), batch["target"]))
 

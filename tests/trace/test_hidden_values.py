@@ -29,7 +29,7 @@ from tests.thinned import ALL, every
 
 TRACERS = ("symbolic", "export", "record", "auto")
 STEPS, MICROBATCHES, TOLERANCE = 3, 2, 1e-5
-PARTS: dict[str, type[Part]] = {}
+PARTS: dict[str, Callable[[], Part]] = {}
 
 
 class Part(nn.Module):
@@ -44,7 +44,8 @@ class Part(nn.Module):
         """What the part holds beside its layer."""
 
     def __init_subclass__(cls) -> None:
-        PARTS[cls.__name__] = cls
+        if not cls.__name__.startswith("_"):
+            PARTS[cls.__name__] = cls
 
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         raise NotImplementedError
@@ -62,11 +63,6 @@ class Model(nn.Module):
 
 
 # --- sizes ---
-
-
-class SelectedRows(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return h + self.inner(h)[ids == 3].sum(0)
 
 
 class Packed(Part):
@@ -92,11 +88,6 @@ class Experts(Part):
 
 
 # --- branches ---
-
-
-class Branch(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) if h.sum() > 0 else h
 
 
 class BranchOnAParameter(Part):
@@ -141,34 +132,6 @@ class WrittenOnlyIf(Part):
         if ids[0] > 2:
             h[0] = 0
         return h
-
-
-class AsksForAType(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * 2 if isinstance(h, Tensor) else self.inner(h)
-
-
-class AsksForGradients(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * 2 if h.requires_grad is True else self.inner(h)
-
-
-# --- values through Python and NumPy ---
-
-
-class ThroughNumpy(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) + torch.from_numpy(h.detach().numpy().cumsum(1))
-
-
-class ThroughAList(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * torch.tensor(ids.tolist()).unsqueeze(1)
-
-
-class PythonsRandom(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h) * random.random()
 
 
 # --- hooks ---
@@ -323,12 +286,6 @@ class _Scaled(torch.autograd.Function):
         return gradients[0] * ctx.factor
 
 
-class FunctionWithState(Part):
-    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        scaled: Tensor = _Scaled.apply(self.inner(h))  # type: ignore[no-untyped-call]
-        return scaled
-
-
 class GradientInside(Part):
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         energy = torch.tanh(self.inner(h)).square().sum()
@@ -336,9 +293,31 @@ class GradientInside(Part):
         return h + force
 
 
-class DetachedIf(Part):
+# --- forwards of one line, of a part that holds its layer alone ---
+
+FORWARDS: dict[str, Callable[[Part, Tensor, Tensor], Any]] = {
+    "SelectedRows": lambda part, h, ids: h + part.inner(h)[ids == 3].sum(0),
+    "Branch": lambda part, h, ids: part.inner(h) if h.sum() > 0 else h,
+    "AsksForAType": lambda part, h, ids: part.inner(h) * 2 if isinstance(h, Tensor) else part.inner(h),
+    "AsksForGradients": lambda part, h, ids: part.inner(h) * 2 if h.requires_grad is True else part.inner(h),
+    "ThroughNumpy": lambda part, h, ids: part.inner(h) + torch.from_numpy(h.detach().numpy().cumsum(1)),
+    "ThroughAList": lambda part, h, ids: part.inner(h) * torch.tensor(ids.tolist()).unsqueeze(1),
+    "PythonsRandom": lambda part, h, ids: part.inner(h) * random.random(),
+    "FunctionWithState": lambda part, h, ids: _Scaled.apply(part.inner(h)),
+    "DetachedIf": lambda part, h, ids: part.inner(h.detach() if h.sum() > 0 else h),
+}
+
+
+class _OfOneLine(Part):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.body = FORWARDS[name]
+
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        return self.inner(h.detach() if h.sum() > 0 else h)
+        return self.body(self, h, ids)
+
+
+PARTS |= {name: functools.partial(_OfOneLine, name) for name in FORWARDS}
 
 
 # --- how they are run ---

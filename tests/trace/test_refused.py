@@ -253,7 +253,7 @@ IN_FORWARD: list[Row] = [
     (lambda m, h: h + torch.rand(4, generator=GENERATOR), "", "a Generator that is no input", ""),
     (lambda m, h: h + h.nonzero().sum(), "", "shape depends on the values", ""),
     (condition, "", "cannot be cut into stages", ""),
-    (lambda m, h: torch.vmap(torch.sin)(h), "", "outside of the function around it", ""),
+    (lambda m, h: torch.vmap(torch.sin)(h), "", "outside of the function around it", "uses torch.vmap on tensors that"),
     (lambda m, h: h * LEAF, "", NO_PARAMETER, ""),
     (lambda m, h: h + m.view, "", "view of a.weight that was made outside", ""),
 ]

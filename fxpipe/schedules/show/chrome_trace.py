@@ -9,7 +9,7 @@ from typing import Any
 from fxpipe.schedules.schedule import Timeline, ran
 from fxpipe.schedules.show.svg_picture import lanes
 from fxpipe.schedules.show.words import IN_WORDS, headline, numbers, unit_of, waited
-from fxpipe.schedules.simulate import held
+from fxpipe.schedules.simulate import changes_in_flight
 from fxpipe.schedules.step_breakdown import BETWEEN, COMPUTE, WAITING
 
 Event = dict[str, Any]
@@ -128,12 +128,13 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
     """Per stage, the micro-batches whose forward has run and whose backward has not ended."""
+    change_after = changes_in_flight(timeline.schedule)
     for rank, row in enumerate(ran(timeline)):
         in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}
         # A counter without a first value would begin only with its first change.
         counts = [(stage, 0.0, 0) for stage in in_flight]
         for action in row:
-            if change := held(timeline.schedule, action):
+            if change := change_after(action):
                 in_flight[action.stage] += change
                 counts.append((action.stage, timeline.spans[action].end, in_flight[action.stage]))
         for stage, time, count in counts:

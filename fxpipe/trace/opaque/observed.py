@@ -1,5 +1,5 @@
-"""Observed: what calls of opaque regions do, seen in one real run of the model on a micro-batch; and what in a step
-they may change no other way."""
+"""Observed: the effects of each call of an opaque region, seen in one real run of the model on a micro-batch; and the
+check in a step that a call changes nothing else that other code reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SeenCalls = Mapping[tuple[str, int], SeenCall]
 
 
 def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
-    """What the user has said that regions return."""
+    """The calls of the regions whose results ``boundaries=`` describes."""
     found = {}
     names = first_names(request.module)
     for region in request.whole:
@@ -50,7 +50,7 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
 
 
 def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
-    """Runs the model once on a micro-batch, and returns what each call of a region did. All that changes is put back.
+    """The calls of regions in one run of the model on a micro-batch. Everything that the run changes is put back.
 
     ``called``: the names of regions that are called, be it inside of others, are added to it. TraceError where the
     model fails, or a region does what it may not.
@@ -96,12 +96,12 @@ class _Observer:
         self._module = module
         self._inside: Region | None = None
         self.called: set[str] = set()
-        """The regions that were, be it inside of others."""
+        """The names of the regions that the model called, also inside of other regions."""
         self._paths = {id(vars(part)): path for path, part in module.named_modules()}
         self._names = first_names(module)
 
     def calls(self) -> SeenCalls:
-        """Those that have been seen."""
+        """The calls that the run has shown."""
         sets = frozenset[tuple[str, str]]().union(*(call.sets for call in self._seen.values()))
         # a region's calls may be in several stages, and each may do what another one was seen to do
         used: dict[str, dict[str, None]] = {}
@@ -161,7 +161,7 @@ class _Observer:
         return result
 
     def _sets(self, region: Region, before: Snapshot, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-        """The attributes that a call has changed: (the path of their module, their name). Buffers one by one."""
+        """The attributes and buffers that a call has changed: (the path of the module, the name)."""
         names = {*before.changes(), *(name for name in before.written() if name not in tensors)}
         for path, _, name in (name.rpartition(".") for name in names):
             if path in self._paths.values() and name != "_buffers":
@@ -181,12 +181,13 @@ class _Observer:
 
 
 def _are_words(value: Any) -> bool:
-    """Whether it is a list of strings, which has as many as a batch has rows, say."""
+    """Whether a value is a list of strings, whose length may be a batch's number of rows."""
     return isinstance(value, (list, tuple)) and any(isinstance(part, str) for part in value)
 
 
 def _check_sets(region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
-    """``own``: the submodule itself, and those that it has called."""
+    """Raises TraceError for an attribute that no region may set. ``own``: the region's submodule, and those that it has
+    called."""
     for path, name in sorted(sets):
         if name == "training":
             raise TraceError(
@@ -212,10 +213,10 @@ def _is_inside(path: str, other: str) -> bool:
 
 
 def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
-    """The value with a ``TensorLike`` for each tensor; TraceError for what cannot leave a region.
+    """The value with a ``TensorLike`` for each tensor; TraceError for a value that cannot leave a region.
 
-    ``may_need_gradient``: whether its floats may another time: behind a branch on a value, or once what was frozen is
-    trained.
+    ``may_need_gradient``: whether its floating-point tensors may need a gradient in another step, as behind a branch on
+    a value, or once a frozen parameter is trained.
     """
     foreign = Structure(result).foreign()
     if foreign is not TENSOR:
@@ -232,13 +233,13 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
     return pytree.tree_map_only(Tensor, described, result)
 
 
-# --- in a step: what others read of what a region holds, it may change only as it was seen to ---
+# --- in a step: a region changes a tensor that other code reads only as the observed run has changed it ---
 
 
 def watch(program: Program, changed: Callable[[], str | None]) -> None:
-    """Has each region of a program whose stages are known watched.
+    """Gives each region of a program whose stages are known a check of its changes.
 
-    ``changed``: the name of an attribute that others read, and that is another one than when the step began.
+    ``changed``: returns the name of an attribute that other code reads and that has changed since the step began.
     """
     calls = {
         node: kept
@@ -258,7 +259,7 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
 def _unchanged(
     region: str, module: nn.Module, names: Sequence[str], changed: Callable[[], str | None]
 ) -> Iterator[None]:
-    """RunError where what is inside changes what others have read already, or read in other stages."""
+    """RunError where the code inside changes one of the tensors ``names``, which other code reads."""
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
     def states() -> list[tuple[int, int, int]]:
@@ -276,5 +277,5 @@ def _unchanged(
 
 
 def _state_of(tensor: Tensor | None) -> tuple[int, int, int]:
-    """Which tensor it is, how often it was written, and where it lies, as ``.data = ...`` changes it."""
+    """The tensor's identity, its count of writes, and its memory, which ``.data = ...`` changes."""
     return (id(None), 0, 0) if tensor is None else (id(tensor), version_of(tensor), storage_of(tensor))

@@ -29,21 +29,21 @@ class RegionCall:
     region: Region
     number: int
     target: str
-    """Under which name the graph calls it."""
+    """The name by which the graph calls the region."""
     seen: SeenCall
     kept: OpaqueCall
     values: list[Any]
-    """What stands for the tensors, and for what else is computed, that it is given."""
+    """The tracer's values for the tensors and the computed numbers among the arguments."""
 
     @property
     def key(self) -> tuple[str, int]:
-        """Which call it is."""
+        """The region's name, and the number of the call."""
         return self.region.name, self.number
 
     @property
     def effects(self) -> Effects:
-        """It may return what it is given, and may draw random numbers another time."""
-        # the worst that it may do in another step: which numbers it looks at is not known
+        """The effects of a call in any step: its result may share memory with each argument, and it may draw."""
+        # the code may branch on any number, so that another step may do more than the observed one
         shares, seen = tuple(range(len(self.values))), self.seen
         return Effects(seen.reads, seen.writes, shares, draws_random=True, is_rehearsed=True)
 
@@ -52,8 +52,8 @@ class RegionCall:
 class Regions:
     """The regions of a capture, and the calls of them that it has met.
 
-    ``carry``: makes a node of a call, and gives what stands for the tensors that it returns; ``is_value``: says what
-    stands for one.
+    ``carry``: makes a node of a call, and returns the tracer's values for its results; ``is_value``: whether an
+    argument is such a value.
     """
 
     request: Request
@@ -72,8 +72,8 @@ class Regions:
 
     @cached_property
     def _objects(self) -> set[int]:
-        """The identities of what the model's modules hold, such as their ``config``, and of the objects among the
-        inputs: each rank has its own."""
+        """The identities of the modules' attributes, such as ``config``, and of the objects among the inputs: each rank
+        has its own copies."""
         held = {id(value) for part in self.request.module.modules() for value in vars(part).values()}
         return held | set(map(id, pytree.tree_leaves([dict(self.request.fixed), dict(self.request.example or {})])))
 
@@ -83,7 +83,7 @@ class Regions:
         return {call.target: call.kept for call in self.calls}
 
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # a tracer that rehearses a part of the model calls regions for what they return
+        # in a rehearsal of a submodule around the region, the region runs
         if self.runs():
             with aside():
                 return inner(*args, **kwargs)
@@ -118,7 +118,7 @@ class Regions:
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:
-        """While it is open, no other code reads the attributes that regions set, since they are set in a step only."""
+        """While it is open, code outside of regions cannot read the attributes that regions set: a step sets them."""
         sets = {pair for seen in self.request.seen.values() for pair in seen.sets}
         owners: dict[type, set[tuple[int, str]]] = {}
         for path, name in sets:
@@ -146,7 +146,7 @@ def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], An
 
 
 Handler = Callable[[Region, int, Callable[..., Any], Any, Any], Any]
-"""(the region, which of its calls, what it does by itself, args, kwargs) → what the call returns."""
+"""(region, number of the call, the plain call, args, kwargs) → the call's result."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Opaque regions: what ``boundaries=`` names as such, and what their calls were seen to do."""
+"""Opaque regions, as ``boundaries=`` names them, and the effects that their calls were seen to have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Region:
 
 @dataclass(frozen=True)
 class SeenCall:
-    """What one call of a region was seen to do, on real numbers.
+    """The effects of one call of a region, seen on real numbers.
 
     ``returned``: what it returned, with a ``TensorLike`` for each tensor. ``parts``: the submodules that it has called;
     ``reads``: the parameters and buffers that it may use, ``writes``: those that it has written, by name; ``sets``: the
@@ -47,7 +47,7 @@ class SeenCall:
 
     @property
     def likes(self) -> list[TensorLike]:
-        """What stands for the tensors that it returns: of a list, for all in one, then for each."""
+        """A description of each tensor that the call returns; of a list, of their concatenation and then of each."""
         return Structure(self.returned).tensors
 
     def guessed(self, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
@@ -60,7 +60,7 @@ class SeenCall:
 
     @property
     def general(self) -> SeenCall:
-        """With other sizes in place of 0 and 1, which a capture might take for special ones."""
+        """The call with another size in place of 0 and 1, which a capture might treat as special."""
         returned = pytree.tree_map_only(TensorLike, lambda like: _resized(like, {0: _SOME, 1: _SOME}), self.returned)
         return replace(self, returned=returned)
 
