@@ -181,7 +181,7 @@ def _shareable(work: BlockGraph) -> list[frozenset[int]]:
 
 ACTIONS = 100_000
 """So many actions the tables of candidates have."""
-MORE_ACTIONS = 100_000
+MORE_ACTIONS = 80_000
 """So many have the tables by which the best candidates are improved."""
 IMPROVED = 2
 """So many candidates of each origin are improved."""
