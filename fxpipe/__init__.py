@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from fxpipe.parameters.weights import Weights
     from fxpipe.plan.preview import Preview
     from fxpipe.precision import Precision
-    from fxpipe.run.checkpoint.loading import load
-    from fxpipe.run.checkpoint.saving import save
     from fxpipe.run.forward_backward import ForwardBackward
+    from fxpipe.run.loading import load
+    from fxpipe.run.saving import save
     from fxpipe.trace import TRACERS
 
 __version__ = "0.1.0"
@@ -100,11 +100,11 @@ _LATER = {
     "init": "distributed.processes",
     "init_weights_of": "parameters.materialise",
     "launch": "distributed.processes",
-    "load": "run.checkpoint.loading",
+    "load": "run.loading",
     "passes": "passes",
     "preview": "compiler",
     "reset_parameters": "parameters.materialise",
-    "save": "run.checkpoint.saving",
+    "save": "run.saving",
 }
 
 

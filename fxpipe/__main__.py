@@ -259,7 +259,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
 
 
 def _checkpoint(args: argparse.Namespace) -> None:
-    from fxpipe.parameters.checkpoint import commands  # which needs torch
+    from fxpipe.checkpoint.files import commands  # which needs torch
 
     path = Path(args.path)
     if (args.what == "export") != (args.out is not None):

@@ -106,7 +106,9 @@ LONG = """
     whole/test_once_refused.py::test_models_of_hugging_face
     whole/test_opaque_runs.py::test_a_list
     whole/test_opaque_runs.py::test_its_parameters
-    whole/test_optimizer_checkpoints.py
+    whole/test_optimizer_checkpoints.py::test_a_plain_optimizer
+    whole/test_optimizer_checkpoints.py::test_a_run_goes_on_in
+    whole/test_optimizer_checkpoints.py::test_masters
     whole/test_orderings.py
     whole/test_packed_inputs.py::test_random
     whole/test_questions.py::test_each_number

@@ -15,9 +15,9 @@ import torch
 
 import fxpipe
 from fxpipe.__main__ import main
+from fxpipe.checkpoint.files.manifest import Manifest
+from fxpipe.checkpoint.files.writer import RankPlan
 from fxpipe.distributed.topology import Topology
-from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.weights import Weights
 from fxpipe.schedules import SCHEDULES, build
 from fxpipe.schedules.schedule import Schedule

@@ -30,8 +30,8 @@ FLOORS = """
     graph schedules
     distributed passes trace
     batch
-    parameters plan
-    sharding
+    parameters plan checkpoint.files
+    sharding checkpoint
     run
     compiler
     doctor
@@ -48,13 +48,14 @@ MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
     "fxpipe/trace/state/snapshot.py": "random states, in memory",
     "fxpipe/distributed/processes.py": "over pipes between a process and its own children",
-    "fxpipe/parameters/checkpoint/reader.py": "torch's .metadata, of which no class is looked up",
+    "fxpipe/checkpoint/files/reader.py": "torch's .metadata, of which no class is looked up",
 }
 """And nobody else: what SECURITY.md says of files and of other ranks."""
 MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
 MAY_NAME_IT_TOO = {
     "fxpipe/parameters/dtensors.py",
-    *(f"fxpipe/parameters/checkpoint/{name}.py" for name in ("reader", "writer")),
+    "fxpipe/checkpoint/gathering.py",
+    *(f"fxpipe/checkpoint/files/{name}.py" for name in ("pieces", "reader", "writer")),
 }
 MAY_NAME_CUDA = {
     "fxpipe/device.py": "it owns the device",
@@ -73,7 +74,10 @@ class File:
         self.path = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
         parts = Path(self.path).with_suffix("").parts
         self.package = parts[0] if parts[0] == "passes" else parts[-1] if len(parts) < 2 else parts[1]
-        """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes."""
+        if len(parts) > 3 and ".".join(parts[1:3]) in FLOOR:
+            self.package = ".".join(parts[1:3])
+        """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes. A part of a package
+        that has a floor of its own: fxpipe/checkpoint/files/reader.py → checkpoint.files."""
         self.module = ".".join(part for part in ("fxpipe", *parts[parts[0] == "fxpipe" :]) if part != "__init__")
         """fxpipe/trace/fake.py → fxpipe.trace.fake; passes/__init__.py → fxpipe.passes."""
         self._text = path.read_text()

@@ -12,25 +12,21 @@ one is on its way.
 """
 
 import argparse
-import multiprocessing
-import os
 import random
 import shutil
-import signal
-import socket
 import tempfile
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from killed_ranks import Ranks
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.checkpoint.files import commands, run_folder
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint import commands
 
 RANKS = 2
 
@@ -46,12 +42,8 @@ class Model(nn.Module):
         return self.last(fxpipe.stage_boundary(self.first(x)).relu()).square().mean()
 
 
-def work(rank: int, port: int, folder: str, block: bool, told: Any) -> None:
+def work(rank: int, told: Any, folder: str, block: bool) -> None:
     """Goes on from the newest checkpoint, and tells each step that it has made and each that it has saved."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     forward_backward = fxpipe.compile(Model(), fxpipe.Topology([("pipe", RANKS)]), microbatches=2)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)
     step = fxpipe.load(folder, forward_backward, optimizer, required=False)["step"]
@@ -78,36 +70,17 @@ def last_told(pipe: Any, known: dict[str, int]) -> None:
 
 def one_round(number: int, folder: str, draw: random.Random) -> tuple[dict[str, int], bool]:
     """Starts the processes, kills some, ends the rest; what rank 0 has told, and whether it fell into a save."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fxpipe.run.checkpoint.saving", "fxpipe.compiler", "fxpipe.trace.symbolic.tracer"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ends = [context.Pipe(duplex=False) for _ in range(RANKS)]
-    block = number % 2 == 0
-    processes = [
-        context.Process(target=work, args=(rank, port, folder, block, ends[rank][1]), daemon=True)
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in ends:
-        theirs.close()
+    ranks = Ranks(RANKS, work, folder, number % 2 == 0)
     known: dict[str, int] = {}
     while "made" not in known:  # the first step behind the start
-        if not ends[0][0].poll(120):
+        if not ranks.reports[0].poll(120):
             raise RuntimeError(f"round {number}: no step in 120 s")
-        last_told(ends[0][0], known)
+        last_told(ranks.reports[0], known)
     time.sleep(draw.uniform(0.0, 0.6))
-    victims = [processes[0:1], processes[1:2], processes][number % 3]
-    for process in victims:
-        os.kill(process.pid or 0, signal.SIGKILL)
+    ranks.kill([[0], [1], [0, 1]][number % 3])
     inside = any(path.suffix == ".partial" for path in Path(folder).iterdir())
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
-    last_told(ends[0][0], known)
+    ranks.end()
+    last_told(ranks.reports[0], known)
     return known, inside
 
 
@@ -123,7 +96,7 @@ def main() -> None:
         inside += fell
         if "saved" not in known and "loaded" not in known:
             continue
-        newest = commands.found(Path(folder))
+        newest = run_folder.checkpoints(Path(folder))
         if not newest:
             continue
         try:

@@ -12,19 +12,15 @@ each run the digest of the parameters, buffers and optimizer state that it ends 
 
 import argparse
 import hashlib
-import multiprocessing
-import os
 import random
-import signal
-import socket
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
+from killed_ranks import Ranks
 from long_run import Held
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -66,12 +62,8 @@ def digest(forward_backward: Any, optimizer: Any) -> str:
     return found.hexdigest()
 
 
-def work(rank: int, port: int, folder: str, steps: int, reports: Any) -> None:
+def work(rank: int, reports: Any, folder: str, steps: int) -> None:
     """Goes on from the newest checkpoint, and reports each round, with what it holds, and the digest at the end."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.manual_seed(0)
     forward_backward = fxpipe.compile(Model(), fxpipe.Topology([("pipe", RANKS)]), microbatches=4)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-3)
@@ -87,24 +79,6 @@ def work(rank: int, port: int, folder: str, steps: int, reports: Any) -> None:
             if rank == 0:  # a thread that writes has files open
                 reports.send((step, None if later else Held.now()))
     reports.send((steps, digest(forward_backward, optimizer)))
-
-
-def started(folder: str, steps: int) -> tuple[list[Any], list[Any]]:
-    """The processes of a run, and the ends of their pipes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fxpipe.run.checkpoint.saving", "fxpipe.compiler", "fxpipe.trace.symbolic.tracer"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-    processes = [
-        context.Process(target=work, args=(rank, port, folder, steps, ours), daemon=True)
-        for rank, (_, ours) in enumerate(pipes)
-    ]
-    for process, (_, ours) in zip(processes, pipes, strict=True):
-        process.start()
-        ours.close()
-    return processes, [theirs for theirs, _ in pipes]
 
 
 def reported(pipe: Any) -> Iterator[tuple[int, Any]]:
@@ -123,23 +97,20 @@ def run(steps: int, kills: list[tuple[int, list[int]]]) -> tuple[list[list[tuple
     lives: list[list[tuple[int, Held | None]]] = []
     with tempfile.TemporaryDirectory() as folder:
         for last, victims in [*kills, (steps, [])]:
-            processes, pipes = started(folder, steps)
+            ranks = Ranks(RANKS, work, folder, steps)
             lives.append([])
             ends: list[str] = []
-            for step, found in reported(pipes[0]):
+            for step, found in reported(ranks.reports[0]):
                 if isinstance(found, str):
                     ends.append(found)
                 else:
                     lives[-1].append((step, found))
                 if step >= last and victims:
-                    for victim in victims:
-                        os.kill(processes[victim].pid, signal.SIGKILL)
+                    ranks.kill(victims)
                     break
             if not victims:
-                ends += [found for _, found in reported(pipes[1]) if isinstance(found, str)]
-            for process in processes:
-                process.kill()
-                process.join()
+                ends += [found for _, found in reported(ranks.reports[1]) if isinstance(found, str)]
+            ranks.end()
     if len(ends) < RANKS:
         sys.exit("a process of the last start ended before its steps")
     return lives, hashlib.sha256("".join(ends).encode()).hexdigest()[:16]

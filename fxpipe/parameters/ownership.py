@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fxpipe.checkpoint.files.pieces import pairs
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport, broadcast, overwrite
 from fxpipe.errors import CheckpointError, RunError, nearest
@@ -18,7 +19,6 @@ from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.graph.with_loss import plain_model
-from fxpipe.parameters.checkpoint.plain import pairs
 from fxpipe.parameters.dtensors import check_fits, is_cut_over, is_dtensor, local, part_of, whole_of
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown

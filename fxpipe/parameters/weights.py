@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest
 from fxpipe.parameters.dtensors import check_fits
 from fxpipe.small_file import read_small
 from fxpipe.torch_compat import checked_zip
 from fxpipe.validation import is_text, shown
 
 if TYPE_CHECKING:
-    from fxpipe.parameters.checkpoint.reader import FolderReader, ModelValues
+    from fxpipe.checkpoint.files.reader import FolderReader, ModelValues
 
 PIECE = 8 * 2**20
 """Bytes that are read at a time; a single row of more than that is read at once."""
@@ -181,7 +181,7 @@ class _Folder:
     @functools.cached_property
     def _values(self) -> ModelValues | FolderReader:
         # these import torch.distributed.checkpoint
-        from fxpipe.parameters.checkpoint.reader import FolderReader, ModelValues
+        from fxpipe.checkpoint.files.reader import FolderReader, ModelValues
 
         if not self.is_run:
             return FolderReader(self.path)

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import FxpipeError, RunError, nearest
-from fxpipe.parameters.checkpoint.plain import in_parts
 from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_number, shown

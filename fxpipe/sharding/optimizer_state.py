@@ -9,27 +9,22 @@ has slices of its state, which are resharded; ``params`` name the whole model's,
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.files.pieces import Slice, in_parts, is_parts, memory_order, out_of_parts
 from fxpipe.errors import CheckpointError, RunError, nearest
-from fxpipe.parameters.checkpoint.plain import in_parts, is_parts, out_of_parts
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.precision import Precision, merged
 from fxpipe.sharding.gradients import Piece
 from fxpipe.sharding.optimizer_class import Entry
 from fxpipe.sharding.parameter_groups import options_of
-from fxpipe.torch_compat import TO_COPY, plain_results, pytree, storage_id, wrapper
+from fxpipe.torch_compat import pytree, storage_id
 from fxpipe.validation import Expected, check, is_list, is_mapping, list_of
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class Target:
@@ -290,138 +285,3 @@ def refuse_torchs_helpers() -> None:
             "this optimizer's state dict bears the plain model's names already; write "
             'dcp.save({"model": forward_backward, "optim": optimizer}), and dcp.load with the same'
         )
-
-
-class Box(NamedTuple):
-    """A part of a tensor: where it begins, and how long it is, by dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements ``start`` to ``stop`` of a row-major tensor as boxes, each of them a run, in this order.
-
-    >>> boxes((4, 3), 2, 10)
-    [Box(offsets=(0, 2), sizes=(1, 1)), Box(offsets=(1, 0), sizes=(2, 3)), Box(offsets=(3, 0), sizes=(1, 1))]
-    """
-    if not shape:
-        return [Box((), ())] * (start < stop)
-    lengths = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # of a row, in elements
-    found = []
-    while start < stop:
-        # Whole rows of the outermost dimension in which one begins here: as many as end before the run, and in one row
-        # of the dimension outside of it.
-        offsets = tuple(start // length % size for length, size in zip(lengths, shape, strict=True))
-        dim, length = next(one for one in enumerate(lengths) if start % one[1] == 0 and start + one[1] <= stop)
-        rows = min((stop - start) // length, shape[dim] - offsets[dim])
-        found.append(Box(offsets, (*[1] * dim, rows, *shape[dim + 1 :])))
-        start += rows * length
-    return found
-
-
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """A dense tensor's dimensions from the outermost in memory to the innermost."""
-    strides = tensor.stride()
-    return tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-
-
-class Slice(Tensor):
-    """One rank's run of elements of a tensor that has the shape ``shape`` as a whole.
-
-    ``local``: the elements from ``start`` on, 1-dimensional. They count in the order of memory: ``order`` names the
-    dimensions from the outermost in memory to the innermost, (0, 1, …) for a contiguous tensor.
-
-    torch.distributed.checkpoint saves and loads it by its boxes, so that ranks that cut the tensor otherwise, or not
-    at all, read their own part of it. Beyond that it can be copied and moved; calculate with ``local``.
-    """
-
-    local: Tensor
-    start: int
-    order: tuple[int, ...]
-
-    def __new__(cls, local: Tensor, start: int, shape: Sequence[int], order: Sequence[int]) -> Slice:
-        made: Slice = wrapper(cls, shape, local.dtype, local.device)
-        made.local, made.start, made.order = local, start, tuple(order)
-        return made
-
-    __torch_function__ = plain_results
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What a checkpoint does with tensors on its way to a file."""
-        # Copies of the local part alone: whatever else torch computes would need the whole tensor, and is refused.
-        one, *others = args
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
-        if func in _COPIES:
-            return one.alike(func(one.local, **kwargs))
-        if func is torch.ops.aten.new_empty.default and tuple(others[0]) == tuple(one.shape):
-            return one.alike(one.local.new_empty(one.local.shape, **kwargs))  # torch's staging fills it
-        source = others[0] if func is torch.ops.aten.copy_.default else None
-        if not isinstance(source, Slice) or (source.start, source.shape) != (one.start, one.shape):
-            raise NotImplementedError(f"{func} on {one!r}, a part of a tensor; write .local")
-        one.local.copy_(source.local, *others[1:])
-        return one
-
-    def alike(self, local: Tensor) -> Slice:
-        """The same elements with other values."""
-        return Slice(local, self.start, self.shape, self.order)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Slice({list(self.shape)}, elements {self.start} to {self.start + len(self.local)}, {self.local!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Slice, (self.local, self.start, tuple(self.shape), self.order)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slice:
-        return self.alike(self.local.clone())
-
-    # What torch.distributed.checkpoint asks of a tensor subclass (its _Checkpointable): boxes to save and to fill.
-
-    def _boxes(self) -> list[Box]:
-        stored = [self.shape[dim] for dim in self.order]
-        return boxes(stored, self.start, self.start + len(self.local))
-
-    def _logical(self, numbers: Sequence[int]) -> torch.Size:
-        """Offsets or sizes of a box, by the tensor's own dimensions."""
-        return torch.Size(numbers[self.order.index(dim)] for dim in range(self.ndim))
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(self._logical(box.offsets), self._logical(box.sizes)) for box in self._boxes()]
-
-    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        # Boxes follow each other in memory, so each is a view of the next elements.
-        begin = 0
-        for box in self._boxes():
-            end = begin + math.prod(box.sizes)
-            if index.offset is not None and self._logical(box.offsets) == index.offset:
-                stored = self.local[begin:end].view(box.sizes)
-                return stored.permute([self.order.index(dim) for dim in range(self.ndim)])
-            begin = end
-        raise ValueError(f"{index} is no box of {self!r}")
-
-
-_COPIES = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten.empty_like.default,
-    TO_COPY,
-}
-
-torch.serialization.add_safe_globals([Slice])  # so that torch.load reads what torch.save has written

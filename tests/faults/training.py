@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.checkpoint.files.writer import RankPlan
 from fxpipe.distributed import torch_transport
-from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.run.actions.actions import BackwardAction, ForwardAction
 
 RANKS = 4

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from fxpipe.checkpoint.files.commands import write_safetensors
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.commands import write_safetensors
 from fxpipe.parameters.weights import Weights
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -25,7 +25,7 @@ PLACES = {
     "run/exchange.py": "message",
     "graph/question.py": "question",
     "plan/inputs/counts.py": "counts",
-    "parameters/checkpoint/writer.py": "writer",
+    "checkpoint/files/writer.py": "writer",
 }
 """Where the host waits on purpose; of several, the first counts."""
 LOSS = "loss: synchronize an event"

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
-from fxpipe.distributed.gathering import agreed
+from fxpipe.checkpoint.files.commands import export
+from fxpipe.checkpoint.files.manifest import MANIFEST
+from fxpipe.checkpoint.gathering import agreed
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.commands import export
-from fxpipe.parameters.checkpoint.manifest import MANIFEST
-from fxpipe.run.checkpoint import loading
+from fxpipe.run import loading
 from fxpipe.torch_compat import default_store
 from tests.pool import Pool
 
@@ -462,50 +462,29 @@ def one_step(run: Made) -> float:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_what_was_frozen_and_is_trained_now_begins_without_a_state(tmp_path: Path, plain: bool) -> None:
-    """As in plain PyTorch, where an optimizer makes a parameter's state when it first steps it."""
-    torch.manual_seed(0)
-    wanted = Two()
-    wanted.first.requires_grad_(False)
-    optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.1)
-    for number in range(4):
-        wanted.first.requires_grad_(number > 1)
-        optimizer.zero_grad()
-        wanted(torch.ones(4, 4)).backward()
-        optimizer.step()
-    first = made(0, plain, frozen=True)
-    for _ in range(2):
-        one_step(first)
-    fxpipe.save(tmp_path, *first, step=2)
-    second = made(1, plain)
-    fxpipe.load(tmp_path, *second)
-    for _ in range(2):
-        one_step(second)
-    found = second[0].state_dict()
-    assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.state_dict().items())
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_what_was_trained_and_is_frozen_now_keeps_its_state(tmp_path: Path, plain: bool) -> None:
-    """As in plain PyTorch, whose load_state_dict fills every parameter's state: a script that freezes a part when it
-    starts, and unfreezes it later, is started again when that part was trained already."""
+@pytest.mark.parametrize("trained", [(False, True, True), (True, False, True)], ids=str)
+def test_what_is_frozen_for_some_steps_goes_on_as_in_plain_pytorch(
+    tmp_path: Path, plain: bool, trained: tuple[bool, bool, bool]
+) -> None:
+    """Where an optimizer makes a parameter's state when it first steps it, and ``load_state_dict`` fills every
+    parameter's. ``trained``: whether the first layer is, before the save, in the step behind it, and in the last."""
     torch.manual_seed(0)
     wanted = Two()
     optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.1)
     for number in range(4):
-        wanted.first.requires_grad_(number != 2)
+        wanted.first.requires_grad_(trained[max(0, number - 1)])
         optimizer.zero_grad()
         wanted(torch.ones(4, 4)).backward()
         optimizer.step()
-    first = made(0, plain)
+    first = made(0, plain, frozen=not trained[0])
     for _ in range(2):
         one_step(first)
     fxpipe.save(tmp_path, *first, step=2)
-    second = made(1, plain, frozen=True)
+    second = made(1, plain, frozen=not trained[1])
     fxpipe.load(tmp_path, *second)
     one_step(second)
     for parameter in second[0].parameters():
-        parameter.requires_grad_(True)
+        parameter.requires_grad_(trained[2])
     one_step(second)
     found = second[0].state_dict()
     assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.state_dict().items())

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import fxpipe
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.run_folder import lock_of
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.run_folder import lock_of
-from fxpipe.run.checkpoint import saving
+from fxpipe.run import saving
 from tests.pool import forking
 from tests.run.test_loading import Trained, Two
 from tests.thinned import every

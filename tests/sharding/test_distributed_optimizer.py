@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
+from fxpipe.checkpoint.files.pieces import Slice
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import CheckpointError, RunError
 from fxpipe.precision import Precision, cast_parameters
@@ -22,7 +23,6 @@ from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.gradients import OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
-from fxpipe.sharding.optimizer_state import Slice
 from fxpipe.sharding.parameter_groups import resolve_groups, whole_groups
 from tests.device import DEVICE
 from tests.thinned import in_turn
@@ -202,7 +202,8 @@ def test_the_table_holds_exact_classes_behind_partials_and_can_be_overruled() ->
     model = Model()
     whole, halves = of_rank(model, 0, MyAdam), of_rank(model, 0, MyAdam, elementwise=True)
     assert type(whole.state_dict()["state"]["a.weight"]["exp_avg"]) is Tensor
-    assert boxes_of(halves.state_dict()["state"]["a.weight"]["exp_avg"]) == [((0, 0), (12, 16))]
+    (half,) = halves.state_dict()["state"]["a.weight"]["exp_avg"].__create_chunk_list__()
+    assert (tuple(half.offsets), tuple(half.sizes)) == ((0, 0), (12, 16))
 
 
 @pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam, functools.partial(torch.optim.LBFGS)])
@@ -404,10 +405,6 @@ def test_what_is_loaded_goes_on_bit_for_bit(cls: Any, kw: dict[str, Any], optimi
                 other.reload()
     steps(again, others, range(2, 5))
     same_bits(again, model)
-
-
-def boxes_of(tensor: Slice) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
 
 
 def test_groups_and_names_are_those_of_torchs_own_state_dict_of_the_plain_model() -> None:

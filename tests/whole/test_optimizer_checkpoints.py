@@ -1,9 +1,10 @@
-"""Optimizer state through checkpoints: of any optimizer, by torch's helpers, with groups and masters."""
+"""Optimizer state through checkpoints: whatever an optimizer keeps, by torch's helpers, with groups and masters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import fxpipe
 from fxpipe.errors import CheckpointError, RunError
@@ -24,17 +26,140 @@ from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
 
+BOTH = ("fxpipe", "dcp")
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"
 
 
-class Twins(nn.Module):
-    """Two stages alike, so that the same numbers of parameters mean different ones; biases odd in size."""
+COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten._to_copy.default)
 
-    def __init__(self) -> None:
+
+class Codes(Tensor):
+    """8-bit codes and a scale, as torchao keeps moments: a write rounds to a scale of its own."""
+
+    def __new__(cls, codes: Tensor, scale: Tensor, signed: bool = True) -> Codes:
+        made: Codes = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        made.codes, made.scale, made.signed = codes, scale, signed
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], [self.signed, self.dtype]
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> Codes:
+        return cls(inner["codes"], inner["scale"], metadata[0])
+
+    def floats(self) -> Tensor:
+        return self.codes.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        one = args[0]
+        if func in COPIES:
+            copied = cls(func(one.codes), func(one.scale), one.signed)
+            return return_and_correct_aliasing(func, args, kwargs or {}, copied)
+        args = [each.floats() if isinstance(each, Codes) else each for each in args]
+        if func is torch.ops.aten.copy_.default:
+            one.scale.copy_(args[1].abs().max() / 100 + 1e-12)
+            one.codes.copy_((args[1] / one.scale).round())
+            return one
+        return func(*args, **(kwargs or {}))
+
+
+class Labelled(Tensor):
+    """A subclass that does not say what it is made of."""
+
+
+class Base(torch.optim.Optimizer):
+    """Steps each parameter by its gradient and ``change(group, state, parameter)``."""
+
+    change: Callable[[Any, Any, Any, Tensor], Tensor]
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    change = self.change(group, self.state[parameter], parameter)
+                    parameter.sub_(group["lr"] * (parameter.grad + change))
+
+
+class Momentum8(Base):
+    """torchao's in small."""
+
+    def change(self, group: Any, state: Any, parameter: Tensor) -> Tensor:
+        if not state:
+            state["mean"] = [
+                Codes(torch.zeros_like(parameter, dtype=torch.int8), torch.zeros((), device=parameter.device))
+            ]
+        mean = state["mean"][0].floats().lerp(parameter.grad, 0.1)
+        state["mean"][0].copy_(mean)
+        return mean
+
+
+class Corrected(Base):
+    """As apex's FusedAdam: what it corrects by is counted in the group, from its first step on."""
+
+    def change(self, group: Any, state: Any, parameter: Tensor) -> Tensor:
+        mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+        return mean / (1 - 0.9 ** group["step"])
+
+
+class Anchored(Base):
+    """As Prodigy: keeps a parameter's first value, or a single 0. And what only some have, a list, a table."""
+
+    def change(self, group: Any, state: Any, parameter: Tensor) -> Tensor:
+        if not state:
+            state["first"], state["sums"], state["seen"] = parameter.sum(), [], {0: 0}
+            if parameter.any():
+                state["first"], state["scale"] = parameter.flatten().clone(), parameter.abs().mean()
+        state["sums"].append(parameter.grad.sum())
+        state["seen"][0] += 1
+        first = state["first"].view_as(parameter) if state["first"].ndim else state["first"]
+        return 0.1 * (parameter - first) + sum(state["sums"]) * state.get("scale", 1) / state["seen"][0]
+
+
+class OfLabels(Base):
+    def change(self, group: Any, state: Any, parameter: Tensor) -> Tensor:
+        state["kept"] = torch.zeros_like(parameter).as_subclass(Labelled)
+        return torch.zeros_like(parameter)
+
+
+class Pairs(Base):
+    """Keeps its tensors in a list and a dict, and a count that is no tensor."""
+
+    def change(self, group: Any, state: Any, parameter: Tensor) -> Tensor:
+        if not state:
+            state["means"] = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+            state["kept"], state["count"] = {"sum": torch.zeros_like(parameter)}, 0
+        mean, square = state["means"]
+        mean.mul_(0.9).add_(parameter.grad)
+        square.mul_(0.9).add_(parameter.grad.square())
+        state["kept"]["sum"].add_(parameter.grad)
+        state["count"] += 1
+        return (mean + state["kept"]["sum"]) / (square.sqrt() + 0.1) / state["count"]
+
+
+class Twins(nn.Module):
+    """Two stages alike, so that the same numbers of parameters mean different ones; biases odd in size, and zeros at
+    first. ``frozen``: behind a frozen weight of codes."""
+
+    def __init__(self, frozen: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 7)
+        for part in (self.first, self.last):
+            nn.init.zeros_(part.bias)
+        if frozen:
+            codes = torch.randint(-90, 90, (7, 7), dtype=torch.int8)
+            self.base = nn.Parameter(Codes(codes, torch.tensor(0.01)), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        base = getattr(self, "base", None)
+        x = x @ base.floats() if isinstance(base, Codes) else x
         h = fxpipe.stage_boundary(self.first(x).tanh())
         return (self.last(h) - 1).square().mean()
 
@@ -43,10 +168,10 @@ def rows(step: int) -> Tensor:
     return torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
 
 
-def compiled(seed: int, pipe: int = 2, data: int = 1, **options: Any) -> fxpipe.ForwardBackward:
+def compiled(seed: int, pipe: int = 2, data: int = 1, frozen: bool = False, **options: Any) -> fxpipe.ForwardBackward:
     torch.manual_seed(seed)
     topology = fxpipe.Topology([("pipe", pipe), ("data", data)])
-    return fxpipe.compile(Twins(), topology, microbatches=2, **options)
+    return fxpipe.compile(Twins(frozen), topology, microbatches=2, **options)
 
 
 def step(forward_backward: Any, optimizers: list[Any], number: int) -> float:
@@ -81,8 +206,12 @@ Build = Callable[[Any], dict[str, Any]]
 """ForwardBackward → its optimizers, by the name that they are saved under."""
 
 
-def adam(forward_backward: Any) -> dict[str, Any]:
-    return {"optim": forward_backward.optimizer(torch.optim.AdamW, lr=0.05)}
+def optimizer_of(cls: Any, options: dict[str, Any], forward_backward: Any) -> dict[str, Any]:
+    return {"optim": forward_backward.optimizer(cls, **options)}
+
+
+def one(cls: Any, **options: Any) -> Build:
+    return partial(optimizer_of, cls, {"lr": 0.05, **options})
 
 
 def muon_and_adam(forward_backward: Any) -> dict[str, Any]:
@@ -92,64 +221,98 @@ def muon_and_adam(forward_backward: Any) -> dict[str, Any]:
     }
 
 
-def offloaded(forward_backward: Any) -> dict[str, Any]:
-    return {"optim": forward_backward.optimizer(torch.optim.AdamW, lr=0.05, offload=True)}
-
-
-def momentum(forward_backward: Any) -> dict[str, Any]:
-    return {"optim": forward_backward.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5)}
-
-
-def adagrad(forward_backward: Any) -> dict[str, Any]:
-    return {"optim": forward_backward.optimizer(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1)}
+adam, momentum = one(torch.optim.AdamW), one(torch.optim.SGD, momentum=0.9, dampening=0.5)
 
 
 @in_a_new_world
-def saved(build: Build, options: dict[str, Any], folder: Path, steps: int = 2) -> list[float]:
+def saved(by: str, build: Build, options: dict[str, Any], folder: Path, steps: int = 2) -> list[float]:
     """The losses that follow upon a save."""
     forward_backward = compiled(0, **options)
     optimizers = build(forward_backward)
     for number in range(steps):
         step(forward_backward, list(optimizers.values()), number)
-    dcp.save({"model": forward_backward, **optimizers}, checkpoint_id=folder)
+    if by == "fxpipe":
+        fxpipe.save(folder, forward_backward, optimizers, step=steps)
+    else:
+        dcp.save({"model": forward_backward, **optimizers}, checkpoint_id=folder)
     return [step(forward_backward, list(optimizers.values()), number) for number in range(5, 9)]
 
 
 @in_a_new_world
-def loaded(build: Build, options: dict[str, Any], folder: Path) -> list[float]:
+def loaded(by: str, build: Build, options: dict[str, Any], folder: Path) -> list[float]:
     forward_backward = compiled(1, **options)
     optimizers = build(forward_backward)
-    dcp.load({"model": forward_backward, **optimizers}, checkpoint_id=folder)
+    if by == "fxpipe":
+        fxpipe.load(folder, forward_backward, optimizers)
+    else:
+        dcp.load({"model": forward_backward, **optimizers}, checkpoint_id=folder)
     return [step(forward_backward, list(optimizers.values()), number) for number in range(5, 9)]
 
 
 PIPE, DATA = {"pipe": 2, "data": 1}, {"pipe": 1, "data": 2}
+SHARDS, PIECES = {**DATA, "zero": 1}, {"elementwise": True}
 
 
 @pytest.mark.parametrize(
     ("build", "source", "again", "sink"),
     [
-        (adam, PIPE, adam, PIPE),
-        (muon_and_adam, {**DATA, "zero": 1}, muon_and_adam, PIPE),
-        (offloaded, {**DATA, "zero": 1}, adam, PIPE),
+        (muon_and_adam, SHARDS, muon_and_adam, PIPE),
+        (one(torch.optim.AdamW, offload=True), SHARDS, adam, PIPE),
         (momentum, PIPE, momentum, {**DATA, "zero": 2}),
     ],
 )
-def test_every_kind_of_optimizer_goes_on_as_it_was(
+def test_a_run_goes_on_in_another_layout(
     pool: Pool, tmp_path: Path, build: Build, source: Any, again: Build, sink: Any
 ) -> None:
-    """On two equal stages rank 0 had other moments than it saved: integer keys of two ranks were merged."""
-    first = pool.run(saved, build, source, tmp_path, ranks=2)
-    second = pool.run(loaded, again, sink, tmp_path, ranks=2)
+    first = pool.run(saved, "dcp", build, source, tmp_path, ranks=2)
+    second = pool.run(loaded, "dcp", again, sink, tmp_path, ranks=2)
     assert second[0] == pytest.approx(first[0], abs=1e-6)
     assert second[0] == second[1]
 
 
-@pytest.mark.parametrize("build", [momentum, adagrad])
-def test_what_was_never_stepped_is_loaded_as_such(pool: Pool, tmp_path: Path, build: Build) -> None:
-    """SGD's first step differs from one with a momentum of zeros; Adagrad has its state from the start."""
-    first = pool.run(saved, build, PIPE, tmp_path, 0, ranks=2)
-    assert pool.run(loaded, build, PIPE, tmp_path, ranks=2) == first
+GOES_ON: dict[str, tuple[Build, dict[str, Any], int, tuple[str, ...]]] = {
+    "equal stages": (adam, PIPE, 2, ("dcp",)),  # rank 0 had other moments than it saved: integer keys were merged
+    # SGD's first step differs from one with a momentum of zeros; Adagrad has its state from the start.
+    "SGD, never stepped": (momentum, PIPE, 0, ("dcp",)),
+    "Adagrad, never stepped": (one(torch.optim.Adagrad, initial_accumulator_value=0.1), PIPE, 0, ("dcp",)),
+    # Slices of a checkpoint reached the optimizer's own state, and its next step failed on them.
+    "lists and dicts of tensors": (one(Pairs, **PIECES), {**DATA, "zero": 3}, 2, ("dcp",)),
+    # What fxpipe.save wrote of a subclass made all of the checkpoint unreadable.
+    "a subclass": (one(Momentum8), PIPE, 2, BOTH),
+    "pieces of a subclass": (one(Momentum8, **PIECES), SHARDS, 2, BOTH),
+    "a weight of a subclass": (one(Momentum8), {**PIPE, "frozen": True}, 2, ("fxpipe",)),
+    # A resumed run counted its steps from 1 on.
+    "numbers in groups": (one(Corrected), PIPE, 2, BOTH),
+    "numbers in groups, never stepped": (one(Corrected), PIPE, 0, BOTH),
+    "numbers in groups, of pieces": (one(Corrected, **PIECES), SHARDS, 2, BOTH),
+    "numbers in groups, of pieces never stepped": (one(Corrected, **PIECES), SHARDS, 0, BOTH),
+    # A run that was saved could not be resumed.
+    "state whose form depends on values": (one(Anchored), PIPE, 2, ("fxpipe",)),
+    "the same, never stepped": (one(Anchored), PIPE, 0, ("fxpipe",)),
+}
+
+
+@pytest.mark.parametrize(("kind", "by"), [(kind, by) for kind, (*_, ways) in GOES_ON.items() for by in ways])
+def test_a_run_goes_on_with_the_same_bits(pool: Pool, tmp_path: Path, kind: str, by: str) -> None:
+    build, layout, steps, _ = GOES_ON[kind]
+    wanted = pool.run(saved, by, build, layout, tmp_path, steps, ranks=2)
+    assert pool.run(loaded, by, build, layout, tmp_path, ranks=2) == wanted
+
+
+def test_pieces_of_a_tensor_subclass_load_where_they_were(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saved, "fxpipe", one(Momentum8, **PIECES), SHARDS, tmp_path, ranks=2)
+    forward_backward = compiled(1)
+    with pytest.raises(CheckpointError, match=r"a tensor subclass is read as it was saved, on the same pieces"):
+        fxpipe.load(tmp_path, forward_backward, one(Momentum8)(forward_backward))
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    forward_backward = compiled(0)
+    optimizer = forward_backward.optimizer(OfLabels)
+    step(forward_backward, [optimizer], 0)
+    with pytest.raises(CheckpointError, match=r"weight\.kept is a Labelled .*: a checkpoint holds plain tensors"):
+        fxpipe.save(tmp_path, forward_backward, optimizer, step=1)
+    assert not list(tmp_path.glob("step*"))
 
 
 # --- torch's own helpers ---
@@ -307,42 +470,6 @@ def test_one_group_is_not_loaded_into_two() -> None:
     other = sink.optimizer(torch.optim.AdamW, groups)
     with pytest.raises(CheckpointError, match=r"parameter group 1 has last\.bias, of the groups \[0\] that were saved"):
         other.load_state_dict(state)
-
-
-class Pairs(torch.optim.Optimizer):
-    """Keeps its tensors in a list and a dict, and a count that is no tensor."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group["lr"])
-
-    def _update(self, parameter: Tensor, lr: float) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["means"] = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
-            state["kept"], state["count"] = {"sum": torch.zeros_like(parameter)}, 0
-        mean, square = state["means"]
-        mean.mul_(0.9).add_(parameter.grad)
-        square.mul_(0.9).add_(parameter.grad.square())
-        state["kept"]["sum"].add_(parameter.grad)
-        state["count"] += 1
-        parameter.sub_(lr * (mean + state["kept"]["sum"]) / (square.sqrt() + 0.1) / state["count"])
-
-
-def pairs(forward_backward: Any) -> dict[str, Any]:
-    return {"optim": forward_backward.optimizer(Pairs, lr=0.05, elementwise=True)}
-
-
-def test_lists_and_dicts_of_tensors_are_cut_as_tensors_are(pool: Pool, tmp_path: Path) -> None:
-    """Slices of a checkpoint reached the optimizer's own state, and its next step failed on them."""
-    first = pool.run(saved, pairs, {**DATA, "zero": 3}, tmp_path, ranks=2)
-    assert pool.run(loaded, pairs, {**DATA, "zero": 3}, tmp_path, ranks=2) == first
 
 
 class Words(nn.Module):

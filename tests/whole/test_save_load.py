@@ -345,7 +345,7 @@ def short_of_memory(folder: Path) -> Any:
         fxpipe.save(folder, *run, step=step)
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
-            patch.setattr("fxpipe.run.checkpoint.loading.Manifest.check_contents", fails_for_the_newer)
+            patch.setattr("fxpipe.run.loading.Manifest.check_contents", fails_for_the_newer)
         found = fxpipe.load(folder, *run)
     run[0].close()
     return found["step"]

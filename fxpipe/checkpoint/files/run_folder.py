@@ -19,8 +19,8 @@ import warnings
 import weakref
 from pathlib import Path
 
+from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest
 
 LATEST = "latest"
 PARTIAL, REMOVED = ".partial", ".removed"
@@ -39,11 +39,11 @@ def numbered(folder: Path) -> list[tuple[int | None, Path]]:
     Those without a manifest that can be read come before the others, with None: when they were written is not known.
     """
     try:
-        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError:
         return []
-    known = [(_number(path), path) for path in found]
-    return sorted(known, key=lambda one: (one[0] is None, one[0] or 0, one[1].name), reverse=True)
+    pairs = [(_number(path), path) for path in paths]
+    return sorted(pairs, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name), reverse=True)
 
 
 def _number(path: Path) -> int | None:

@@ -39,15 +39,13 @@ class TransportGathering:
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        everyone = self._transport.gather("all", json.dumps(mine).encode())
-        return [json.loads(one) for one in everyone]
+        return [json.loads(message) for message in self._transport.gather("all", json.dumps(mine))]
 
     to_first = gather
-    """All ranks' values, by rank, on the first one."""
 
-    def from_first(self, given: Any) -> Any:
+    def from_first(self, mine: Any) -> Any:
         """The first rank's value on all."""
-        return self.gather(given)[0]
+        return self.gather(mine)[0]
 
 
 class StoreGathering:
@@ -59,24 +57,25 @@ class StoreGathering:
         self._since = time.monotonic()
 
     def to_first(self, mine: Any) -> list[Any]:
+        """Every rank's value, by rank, on the first rank."""
         self._store.set(f"part {self.rank}", json.dumps(mine))
         self._since = time.monotonic()
         return [json.loads(self._get(f"part {rank}", rank)) for rank in self._ranks] if self.rank == 0 else []
 
-    def from_first(self, given: Any) -> Any:
+    def from_first(self, mine: Any) -> Any:
         if self.rank:
-            given = json.loads(self._get("outcome", 0))
+            outcome = json.loads(self._get("outcome", 0))
             # The first rank may end, and the store with it, once all have said so.
             self._store.set(f"seen {self.rank}", "")
-            return given
-        self._store.set("outcome", json.dumps(given))
+            return outcome
+        self._store.set("outcome", json.dumps(mine))
         seen = [f"seen {rank}" for rank in self._ranks[1:]]
         end = time.monotonic() + _FAREWELL  # the store may end with this process: others read what it has, if they live
         while not self._arrived(seen) and time.monotonic() < end:
             continue
         for key in ["outcome", *seen, *(f"part {rank}" for rank in self._ranks)]:
             self._store.delete_key(key)
-        return given
+        return mine
 
     def _get(self, key: str, rank: int) -> bytes:
         while not self._arrived([key]):
@@ -89,12 +88,12 @@ class StoreGathering:
     def _arrived(self, keys: list[str]) -> bool:
         """Whether they are there, or else after waiting a little: a wait of the store's own warns where it is over."""
         try:
-            found: bool = self._store.check(keys)
+            arrived: bool = self._store.check(keys)
         except RuntimeError as error:
             raise CheckpointError(f"the store that the processes met in is gone: {error}") from error
-        if not found:
+        if not arrived:
             _NEVER.wait(_SLICE)
-        return found
+        return arrived
 
 
 Gathering = TransportGathering | StoreGathering

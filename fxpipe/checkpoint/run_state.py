@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.files.plain import Tree, from_plain, to_plain
 from fxpipe.distributed.grid import shape
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint.plain import Tree, from_plain, to_plain
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.optimizer_class import Entry, initial_state, is_initial
 from fxpipe.sharding.optimizer_state import check_saves_all
@@ -75,7 +75,7 @@ class PlainParts:
             read = json.loads(read_small(path, 2**40, os.O_NOFOLLOW))
             ranks: Sequence[dict[str, str]] = read["ranks"]
             trees = dict(read["trees"])
-            whole = bool(ranks) and all(digest in trees for one in ranks for digest in one.values())
+            whole = bool(ranks) and all(digest in trees for parts in ranks for digest in parts.values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read, or was altered: {str(error)[:100]}") from error
         if not whole:
@@ -88,9 +88,9 @@ class PlainParts:
         Raises:
             CheckpointError: nothing was saved under this name, or it differs by rank, and ranks lie otherwise now.
         """
-        if not any(part in one for one in self.of_rank):
+        if not any(part in parts for parts in self.of_rank):
             raise CheckpointError(f"the checkpoint has no state of {part}: it was saved without {part}=")
-        digests = [one.get(part, "") for one in self.of_rank]
+        digests = [parts.get(part, "") for parts in self.of_rank]
         if saved == now:
             return self.trees[digests[rank]]
         # On another layout a rank has no predecessor: a part is clear only where all that it could be are equal.
@@ -98,7 +98,7 @@ class PlainParts:
         if saved.replicas == now.replicas:
             same.append(saved.ranks_of(now.replica(rank)))
         for ranks in same:
-            if len({digests[one] for one in ranks}) == 1:
+            if len({digests[each] for each in ranks}) == 1:
                 return self.trees[digests[ranks[0]]]
         raise CheckpointError(
             f"the {part} that was saved differs between ranks, which lay as {saved}, and lie as {now} now: who "
@@ -136,17 +136,17 @@ def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tre
     return digests, trees, tensors
 
 
-def tensors_for(tree: Tree, known: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Empty tensors for those that a value has, to be read; CheckpointError where they are not there."""
+def tensors_for(tree: Tree, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Empty tensors for those that a value names, to be read; CheckpointError where ``stored`` lacks a name."""
     # Rebuilding the value with a table that has every name finds out which names it asks for.
-    found: defaultdict[str, Tensor] = defaultdict(lambda: torch.empty(0))
-    value_of(tree, found)
-    for name in found:
-        if f"{PLAIN}.{name}" not in known:
+    tensors: defaultdict[str, Tensor] = defaultdict(lambda: torch.empty(0))
+    value_of(tree, tensors)
+    for name in tensors:
+        if f"{PLAIN}.{name}" not in stored:
             raise CheckpointError(f"the checkpoint lacks the tensor {PLAIN}.{name}, which its plain data names")
-        shape, dtype = known[f"{PLAIN}.{name}"]
-        found[name] = torch.empty(shape, dtype=dtype)
-    return dict(found)
+        shape, dtype = stored[f"{PLAIN}.{name}"]
+        tensors[name] = torch.empty(shape, dtype=dtype)
+    return dict(tensors)
 
 
 def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
@@ -178,7 +178,7 @@ def savable(optimizer: Any, module: torch.nn.Module) -> dict[str, Savable]:
     if optimizer is None:
         return {}
     if isinstance(optimizer, dict) and optimizer and all(type(name) is str for name in optimizer):
-        return {f"optim.{name}": _savable(one, module) for name, one in optimizer.items()}
+        return {f"optim.{name}": _savable(each, module) for name, each in optimizer.items()}
     return {"optim": _savable(optimizer, module)}
 
 

@@ -8,23 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
+from fxpipe.checkpoint.run_state import PlainOptimizer
 from fxpipe.errors import CheckpointError
-from fxpipe.run.checkpoint.run_state import PlainOptimizer
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(fxpipe.stage_boundary(self.first(x))).square().mean()
-
+from tests.run.test_loading import Two
 
 Made = tuple[Any, torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

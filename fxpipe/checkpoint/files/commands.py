@@ -17,16 +17,16 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.manifest import Manifest
+from fxpipe.checkpoint.files.reader import MODEL, FolderReader, ModelValues
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues
 from fxpipe.torch_compat import bytes_of
 
 _SHOWN = 40
 
 
-def found(path: Path) -> list[Path]:
+def checkpoints_in(path: Path) -> list[Path]:
     """A checkpoint's own folder, or those of a run, the newest first; CheckpointError where there are none."""
     if run_folder.is_checkpoint(path):
         return [path]
@@ -38,7 +38,7 @@ def found(path: Path) -> list[Path]:
 
 def show(path: Path) -> str:
     """Of a run, a line for each checkpoint; of one checkpoint, what is in it."""
-    folders = found(path)
+    folders = checkpoints_in(path)
     return _of_one(folders[0]) if folders == [path] else tabulate([_line(folder) for folder in folders], _HEADERS)
 
 
@@ -62,7 +62,7 @@ def _of_one(folder: Path) -> str:
     manifest, reader = Manifest.read(folder, sizes=True), FolderReader(folder)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     head = f"step {manifest.step}, saved at {manifest.saved_at} by run {manifest.run}: {_axes(manifest)}; {versions}"
-    model = {name: one for name, one in reader.tensors.items() if name.startswith(MODEL)}
+    model = {name: entry for name, entry in reader.tensors.items() if name.startswith(MODEL)}
     numbers = sum(shape.numel() for shape, _ in model.values())
     rows = [
         (name.removeprefix(MODEL), str(list(shape)), str(dtype).removeprefix("torch."))
@@ -82,7 +82,7 @@ def verify(path: Path) -> str:
         CheckpointError: a file of one is cut or altered; with the lines of all.
     """
     lines, damaged = [], False
-    for folder in found(path):
+    for folder in checkpoints_in(path):
         try:
             manifest = Manifest.read(folder, sizes=True)
             manifest.check_contents(folder)
@@ -105,11 +105,11 @@ def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
     Raises:
         CheckpointError: the checkpoint is damaged, has no such names, or the file is there already.
     """
-    folder = found(path)[0]
+    folder = checkpoints_in(path)[0]
     manifest = Manifest.read(folder, sizes=True)
     manifest.check_contents(folder)
     values = ModelValues(FolderReader(folder), manifest.ties)
-    entries = {name.removeprefix(prefix): one for name, one in values.tensors.items() if name.startswith(prefix)}
+    entries = {name.removeprefix(prefix): entry for name, entry in values.tensors.items() if name.startswith(prefix)}
     if not entries:
         raise CheckpointError(f"{folder} has no tensor of the model whose name begins with {prefix!r}")
     out.mkdir(parents=True, exist_ok=True)

@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from fxpipe.checkpoint.files.manifest import PIECE, Written
+from fxpipe.checkpoint.files.pieces import in_parts
+from fxpipe.checkpoint.files.plain import from_plain, to_plain
 from fxpipe.device import to_host
-from fxpipe.parameters.checkpoint.manifest import PIECE, Written
-from fxpipe.parameters.checkpoint.plain import from_plain, in_parts, to_plain
 from fxpipe.torch_compat import storage_info
 
 Message = list[Any]
@@ -56,7 +57,7 @@ class RankPlan:
     def settle(self, messages: Sequence[Message]) -> None:
         """Finds this rank's share. One rank writes what several have; each gets about the same number of bytes."""
         local = [
-            SavePlan([_item_of(*one) for one in items], planner_data={name: tuple(path) for name, path in paths})
+            SavePlan([_item_of(*item) for item in items], planner_data={name: tuple(path) for name, path in paths})
             for items, paths in messages
         ]
         self._plans, self._metadata = self._planner.create_global_plan(local)
@@ -92,9 +93,9 @@ class RankPlan:
     def finish(self, folder: Path, messages: Sequence[Message]) -> dict[str, Written]:
         """Writes torch's ``.metadata`` once all ranks have written; the files that there are."""
         writer, written = self._writer(folder)
-        writer.finish(self._metadata, [[_result_of(*one) for one in results] for results, _ in messages])
+        writer.finish(self._metadata, [[_result_of(*result) for result in results] for results, _ in messages])
         files = {name: Written(size, tuple(crcs)) for _, sent in messages for name, (size, crcs) in sent.items()}
-        return {**files, **{name.removesuffix(".tmp"): one for name, one in written.items()}}
+        return {**files, **{name.removesuffix(".tmp"): file for name, file in written.items()}}
 
     def _writer(self, folder: Path) -> tuple[FileSystemWriter, dict[str, Written]]:
         """torch's own, and by name what it has written."""
@@ -190,8 +191,8 @@ def _item_of(name: str, offset: Any, index: Any, kind: str, *tensor: Any) -> Wri
 
 
 def _result_message(result: WriteResult) -> Message:
-    place = result.storage_data
-    return [*astuple(result.index), place.relative_path, place.offset, place.length]
+    stored = result.storage_data
+    return [*astuple(result.index), stored.relative_path, stored.offset, stored.length]
 
 
 def _result_of(name: str, offset: Any, index: Any, file: str, start: int, length: int) -> WriteResult:

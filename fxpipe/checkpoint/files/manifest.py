@@ -27,7 +27,7 @@ _MOST = 2**28  # bytes of a manifest
 
 
 Piece = tuple[str, int]
-"""A file's name, and which of its pieces."""
+"""A file's name, and the number of one of its pieces."""
 
 
 class Written(NamedTuple):
@@ -85,13 +85,13 @@ class Manifest:
         """CheckpointError where a file is gone, or has another length than it was written with."""
         for name, written in self.files.items():
             try:
-                found = os.lstat(folder / name)
+                status = os.lstat(folder / name)
             except OSError as error:
                 raise CheckpointError(
                     f"{folder / name} cannot be read ({error.strerror}), and its manifest expects {written.size} bytes"
                 ) from error
-            size = found.st_size
-            if not stat.S_ISREG(found.st_mode):
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{folder / name} is a link, a pipe or a device, and no file of this folder")
             if size != written.size:
                 raise CheckpointError(f"{folder / name} has {size} bytes, and its manifest expects {written.size}")
@@ -99,7 +99,7 @@ class Manifest:
     def check_contents(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """CheckpointError where a piece has another crc32 than it was written with: each ``ranks``-th, for ``rank``."""
         # Dealt out in turn: large files are shared by all ranks.
-        pieces = [(name, place) for name in sorted(self.files) for place in range(len(self.files[name].crc32s))]
+        pieces = [(name, number) for name in sorted(self.files) for number in range(len(self.files[name].crc32s))]
         self.check_pieces(folder, pieces[rank::ranks])
 
     def check_pieces(self, folder: Path, pieces: Iterable[Piece]) -> None:
@@ -109,24 +109,24 @@ class Manifest:
                 pass
 
     def _check_piece(self, folder: Path, piece: Piece) -> None:
-        name, place = piece
+        name, number = piece
         if name not in self.files:
             raise CheckpointError(f"{folder / name} is none of the files that its manifest names")
         try:
-            found = crc32_of(folder / name, place)
+            crc32 = crc32_of(folder / name, number)
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
-        wanted = self.files[name].crc32s[place]
-        if found != wanted:
+        wanted = self.files[name].crc32s[number]
+        if crc32 != wanted:
             raise CheckpointError(
-                f"{folder / name} was altered: the crc32 from byte {place * PIECE} on is {found:08x}, and its manifest "
-                f"expects {wanted:08x}"
+                f"{folder / name} was altered: the crc32 from byte {number * PIECE} on is {crc32:08x}, and its "
+                f"manifest expects {wanted:08x}"
             )
 
 
 def pieces_of(name: str, start: int, length: int) -> list[Piece]:
     """The pieces of a file that have these bytes."""
-    return [(name, place) for place in range(start // PIECE, -(-(start + length) // PIECE))]
+    return [(name, number) for number in range(start // PIECE, -(-(start + length) // PIECE))]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -138,16 +138,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def written_of(path: Path) -> Written:
-    """That of a file which is there."""
+    """The size and the checksums of a file."""
     size = path.stat().st_size
-    return Written(size, tuple(crc32_of(path, place) for place in range(-(-size // PIECE))))
+    return Written(size, tuple(crc32_of(path, number) for number in range(-(-size // PIECE))))
 
 
-def crc32_of(path: Path, place: int) -> int:
+def crc32_of(path: Path, number: int) -> int:
     """The crc32 of one piece of a file, read as much at a time as a cache holds."""
     crc, left, buffer = 0, PIECE, memoryview(bytearray(_BUFFER))
     with path.open("rb", buffering=0) as file:
-        file.seek(place * PIECE)
+        file.seek(number * PIECE)
         while left and (count := file.readinto(buffer[:left])):
             crc = zlib.crc32(buffer[:count], crc)
             left -= count
@@ -172,7 +172,7 @@ def _parsed(path: Path, read: Any) -> Manifest:
         run=str(content["run"])[:100],
         axes=tuple((str(name), natural(size)) for name, size in content["axes"]),
         versions={str(name): str(version) for name, version in content["versions"].items()},
-        files={_plain_name(name): _written(*one) for name, one in content["files"].items()},
+        files={_plain_name(name): _written(*sizes) for name, sizes in content["files"].items()},
         ties={str(name): str(first) for name, first in content.get("ties", {}).items()},
     )
 

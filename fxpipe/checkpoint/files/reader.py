@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from fxpipe.checkpoint.files.manifest import Manifest, Piece, natural, pieces_of
+from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.checkpoint.manifest import Manifest, Piece, natural, pieces_of
-from fxpipe.parameters.checkpoint.plain import in_parts
 from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
 from fxpipe.small_file import Budget, read_small
@@ -82,8 +82,8 @@ class FolderReader:
 
         def fill() -> None:
             if self._manifest is not None:  # each piece of a file is looked through once
-                places = [self.metadata.storage_data[item.storage_index] for item in plan.items]
-                read = {one for place in places for one in pieces_of(place.relative_path, place.offset, place.length)}
+                stored = [self.metadata.storage_data[item.storage_index] for item in plan.items]
+                read = {piece for at in stored for piece in pieces_of(at.relative_path, at.offset, at.length)}
                 self._manifest.check_pieces(self.folder, sorted(read - self._checked))
                 self._checked |= read
             try:
@@ -113,15 +113,15 @@ class _DataOnlyPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         *outer, last = self.mappings[read_item.dest_index.fqn]
-        place: Any = self.original_state_dict
+        container: Any = self.original_state_dict
         for key in outer:
-            place = place[own_key(place, key)]
-        place[own_key(place, last)] = torch.load(value, weights_only=True)
+            container = container[own_key(container, key)]
+        container[own_key(container, last)] = torch.load(value, weights_only=True)
 
 
-def own_key(place: Any, key: Any) -> Any:
+def own_key(container: Any, key: Any) -> Any:
     """The key of a dict that torch has written as text."""
-    return {str(one): one for one in place}.get(key, key) if isinstance(place, Mapping) else key
+    return {str(own): own for own in container}.get(key, key) if isinstance(container, Mapping) else key
 
 
 MODEL = "model."
@@ -144,15 +144,15 @@ class ModelValues:
 
     def __init__(self, reader: FolderReader, ties: Mapping[str, str], leave: Collection[str] = ()) -> None:
         self._reader, tensors = reader, reader.tensors
-        self._own = {name.removeprefix(MODEL): one for name, one in tensors.items() if name.startswith(MODEL)}
-        found: dict[str, str] = {}
+        self._own = {name.removeprefix(MODEL): entry for name, entry in tensors.items() if name.startswith(MODEL)}
+        masters: dict[str, str] = {}
         for name in tensors:
             # "optim.state.NAME.master", or "optim.one.state.NAME.master" of the optimizer "one" of several
             optimizer, _, parameter = name.removesuffix(_MASTER).partition(_STATE)
             is_master = name.endswith(_MASTER) and optimizer.partition(".")[0] == _OPTIMIZER
             if is_master and name not in leave:
-                found[parameter] = name
-        firsts = {name: found.get(ties.get(name, name), "") for name in self._own}
+                masters[parameter] = name
+        firsts = {name: masters.get(ties.get(name, name), "") for name in self._own}
         self.masters = {name: master for name, master in firsts.items() if master and self._is_finer(name, master)}
         self.tensors = {name: tensors[self.masters.get(name, MODEL + name)] for name in firsts}
 
@@ -236,7 +236,7 @@ class _Unpickler(pickle._Unpickler):
         # Classes become records, and functions hand on their argument: a pickle names them, and runs nothing of them.
         self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in METADATA_CLASSES}
         self._known |= dict.fromkeys(METADATA_FUNCTIONS, itemgetter(0))
-        self._known |= {("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+        self._known |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
@@ -270,8 +270,10 @@ def _metadata(read: Any, folder: Path, numbers: Budget) -> Metadata:
     # Every name, offset and length is compared with the files that are there, before torch's reader follows them. What
     # is no regular file is none of them: a link leads out of the folder, and for a pipe's other end one would wait.
     lengths = {file.name: file.stat().st_size for file in os.scandir(folder) if file.is_file(follow_symlinks=False)}
-    stored = {_index(key, numbers): _place(place, lengths) for key, place in _the(dict, top["storage_data"]).items()}
-    entries = {_the(str, name): _entry(one, numbers) for name, one in _the(dict, top["state_dict_metadata"]).items()}
+    stored = {_index(key, numbers): _place(value, lengths) for key, value in _the(dict, top["storage_data"]).items()}
+    entries = {
+        _the(str, name): _entry(value, numbers) for name, value in _the(dict, top["state_dict_metadata"]).items()
+    }
     disk = Budget(sum(lengths.values()), "bytes")
     for name, entry in entries.items():
         _check_stored(name, entry, stored, disk)

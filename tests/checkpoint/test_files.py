@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from fxpipe.checkpoint.files import manifest as saving_manifest
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest, Written, written_of
+from fxpipe.checkpoint.files.plain import from_plain, to_plain
+from fxpipe.checkpoint.files.reader import METADATA, FolderReader, read_metadata
+from fxpipe.checkpoint.files.run_folder import FolderLock, lock_of
+from fxpipe.checkpoint.files.writer import RankPlan
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.checkpoint import manifest as saving_manifest
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.manifest import MANIFEST, Manifest, Written, written_of
-from fxpipe.parameters.checkpoint.plain import from_plain, to_plain
-from fxpipe.parameters.checkpoint.reader import METADATA, FolderReader, read_metadata
-from fxpipe.parameters.checkpoint.run_folder import FolderLock, lock_of
-from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool, forking
 

@@ -28,16 +28,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.manifest import Manifest, write_text, written_of
+from fxpipe.checkpoint.files.plain import PLAIN as KINDS
+from fxpipe.checkpoint.files.run_folder import FolderLock, lock_of
+from fxpipe.checkpoint.files.writer import RankPlan
+from fxpipe.checkpoint.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
+from fxpipe.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
 from fxpipe.distributed.activity import announced
-from fxpipe.distributed.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
 from fxpipe.errors import CheckpointError, describe_error
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.manifest import Manifest, write_text, written_of
-from fxpipe.parameters.checkpoint.plain import PLAIN as KINDS
-from fxpipe.parameters.checkpoint.run_folder import FolderLock, lock_of
-from fxpipe.parameters.checkpoint.writer import RankPlan
 from fxpipe.parameters.ownership import own_buffers
-from fxpipe.run.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
@@ -91,7 +91,7 @@ def save(
     steps = steps_of(forward_backward)
     saver = _SAVERS.setdefault(forward_backward, _Saver())
     path = path_of(folder).absolute()
-    given = {"scheduler": scheduler, "loader": loader}
+    stateful = {"scheduler": scheduler, "loader": loader}
     with (
         announced(f"save, step {step!r:.20}" + ("" if block else ", block=False"), extends=True),
         steps.failing.together(Exception),
@@ -102,29 +102,29 @@ def save(
 
         def begin() -> dict[str, Any]:
             saver.raise_earlier_error()
-            _check_arguments(step, given, extra, keep, block)
+            _check_arguments(step, stateful, extra, keep, block)
             if steps.has_unsummed:
                 raise CheckpointError(
                     "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
                     "would be lost: save behind the call that sums them and optimizer.step(), or call zero_grad()"
                 )
-            place = saver.begin(path, step) if gathering.rank == 0 else {}
-            return {**place, "has_costs": steps.recorder.has_costs}
+            partial = saver.begin(path, step) if gathering.rank == 0 else {}
+            return {**partial, "has_costs": steps.recorder.has_costs}
 
         begun = agreed(gathering, path, begin)
-        place = begun[0]
+        first = begun[0]
         # A collective call: made by all ranks or by none.
-        costs = steps.recorder.known_costs() if all(one["has_costs"] for one in begun) else None
+        costs = steps.recorder.known_costs() if all(rank["has_costs"] for rank in begun) else None
         try:
             versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
             run, ties = _run_id(), ties_of(steps.module)
-            manifest = Manifest(step, place["number"], "", run, steps.topology.axes, versions, {}, ties)
-            job = _Job(Path(place["partial"]), keep, manifest)
+            manifest = Manifest(step, first["number"], "", run, steps.topology.axes, versions, {}, ties)
+            job = _Job(Path(first["partial"]), keep, manifest)
             everyone = agreed(
-                gathering, path, lambda: job.collect(forward_backward, steps, optimizer, given, extra, costs)
+                gathering, path, lambda: job.collect(forward_backward, steps, optimizer, stateful, extra, costs)
             )
             agreed(gathering, path, lambda: job.settle(everyone, copies=not block))
-            beside = None if block else gathering_beside(steps.transport, place["token"])
+            beside = None if block else gathering_beside(steps.transport, first["token"])
             if beside is not None:
                 saver.pending = _write_later(job, beside, steps.state.device, saver.lock)
                 return saver.pending
@@ -133,9 +133,9 @@ def save(
             return done
         except BaseException:
             if gathering.rank == 0:
-                shutil.rmtree(place["partial"], ignore_errors=True)
+                shutil.rmtree(first["partial"], ignore_errors=True)
                 # Where it was not completed, the next of this number may be another's.
-                saver.known[path] = min(place["number"], run_folder.newest(path))
+                saver.known[path] = min(first["number"], run_folder.newest(path))
             raise
 
 
@@ -163,10 +163,10 @@ def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: A
     if extra is not None and (type(extra) is not dict or "step" in extra):
         what = "a dict with 'step'" if type(extra) is dict else f"a {type(extra).__name__}"
         raise CheckpointError(f"extra= is {what}; write a dict without 'step', to which load() adds the step: {KINDS}")
-    for name, one in stateful.items():
-        if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+    for name, value in stateful.items():
+        if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise CheckpointError(
-                f"{name}= is a {type(one).__name__}, which has no state_dict() and load_state_dict(); give one "
+                f"{name}= is a {type(value).__name__}, which has no state_dict() and load_state_dict(); give one "
                 f"that has{_STATEFUL[name]}"
             )
 
@@ -220,8 +220,8 @@ def continues(forward_backward: ForwardBackward, folder: Path) -> None:
 @functools.cache
 def _run_id() -> str:
     """The same for restarts of a job, where its launcher says."""
-    given = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("SLURM_JOB_ID", "none")
-    return next((name for name in given if name != "none"), "") or uuid.uuid4().hex[:12]
+    ids = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("SLURM_JOB_ID", "none")
+    return next((name for name in ids if name != "none"), "") or uuid.uuid4().hex[:12]
 
 
 @dataclass
@@ -253,13 +253,13 @@ class _Job:
             "extra": extra,
             "random": RandomState([steps.state.device]).numbers,
             "run": {**run, "costs": None if costs is None else asdict(costs)},
-            **{name: one.state_dict() for name, one in stateful.items() if one is not None},
+            **{name: value.state_dict() for name, value in stateful.items() if value is not None},
         }
         model = module.state_dict()
         if steps.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
             plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(module, model)}
         digests, trees, tensors = plain_parts(plain)
-        states: dict[str, Any] = {name: one.state_to_fill(()) for name, one in savable(optimizer, module).items()}
+        states: dict[str, Any] = {name: each.state_to_fill(()) for name, each in savable(optimizer, module).items()}
         # One state dict for model and optimizers: torch's planner divides the writing over ranks.
         states["model"] = model
         if "scheduler" in plain:
@@ -271,9 +271,9 @@ class _Job:
 
     def settle(self, everyone: Sequence[Any], copies: bool) -> None:
         """Finds what this rank writes. CheckpointError where it does not see the folder."""
-        self.plan.settle([one["plan"] for one in everyone])
-        trees = {digest: tree for one in everyone for digest, tree in one["trees"].items()}
-        self.state = json.dumps({"ranks": [one["parts"] for one in everyone], "trees": trees})
+        self.plan.settle([rank["plan"] for rank in everyone])
+        trees = {digest: tree for rank in everyone for digest, tree in rank["trees"].items()}
+        self.state = json.dumps({"ranks": [rank["parts"] for rank in everyone], "trees": trees})
         if not self.partial.is_dir():
             raise CheckpointError(
                 f"{self.partial}, which rank 0 has made, is not there for this rank; give a folder that all ranks share"
@@ -293,10 +293,10 @@ class _Job:
         outcome = Verdict(self.partial, complete)
         if gathering.rank == 0 and outcome.error is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
-        given = gathering.from_first(outcome.message)
+        message = gathering.from_first(outcome.message)
         if written.error is not None:
             raise written.error
-        return Path(values_of([given], outcome)[0])
+        return Path(values_of([message], outcome)[0])
 
     def _finish(self, messages: Sequence[Any]) -> Path:
         """What the first rank does once all have written."""
@@ -355,8 +355,8 @@ def wait_for_saves(forward_backward: ForwardBackward) -> None:
 def wait_for_writes(folder: Path) -> None:
     """Returns once this process writes nothing into a run's folder, given itself or by one of its checkpoints: what
     another ``forward_backward`` of it is writing would be missed, or taken for what a killed one has left."""
-    places = folder.resolve(), folder.resolve().parent
-    wait([later for later, place in list(_writing.items()) if place in places])
+    runs = folder.resolve(), folder.resolve().parent
+    wait([later for later, run in list(_writing.items()) if run in runs])
 
 
 @atexit.register

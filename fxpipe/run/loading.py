@@ -18,17 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.activity import announced
-from fxpipe.distributed.gathering import TransportGathering, agreed
-from fxpipe.errors import CheckpointError, printable
-from fxpipe.parameters.checkpoint import run_folder
-from fxpipe.parameters.checkpoint.manifest import Manifest
-from fxpipe.parameters.checkpoint.plain import is_parts
-from fxpipe.parameters.checkpoint.reader import MODEL, FolderReader, ModelValues, own_key
-from fxpipe.parameters.dtensors import is_dtensor
-from fxpipe.parameters.ownership import own_buffers, tensors_of
-from fxpipe.precision import converts
-from fxpipe.run.checkpoint.run_state import (
+from fxpipe.checkpoint.files import run_folder
+from fxpipe.checkpoint.files.manifest import Manifest
+from fxpipe.checkpoint.files.pieces import is_parts
+from fxpipe.checkpoint.files.reader import MODEL, FolderReader, ModelValues, own_key
+from fxpipe.checkpoint.gathering import TransportGathering, agreed
+from fxpipe.checkpoint.run_state import (
     BUFFERS,
     PLAIN,
     STATE,
@@ -40,8 +35,13 @@ from fxpipe.run.checkpoint.run_state import (
     tensors_for,
     value_of,
 )
-from fxpipe.run.checkpoint.saving import continues, path_of, wait_for_saves, wait_for_writes
+from fxpipe.distributed.activity import announced
+from fxpipe.errors import CheckpointError, printable
+from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.ownership import own_buffers, tensors_of
+from fxpipe.precision import converts
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
+from fxpipe.run.saving import continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, seed_all, seed_of
@@ -113,10 +113,10 @@ def _newest_whole(
     folder: Path, gathering: TransportGathering, ranks: int, required: bool
 ) -> tuple[Path, Manifest] | None:
     """The checkpoint to load; None where there is none. One that is asked for by its own name is loaded or refused."""
-    found = agreed(gathering, folder, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
+    candidates = agreed(gathering, folder, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
     refused: list[str] = []
     manifests: dict[Path, Manifest] = {}  # read once: another job's keep= may delete a checkpoint at any moment
-    for path in map(Path, found):
+    for path in map(Path, candidates):
 
         def check(path: Path = path) -> None:  # of the contents a rank reads its share
             manifests[path] = Manifest.read(path, sizes=True)
@@ -143,12 +143,12 @@ def _candidates(folder: Path, required: bool) -> list[str]:
         folder = folder.parent
     if run_folder.is_checkpoint(folder):
         return [str(folder.absolute())]
-    found = [str(path) for path in run_folder.checkpoints(folder.absolute())]
-    if required and not found:
+    paths = [str(path) for path in run_folder.checkpoints(folder.absolute())]
+    if required and not paths:
         raise CheckpointError(
             f"{folder} has no checkpoint of fxpipe.save; where that may be, write load(..., required=False)"
         )
-    return found
+    return paths
 
 
 class _Loading:
@@ -170,12 +170,12 @@ class _Loading:
             )
         self._optimizers = savable(optimizer, self._module)
         self._states: dict[str, Any] = {
-            name: fitted(name, one, reader, steps.state.device) for name, one in self._optimizers.items()
+            name: fitted(name, each, reader, steps.state.device) for name, each in self._optimizers.items()
         }
         plain = PlainParts.read(self._path / STATE)
         saved = Layout(self._manifest.axes, len(plain.of_rank))
         now = Layout(steps.topology.axes, len(steps.transport.ranks("all")))
-        self._takers = {name: one for name, one in takers.items() if one is not None}
+        self._takers = {name: taker for name, taker in takers.items() if taker is not None}
         self._trees = {part: plain.tree(part, saved, now, self._rank) for part in ("extra", "run", *self._takers)}
         if "loader" in self._takers:
             check_place(self._takers["loader"], saved, now)
@@ -197,7 +197,9 @@ class _Loading:
         self._fill_model = values.plan(self._model)
         # what no optimizer asks for of masters is in the model
         self._saved = {name for name in reader.names if name.startswith("optim.")} - set(values.masters.values())
-        self._left = [part for part in takers if part not in self._takers and any(part in one for one in plain.of_rank)]
+        self._left = [
+            part for part in takers if part not in self._takers and any(part in parts for parts in plain.of_rank)
+        ]
 
     def warn_of_what_is_left(self, asked: Set[str]) -> None:
         """``asked``: of all ranks; nothing where the model alone is loaded."""
@@ -219,16 +221,16 @@ class _Loading:
         self._fill()
         self._fill_model()
         # The tensors of plain data have their values only now that they were read.
-        given = {part: value_of(tree, self._tensors) for part, tree in self._trees.items()}
-        buffers = given.get(BUFFERS)
+        values = {part: value_of(tree, self._tensors) for part, tree in self._trees.items()}
+        buffers = values.get(BUFFERS)
         if isinstance(buffers, dict) and buffers.keys() == own_buffers(self._module, self._model):  # cut as it was
             self._model.update(buffers)
         self._forward_backward.load_state_dict(self._model)
-        for name, one in sorted(self._optimizers.items()):
-            one.load_state_dict(self._states[name])
+        for name, optimizer in sorted(self._optimizers.items()):
+            optimizer.load_state_dict(self._states[name])
         for name, taker in self._takers.items():
-            taker.load_state_dict(given[name])
-        self.extra = {**dict(given["extra"] or {}), "step": self._manifest.step}
+            taker.load_state_dict(values[name])
+        self.extra = {**dict(values["extra"] or {}), "step": self._manifest.step}
         if not goes_on:
             return
         # what a next step depends on beside tensors
@@ -282,8 +284,8 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
     saved = reader.tree.get(name, {})
     if "param_groups" not in saved:
         raise CheckpointError(f"{reader.folder} has no state of optimizer= ({name}): it was saved without it")
-    known = saved.get("state", {})
-    state = optimizer.state_to_fill(known)
+    saved_state = saved.get("state", {})
+    state = optimizer.state_to_fill(saved_state)
     groups = state["param_groups"]
     for key, group in groups.items() if isinstance(groups, Mapping) else enumerate(groups):
         there = saved["param_groups"].get(key, {})
@@ -299,19 +301,19 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
             del group[option]  # what a first step puts there, and none had
         # What was saved has also what its first steps have put there.
         options = {option: where for option, where in there.items() if option in group or option != _NEW}
-        group.update(_places(group, options, reader, device))
-    entries = {parameter: entry for parameter, entry in state["state"].items() if parameter in known}
+        group.update(_to_fill(group, options, reader, device))
+    entries = {parameter: entry for parameter, entry in state["state"].items() if parameter in saved_state}
     for parameter, entry in entries.items():
-        if isinstance(optimizer, DistributedOptimizer) and MASTER not in known[parameter]:
+        if isinstance(optimizer, DistributedOptimizer) and MASTER not in saved_state[parameter]:
             entry.pop(MASTER, None)
-        there = {key: where for key, where in known[parameter].items() if key in entry or key != MASTER}
-        entries[parameter] = _places(entry, there, reader, device)
+        there = {key: where for key, where in saved_state[parameter].items() if key in entry or key != MASTER}
+        entries[parameter] = _to_fill(entry, there, reader, device)
     return {**state, "state": entries}
 
 
-def _places(own: Any, there: Any, reader: FolderReader, device: torch.device) -> Any:
-    """A place for each value that the checkpoint has ``there``, an optimizer's own where it fits: how many values there
-    are, of which kind and shape, may depend on values."""
+def _to_fill(own: Any, there: Any, reader: FolderReader, device: torch.device) -> Any:
+    """What each value that the checkpoint has ``there`` is read into: an optimizer's own value where that fits, for how
+    many values there are, and of which kind and shape, may depend on values."""
     if isinstance(there, str) and there in reader.tensors:
         shape, dtype = reader.tensors[there]
         if isinstance(own, Tensor):
@@ -325,7 +327,7 @@ def _places(own: Any, there: Any, reader: FolderReader, device: torch.device) ->
         return own  # a tensor subclass has the form and the pieces that it has
     if is_parts(there):
         raise CheckpointError(f"{reader.folder} has {', '.join(there)} where the optimizer has no tensor to be filled")
-    held = own if isinstance(own, Mapping) else dict(enumerate(own if isinstance(own, list) else ()))
-    keys = {own_key(held, key): where for key, where in there.items()}
-    places = {key: _places(held.get(key), where, reader, device) for key, where in keys.items()}
-    return {**own, **places} if isinstance(own, Mapping) else list(places.values()) if 0 in places else places
+    values = own if isinstance(own, Mapping) else dict(enumerate(own if isinstance(own, list) else ()))
+    keys = {own_key(values, key): where for key, where in there.items()}
+    filled = {key: _to_fill(values.get(key), where, reader, device) for key, where in keys.items()}
+    return {**own, **filled} if isinstance(own, Mapping) else list(filled.values()) if 0 in filled else filled

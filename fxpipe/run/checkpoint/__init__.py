@@ -1,1 +1,0 @@
-"""Checkpoint: a run saved and loaded."""
