@@ -86,12 +86,12 @@ def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
     if work.given:
         return StageLayout(tuple(range(len(work))), tuple(ranks), recipe.origin)
     segments = [group_of[block] for block in range(len(work))]
-    divided = (
-        None if recipe.entries is None else _of_groups(work, _apart(work, segments, recipe.entries), ranks, recipe)
-    )
-    layout = divided or _of_groups(work, segments, ranks, recipe)
-    assert layout is not None, "segments of a topological order do not wait for each other"
-    return layout
+    layout = None
+    if recipe.entries is not None:
+        layout = _of_groups(work, _apart(work, segments, recipe.entries), ranks, recipe)
+    if layout is None and recipe.shared:
+        layout = _of_groups(work, segments, ranks, recipe)
+    return layout or StageLayout(tuple(segments), recipe.rank_of, recipe.origin)  # segments are in topological order
 
 
 def _apart(work: BlockGraph, segment_of: Sequence[int], reached: Sequence[int]) -> list[int]:
@@ -181,7 +181,7 @@ def _shareable(work: BlockGraph) -> list[frozenset[int]]:
 
 ACTIONS = 100_000
 """So many actions the tables of candidates have."""
-MORE_ACTIONS = 100_000
+MORE_ACTIONS = 80_000
 """So many have the tables by which the best candidates are improved."""
 IMPROVED = 2
 """So many candidates of each origin are improved."""
