@@ -106,11 +106,14 @@ class FlatBucket:
             member.present = False
             member.parameter.grad = None
 
-    def begin(self, scales: bool) -> None:
-        """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
+    def drop_cleared(self) -> None:
+        """Drops the gradients whose marks the user has set to zero."""
         for member in self.members:
             if vars(member.mark).pop("cleared", False) and member.parameter.grad is member.mark:
                 member.parameter.grad = None
+
+    def begin(self, scales: bool) -> None:
+        """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
         if all(member.parameter.grad is None for member in self.members):
             self.forget()
             return

@@ -135,6 +135,8 @@ class Reducer(Gradients):
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
+        for bucket in self._buckets:  # frozen parameters' as well: an optimizer may step them
+            bucket.drop_cleared()
         for bucket in self._live:
             bucket.complete = False
             bucket.begin(scales)

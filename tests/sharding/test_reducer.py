@@ -14,7 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpipe
 from fxpipe.distributed.transport import broadcast
 from fxpipe.sharding.flat_bucket import FlatBucket
-from tests.replicas import CLEARS, Layout, Parts, assert_parts, assert_walk, compiled_alone, parts, random_moves, walk
+from tests.replicas import (
+    CLEARS,
+    PAIR,
+    Layout,
+    Parts,
+    assert_parts,
+    assert_walk,
+    compiled_alone,
+    every_zero,
+    parts,
+    random_moves,
+    walk,
+)
 from tests.strict_transport import connect, run_strict
 from tests.thinned import every, in_turn
 
@@ -396,3 +408,23 @@ def test_broadcast_overwrites_whatever_a_model_holds() -> None:
             assert tensor.requires_grad == wanted.requires_grad
             bits = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (tensor, wanted))
             assert torch.equal(*bits)
+
+
+@every_zero
+def test_a_frozen_parameters_gradient_is_cleared_as_all_others(zero: int) -> None:
+    def body(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        step = compiled_alone(module, PAIR, microbatches=1, zero=zero, bucket_cap_mb=1e-6)
+        optimizer = step.optimizer(torch.optim.SGD, lr=1.0)
+        step(torch.ones(2, 4))
+        module.zero_grad(set_to_none=False)
+        module[1].requires_grad_(False)
+        before = [parameter.detach().clone() for parameter in module[1].parameters()]
+        step(torch.ones(2, 4))
+        optimizer.step()
+        pairs = zip(module[1].parameters(), before, strict=True)
+        return [(parameter.detach() - old).abs().max().item() for parameter, old in pairs]
+
+    for moved in run_strict(body, 2):
+        assert moved == [0.0, 0.0]
