@@ -153,9 +153,9 @@ class Doctor:
         options: dict[str, Any] = {"microbatches": self._microbatches, "timeout": TIMEOUT}
         cuts = [name for name, _ in model.named_children()][1:]
         self._step = step = compile(model, self._topology, loss_fn=loss_fn, boundaries=cuts, **options)
-        real = {"loss": step(**self._batch)} | {name: one.grad for name, one in step.named_parameters()}
-        pairs = [(one, expected[name]) for name, one in real.items()]
-        worst = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max().item()
+        real = {"loss": step(**self._batch)} | {name: parameter.grad for name, parameter in step.named_parameters()}
+        pairs = [(tensor, expected[name]) for name, tensor in real.items()]
+        worst = torch.stack([(tensor - other).abs().max() / other.abs().max() for tensor, other in pairs]).max().item()
         found["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
         if not worst <= (1e-5 if self._topology.data_size > 1 else 0.0):  # NaN, too; replicas are summed in any order
             raise RunError("loss or gradients are not those of plain PyTorch")
@@ -173,7 +173,8 @@ class Doctor:
             warnings.simplefilter("always")
             step(**self._batch)
         watch("default")
-        waits = [f"{Path(one.filename).name}:{one.lineno}" for one in warned if "synchronizing" in str(one.message)]
+        waited = (each for each in warned if "synchronizing" in str(each.message))
+        waits = [f"{Path(each.filename).name}:{each.lineno}" for each in waited]
         found["host waits"] = ", ".join(waits) or "none, as far as the device tells"
         exposed = sum(row.exposed for row in step.traffic().rows if row.scope in DATA_AXIS)
         timeline = step.timeline()

@@ -35,7 +35,7 @@ class FxpipeError(Exception):
     """The base of every error that fxpipe raises on purpose. Its message is ``shortened`` and ``printable``."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(shortened(one)) if isinstance(one, str) else one for one in args))
+        super().__init__(*(printable(shortened(arg)) if isinstance(arg, str) else arg for arg in args))
 
 
 class TraceError(FxpipeError):

@@ -248,8 +248,8 @@ def measure() -> dict[str, float]:
     # A large product is bound by arithmetic, a copy by memory, and an addition to one number by its launch.
     for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
         numbers = torch.Generator(device).manual_seed(0)  # the user's own are not drawn from
-        one, other = (torch.randn(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
-        found[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, one, other), device)
+        matrix, other = (torch.randn(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
+        found[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, matrix, other), device)
     # A copy reads each byte once and writes it once.
     source, target = (torch.ones(count, device=device) for _ in range(2))
     found["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)

@@ -156,7 +156,7 @@ _KINDS: Mapping[str, Expected] = {
         is_batch_dim, "a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or fxpipe.Offsets()"
     ),
     "placement": Expected(
-        lambda value: is_mapping(value) and all(one == "all" or one_or_each(is_whole)(one) for one in value.values()),
+        lambda value: is_mapping(value) and all(v == "all" or one_or_each(is_whole)(v) for v in value.values()),
         'a dict stage name -> pipe rank, or several, (0, 1, 2), or "all"',
     ),
     "tracer": Expected(is_text, "a name out of fxpipe.TRACERS"),

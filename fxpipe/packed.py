@@ -95,12 +95,12 @@ def read_by(rule: Packed) -> dict[str, bool]:
         found = list(inspect.signature(rule.counts).parameters.values())
     except ValueError:  # such as what is written in C
         found = []
-    if not found or any(one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in found):
+    if not found or any(each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) for each in found):
         raise RunError(
             f"counts is {shown(rule.counts)}, whose parameters are no names of inputs; write a function such as "
             "lambda input_ids: (input_ids == START).sum(1)"
         )
-    return {one.name: one.default is one.empty for one in found}
+    return {parameter.name: parameter.default is parameter.empty for parameter in found}
 
 
 def written(path: str, rule: str) -> str:

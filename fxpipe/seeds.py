@@ -69,7 +69,7 @@ class RandomState:
         self.numbers = self._taken() if numbers is None else numbers
 
     def _taken(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {name: bytes_of(one.get_state()) for name, one in self._generators.items()}
+        numbers: dict[str, Any] = {name: bytes_of(each.get_state()) for name, each in self._generators.items()}
         numbers["python"] = random.getstate()
         if numpy := sys.modules.get("numpy"):
             # As plain data: the state is saved in checkpoints, without pickle.

@@ -186,8 +186,8 @@ def compiled_parts(model: nn.Module) -> list[str]:
         if is_compiled(part):
             found.append(path)
         else:
-            functions = {name: one for name, one in vars(part).items() if isinstance(one, types.FunctionType)}
-            compiled = [name for name, one in functions.items() if "_torchdynamo_orig_callable" in vars(one)]
+            functions = {name: value for name, value in vars(part).items() if isinstance(value, types.FunctionType)}
+            compiled = [name for name, value in functions.items() if "_torchdynamo_orig_callable" in vars(value)]
             found += [f"{path}.{name}".strip(".") for name in compiled]
     return found
 
@@ -666,5 +666,5 @@ def is_constant(value: Any) -> bool:
         if node.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
             return False
         seen.add(node)
-        waiting += [one for one in node.all_input_nodes if one not in seen]
+        waiting += [before for before in node.all_input_nodes if before not in seen]
     return last is not None

@@ -221,7 +221,7 @@ def _initialise(
     around = {path for names in missing for name in names for path in _around(name)}
     written: set[int] = set()
     with torch.no_grad(), seeded(seed, device), _only(model, missing.values()):
-        for path, submodule in [one for one in _innermost_first(model) if one[0] in around]:
+        for path, submodule in [entry for entry in _innermost_first(model) if entry[0] in around]:
             called = (
                 f"init_fn was called on the {type(submodule).__name__} {path!r}; of its tensors, those that have "
                 "values already or are with other ranks are on the meta device"
@@ -296,7 +296,7 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _only(model: nn.Module, tensors: Any) -> Iterator[None]:
     """While it is open, all real tensors but these are out of the model, and meta tensors in their place."""
     kept = {id(tensor) for tensor in tensors}
-    hidden = [one for one in all_tensors(model).values() if not one.is_meta and id(one) not in kept]
+    hidden = [tensor for tensor in all_tensors(model).values() if not tensor.is_meta and id(tensor) not in kept]
     stand_ins = {id(tensor): on_meta(tensor) for tensor in hidden}
     replace_tensors(model, stand_ins)
     try:

@@ -90,7 +90,7 @@ def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str],
         if proposal.ambient != first.ambient:
             differ = first.ambient.difference(proposal.ambient)
             raise RunError(f"{two} call under different {differ}; set or enter the same on every rank")
-        calls = [(one.training, one.split_evenly, len(one.given)) for one in (first, proposal)]
+        calls = [(call.training, call.split_evenly, len(call.given)) for call in (first, proposal)]
         if calls[0] != calls[1]:
             raise RunError(
                 f"{two} make different calls, with {len(first.given)} and {len(proposal.given)} batches; all ranks of "
@@ -207,7 +207,7 @@ class Agreement:
         """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
         # By identity: it is asked in every step, and a tensor's own hash is a call of Python.
         module, types = self.planning.module, self._types
-        if all(types.get(id(one)) == one.dtype for one in parameters_in(modules_of(module))):
+        if all(types.get(id(parameter)) == parameter.dtype for parameter in parameters_in(modules_of(module))):
             return
         name, found = next((name, p) for name, p in module.named_parameters() if types.get(id(p)) != p.dtype)
         if id(found) in types:
@@ -254,7 +254,8 @@ class Agreement:
         used |= captures.inputs_with_objects if answering else set()
         if answering and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
-            used |= {name for one in captures.questions.asked.values() for name in one.inputs if name not in read}
+            asked = itertools.chain.from_iterable(each.inputs for each in captures.questions.asked.values())
+            used |= {name for name in asked if name not in read}
         if ITEMS in used and not items.uncounted:
             used = (used | {"labels"}) - {ITEMS}  # from which it is made
         used |= read_for(used, self._options.batch_dim, graph.inputs)

@@ -135,7 +135,7 @@ class _Forecast:
         buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
         # Element-wise optimizers shard every parameter evenly. Others step whole parameters, and the rank that is dealt
         # the most bytes decides.
-        parts = [[self.account.part_of(one.numel(), rows_of(one)) for one in parameters]]
+        parts = [[self.account.part_of(parameter.numel(), rows_of(parameter)) for parameter in parameters]]
         if self.stepping.whole and self.account.zero in (1, 2) and parameters:
             sizes = [parameter.numel() for parameter in parameters]
             owners = dealt(sizes, self.account.shards)
@@ -144,7 +144,7 @@ class _Forecast:
                 for rank in sorted(set(owners))
             ]
         held = (sum(map(self._of_one, parameters, mine), Held()) for mine in parts)
-        return max(held, key=lambda one: one.sum) + Held(parameters=float(buffers))
+        return max(held, key=lambda memory: memory.sum) + Held(parameters=float(buffers))
 
     def _of_one(self, parameter: Tensor, part: float) -> Held:
         """``part``: how many of its elements a rank steps."""
@@ -214,11 +214,12 @@ class _Forecast:
         found = []
         for tensors in self._tensors:
             parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-            trained = [one for one in parameters if one.requires_grad]
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
             wire = sum(
-                one.numel() * (precision.reduce.itemsize if precision else one.element_size()) for one in trained
+                parameter.numel() * (precision.reduce.itemsize if precision else parameter.element_size())
+                for parameter in trained
             )
-            whole = sum(one.numel() * self._element(one) for one in parameters)
+            whole = sum(parameter.numel() * self._element(parameter) for parameter in parameters)
             sums = [Sent(times * part * wire, crossing)]
             if zero or replicas > 1:
                 sums.append(Sent(2 * (replicas - 1) / replicas * wire / shards, 1.0))
@@ -235,7 +236,8 @@ class _Forecast:
             return end
         for traffic, row in zip(self._traffic, self.schedule.rows, strict=True):
             backwards = [action for action in row if action.op in (Op.B, Op.W)]
-            sums, gathers = (sum(one.seconds(self.hardware) for one in way) for way in (traffic.sums, traffic.gathers))
+            sums = sum(collective.seconds(self.hardware) for collective in traffic.sums)
+            gathers = sum(collective.seconds(self.hardware) for collective in traffic.gathers)
             # A bucket is reduced as soon as the last backward of its stage has run; with zero=2 behind each backward.
             begin = backwards if self.options.zero == 2 else {action.stage: action for action in backwards}.values()
             start = min((self.timeline.spans[action].start for action in begin), default=0.0)
@@ -248,9 +250,11 @@ class _Forecast:
             return 0.0
         found = 0.0
         if self.topology.size("data") > 1:
-            sent = [one for traffic in self._traffic for one in (*traffic.sums, *traffic.gathers)]
-            found = self.topology.world_size / self.topology.size("pipe") * sum(one.size * one.crossing for one in sent)
-        for message in (one.message for row in self.plan.instructions for one in row if isinstance(one, Send)):
+            sent = [collective for traffic in self._traffic for collective in (*traffic.sums, *traffic.gathers)]
+            size = sum(collective.size * collective.crossing for collective in sent)
+            found = self.topology.world_size / self.topology.size("pipe") * size
+        sends = (each for row in self.plan.instructions for each in row if isinstance(each, Send))
+        for message in (send.message for send in sends):
             for group in self.topology.groups("pipe"):
                 if group[message.sender] // per_node != group[message.receiver] // per_node:
                     found += self._size(message)
@@ -297,4 +301,4 @@ def _leaving(group: list[int], per_node: int | None) -> float:
         return 0.0
     # The ring closes, from the last rank to the first.
     nodes = [rank // per_node for rank in group]
-    return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / len(group)
+    return sum(node != other for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / len(group)

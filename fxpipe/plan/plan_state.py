@@ -127,7 +127,7 @@ class PlanState:
         which many models hold more than they read."""
         # Buffers with persistent=False are tables that forward may or may not read: nothing is lost where none does.
         saved = self.module.state_dict(keep_vars=True).values()
-        return not self.first.graph.held.issuperset(id(one) for one in saved if isinstance(one, Tensor))
+        return not self.first.graph.held.issuperset(id(tensor) for tensor in saved if isinstance(tensor, Tensor))
 
     @property
     def graphs(self) -> list[StageGraph]:
@@ -207,7 +207,7 @@ class PlanState:
         (key, first), *later = self.plans.items()
         held, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
-            more[stage.name] = {name: one for name, one in stage.tensors.items() if id(one) not in held}
+            more[stage.name] = {name: tensor for name, tensor in stage.tensors.items() if id(tensor) not in held}
         graphs = each_once(first.graphs, partial(_holding, more=more))
         return replace(self, plans={**self.plans, key: replace(first, graph=joint(graphs), graphs=graphs)})
 
@@ -336,8 +336,8 @@ class PlanState:
         schedule = self.tables.choose(graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # Edge × micro-batch, of those between which nothing is sent: a text-only micro-batch has no image features.
-        lacking = {id(one): [i for i, edge in enumerate(graph.edges) if edge not in one.edges] for one in graphs}
-        absent = {(index, place) for place, one in enumerate(graphs) for index in lacking[id(one)]}
+        lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}
+        absent = {(index, place) for place, each in enumerate(graphs) for index in lacking[id(each)]}
         instructions = lower(
             schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values, absent
         )
@@ -345,7 +345,7 @@ class PlanState:
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
         again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
-        graphs = each_once(graphs, lambda one: replace(one, recomputed=again))
+        graphs = each_once(graphs, lambda each: replace(each, recomputed=again))
         return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
@@ -401,7 +401,7 @@ def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> Sta
 
     def wider(stage: Stage) -> Stage:
         here = stage.held
-        others = {name: one for name, one in more.get(stage.name, {}).items() if id(one) not in here}
+        others = {name: tensor for name, tensor in more.get(stage.name, {}).items() if id(tensor) not in here}
         return replace(stage, tensors={**stage.tensors, **others})
 
     return replace(graph, stages=tuple(map(wider, graph)))

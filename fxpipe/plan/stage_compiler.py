@@ -245,7 +245,7 @@ class _HalvedCall:
         """AOTAutograd's among the nodes behind the results: its own, not those of views of what it was given."""
         # From the results back to the nodes that lead straight to a stand-in.
         ends = {get_gradient_edge(stand_in).node for stand_in in self.stand_ins.values()}
-        waiting = [one.grad_fn for one in results if isinstance(one, Tensor) and one.grad_fn is not None]
+        waiting = [result.grad_fn for result in results if isinstance(result, Tensor) and result.grad_fn is not None]
         seen: set[Node] = set()
         while waiting:
             node = waiting.pop()

@@ -225,11 +225,11 @@ def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marke
         # Others would cost time for bytes that their ranks have to spare.
         full = [s.index for s in graph if s.has_backward and not flags[s.index] and fullest[s.index] > memory]
         ranked: list[tuple[tuple[bool, float, float], Marked]] = []
-        for one in (_with(flags, stage, True) for stage in full):
-            seconds, _, over = figures(one)
+        for marked in (_with(flags, stage, True) for stage in full):
+            seconds, _, over = figures(marked)
             if over < over_before:
                 cost = max(seconds - before, 0.0) / (over_before - over) if over else seconds
-                ranked.append(((over > 0, cost, over), one))
+                ranked.append(((over > 0, cost, over), marked))
         if not ranked:
             rank = max(range(len(peaks)), key=peaks.__getitem__)
             raise ScheduleError(

@@ -53,7 +53,7 @@ def first_plan_together(transport: Transport, state: PlanState, options: Options
     # none: later calls of it would not agree.
     digests, same = [plan.digest for plan in state.plans.values()], True
     for scope in EVERYONE:
-        same = all(one == (True, digests) for one in transport.gather(scope, (same, digests)))
+        same = all(answer == (True, digests) for answer in transport.gather(scope, (same, digests)))
     return state.holding_what_all_use() if same else state.only(())
 
 

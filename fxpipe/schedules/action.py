@@ -45,8 +45,8 @@ class Action(NamedTuple):
         return range(self.microbatch, self.microbatch + self.count)
 
     def __str__(self) -> str:
-        one = f"{self.stage}{self.op.value}{self.microbatch}"
-        return one if self.count == 1 else f"{one}-{self.microbatch + self.count - 1}"
+        text = f"{self.stage}{self.op.value}{self.microbatch}"
+        return text if self.count == 1 else f"{text}-{self.microbatch + self.count - 1}"
 
     @staticmethod
     def parse(text: str) -> Action:

@@ -133,7 +133,7 @@ class Comparison:
                 else:
                     yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
             what = f"{action.op.value} of stage {printable(self.real.schedule.label(action.stage))}"
-            planned, real = (one.spans.get(action, Span(0.0, 0.0)) for one in (self.planned, self.real))
+            planned, real = (timeline.spans.get(action, Span(0.0, 0.0)) for timeline in (self.planned, self.real))
             yield what, planned.duration, real.duration
 
     def _share(self, rank: int) -> Share:

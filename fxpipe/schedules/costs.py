@@ -156,7 +156,7 @@ def _per_stage(name: str, cost: Any, stages: int) -> tuple[float, ...]:
         return (_checked(name, cost),) * stages
     if len(cost) != stages:
         raise ScheduleError(f"{name} has {len(cost)} costs for {stages} stages; give one number, or one per stage")
-    return tuple(_checked(name, one) for one in cost)
+    return tuple(_checked(name, value) for value in cost)
 
 
 def _checked(name: str, cost: Any) -> float:

@@ -216,7 +216,7 @@ def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[in
     caps = {}
     for stage in free.readers:
         if not backward[stage]:
-            wanted = ((1 + depth[stage] - depth[one]) * free.groups.get(one, 1) for one in readers[stage])
+            wanted = ((1 + depth[stage] - depth[reader]) * free.groups.get(reader, 1) for reader in readers[stage])
             # A whole number of rounds over the stage's ranks: who waits then has sent what it waits for.
             one_round = turns[stage] * free.groups.get(stage, 1)
             caps[stage] = math.ceil(max(wanted) / one_round) * one_round

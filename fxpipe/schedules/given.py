@@ -51,7 +51,8 @@ KINDS: Mapping[str, Expected] = {
 def check_given(**given: Any) -> None:
     """ScheduleError for the first that is none of what ``KINDS`` has under its name; most may be left out, as None."""
     required = ("rows", "edges", "microbatches", "tied")
-    check(ScheduleError, KINDS, **{name: one for name, one in given.items() if one is not None or name in required})
+    wanted = {name: value for name, value in given.items() if value is not None or name in required}
+    check(ScheduleError, KINDS, **wanted)
 
 
 def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int) -> None:

@@ -191,7 +191,7 @@ class Lowering:
                 self._places.setdefault((rank, use_of(action)), place)
         # rank and place → the messages that the action there makes, in order
         self.sent = [[tuple(self._made_by(action)) for action in row] for row in rows]
-        self.sent_at = {one: place for row in self.sent for place, messages in enumerate(row) for one in messages}
+        self.sent_at = {each: place for row in self.sent for place, messages in enumerate(row) for each in messages}
         self.used_at = {message: self._first_use(message) for message in self.sent_at}
         # (sender, receiver) → the messages between them in the order in which the sender makes them
         self.queues: dict[tuple[int, int], list[Message]] = {}

@@ -83,13 +83,13 @@ def tabulated(spells: Sequence[Spell]) -> str:
     """A row for each process, in ms; below it what stands outside of actions, in the mean over processes."""
     each = spent(spells)
     rows = []
-    for one in each:
-        times = map(milliseconds, [one.wall, *map(one.seconds.__getitem__, CATEGORIES)])
-        longest = [f"{what} {milliseconds(seconds)}" for what, seconds in one.waits.items()][:_LONGEST]
-        rows.append([one.label, *times, ", ".join(longest)])
+    for part in each:
+        times = map(milliseconds, [part.wall, *map(part.seconds.__getitem__, CATEGORIES)])
+        longest = [f"{what} {milliseconds(seconds)}" for what, seconds in part.waits.items()][:_LONGEST]
+        rows.append([part.label, *times, ", ".join(longest)])
     headers = ["rank", "step ms", *CATEGORIES, "longest waits"]
     drawn = tabulate(rows, headers, disable_numparse=True, colalign=["left", *["right"] * 6, "left"])
-    names = dict.fromkeys(name for one in each for name in one.outside)
+    names = dict.fromkeys(name for part in each for name in part.outside)
     means = (f"{name} {milliseconds(sum(one.outside.get(name, 0.0) for one in each) / len(each))}" for name in names)
     return f"{drawn}\noutside of actions, mean over {'ranks' if len(each) > 1 else 'the process'}: {', '.join(means)}"
 

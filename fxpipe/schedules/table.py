@@ -151,7 +151,7 @@ def _near(schedule: Schedule, steps: Sequence[Step], places: Sequence[int], mark
     for reach in (len(steps), 16, 8, 4, 2, 1):
         near = {step for place in places for step in range(place - reach, place + reach + 1)}
         shown = []
-        for is_near, run in groupby(enumerate(columns), key=lambda one: one[0] in near):
+        for is_near, run in groupby(enumerate(columns), key=lambda column: column[0] in near):
             shown += [column for _, column in run] if is_near else [_left_out(schedule)]
         if _fits([*heads, *shown], CLOSE):
             break

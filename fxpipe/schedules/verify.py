@@ -231,5 +231,5 @@ class Machine:
         events = list(self._missing(step))
         actions = [event for event in events if isinstance(event, Action)]
         if actions:
-            return [f"{one} on rank {self._home[one]}" if one in self._home else str(one) for one in actions]
+            return [f"{each} on rank {self._home[each]}" if each in self._home else str(each) for each in actions]
         return [f"the {event}" for event in events]

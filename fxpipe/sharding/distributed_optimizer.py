@@ -440,8 +440,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not names or self.steps > self.skipped_steps:
             return options_of(group)
         device = next((target.tensor.device for target in self._flat), None)
-        one = torch.zeros((1,) * self._all[names[0]].ndim, device=device)
-        return first_options(self._make, options_of(group), one)
+        scratch = torch.zeros((1,) * self._all[names[0]].ndim, device=device)
+        return first_options(self._make, options_of(group), scratch)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.

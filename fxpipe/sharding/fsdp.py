@@ -94,10 +94,10 @@ class FsdpStage(_FsdpModules):
             if isinstance(root, fx.GraphModule):  # a captured stage may return views: nobody writes into them
                 name = re.escape(type(root).__name__)
                 warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
-        inside = [one for root in roots for one in cast(nn.Module, root).modules() if isinstance(one, FSDPModule)]
         together: dict[int, FSDPModule] = {}
-        for one in inside:  # of several that were sharded together, one
-            together.setdefault(id(fsdp_state(one)), one)
+        for part in (part for root in roots for part in cast(nn.Module, root).modules()):
+            if isinstance(part, FSDPModule):  # of several that were sharded together, the first
+                together.setdefault(id(fsdp_state(part)), part)
         super().__init__(list(together.values()))
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
@@ -365,7 +365,7 @@ class FullyShardedGradients(Gradients):
             if not unit.whole:  # FSDP2 makes the whole parameters with the first values
                 self._wait_for(unit)
             self._put_in(unit.whole)
-        return {id(one): partial(self._wait_for, unit) for unit in units for one in unit.whole.values()}
+        return {id(parameter): partial(self._wait_for, unit) for unit in units for parameter in unit.whole.values()}
 
     def _wait_for(self, unit: FsdpUnit) -> None:
         if unit in self._call.ready:

@@ -157,8 +157,8 @@ def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:
     """
     make: Any = optimizer
     if isinstance(optimizer, str):
-        kinds = {name: one for name, one in vars(torch.optim).items() if isinstance(one, type)}
-        known = {name.lower(): one for name, one in kinds.items() if torch.optim.Optimizer in one.__mro__[1:]}
+        kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        known = {name.lower(): kind for name, kind in kinds.items() if torch.optim.Optimizer in kind.__mro__[1:]}
         if optimizer.lower() not in known:
             raise RunError(f"optimizer is {shown(optimizer)}, which torch.optim has not{nearest(optimizer, known)}")
         make = known[optimizer.lower()]

@@ -171,7 +171,7 @@ def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
     value = target.in_parts(value, what)
     if pytree.tree_structure(value, is_parts) != pytree.tree_structure(mine):
         mine = pytree.tree_map(lambda _: None, value, is_leaf=is_parts)
-    return pytree.tree_map(lambda one, place: _one_taken(what, one, place, target), value, mine, is_leaf=is_parts)
+    return pytree.tree_map(lambda part, place: _one_taken(what, part, place, target), value, mine, is_leaf=is_parts)
 
 
 def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
@@ -250,7 +250,7 @@ def read_state_dict(
                 f"the state dict's parameter groups lack {missing[0]!r}{nearest(missing[0], home)}; {_SAVE}"
             )
         homes = {home[name]: name for name in names if name in home}
-        if len(homes) > 1 or any(taken_by.setdefault(one, number) != number for one in homes):
+        if len(homes) > 1 or any(taken_by.setdefault(home_group, number) != number for home_group in homes):
             raise CheckpointError(
                 f"parameter group {number} has {' and '.join(homes.values())}, of the groups {list(homes)} that were "
                 "saved, and each of these belongs to one; make the optimizer with the groups that it was saved with"

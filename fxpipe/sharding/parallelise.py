@@ -115,7 +115,7 @@ def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
             f"be copied: {type(error).__name__}: {error}; give it a __deepcopy__, or keep what cannot be copied out of "
             "its attributes"
         ) from error
-    twins = tuple((one, memo[id(one)]) for one in module.modules() if id(one) in memo)
+    twins = tuple((part, memo[id(part)]) for part in module.modules() if id(part) in memo)
     is_users = graph.module._modules.get(stage.name) is module  # and no code of a capture
     return _StageCopy(module, made, f"{stage.name}." if is_users else "", twins)
 

@@ -33,7 +33,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
     if isinstance(params, (Tensor, nn.Module)):
         raise RunError(f"params is a {type(params).__name__}; write a list of parameters, or of groups of them")
     entries = list(held) if params is None else _listed(params)
-    groups: list[Any] = entries if any(isinstance(one, Mapping) for one in entries) else [{"params": entries}]
+    groups: list[Any] = entries if any(isinstance(entry, Mapping) for entry in entries) else [{"params": entries}]
     names, has_names = _Names(held, whole), True
     resolved: list[dict[str, Any]] = []
     home: dict[str | int, int] = {}
@@ -45,7 +45,8 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         mine: dict[int, Tensor] = {}
         entries = _listed(group["params"])
         has_names = has_names and bool(entries) and all(isinstance(entry, tuple) for entry in entries)
-        for name, tensor in (one for entry in entries for one in names.meant_by(entry, f"parameter group {number}")):
+        asker = f"parameter group {number}"
+        for name, tensor in (named for entry in entries for named in names.meant_by(entry, asker)):
             # A parameter that another rank holds has a name here, and no tensor to step.
             if home.setdefault(name or id(tensor), number) != number:
                 raise RunError(

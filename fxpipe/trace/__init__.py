@@ -206,9 +206,7 @@ def _uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Unc
     """The error of several refusals, a line or two each; of those that are as helpful, the last that was tried comes
     first. What could be opaque is the first's, or else what another has met; the rule for it stands below that one."""
     # one that says what to write, and then one that ran further into forward, which says more about the model
-    first, *others = every = sorted(refusals, key=lambda one: (bool(one.inside or _in_words(one)[1]), one.entered))[
-        ::-1
-    ]
+    first, *others = every = sorted(refusals, key=lambda r: (bool(r.inside or _in_words(r)[1]), r.entered))[::-1]
     named = next((refusal for refusal in every if refusal.inside), first)
     lines = [f"{first.tracer}: {first.reason}", *("".join(_in_words(refusal)) for refusal in others)]
     lines[every.index(named)] += _keep_whole(named.inside, request)

@@ -136,7 +136,8 @@ _FOUND: WeakKeyDictionary[ModuleType, tuple[list[int], list[Any]]] = WeakKeyDict
 
 def _empty_caches() -> None:
     """Empties each ``functools.lru_cache`` of a user's module, or class in it, where forward left a fake tensor."""
-    modules = [one for name, one in [*sys.modules.items()] if isinstance(one, ModuleType) and not is_library(name)]
+    named = [(name, module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)]
+    modules = [module for name, module in named if not is_library(name)]
     # a cache that has kept a fake tensor would hand it to the first real step
     for cache in chain(*map(_caches, modules)):
         # most have not called their functions since the last capture
@@ -152,8 +153,8 @@ def _caches(module: ModuleType) -> list[Any]:
     held = [*map(id, found)]
     # looking through every class takes longer than the capture of a small model
     if _FOUND.get(module, ((), ()))[0] != held:
-        for one in [value for value in found if isinstance(value, type)]:
-            found += vars(one).values()
+        for cls in [value for value in found if isinstance(value, type)]:
+            found += vars(cls).values()
         _FOUND[module] = held, [*filter(_CACHE.__instancecheck__, found)]
     return _FOUND[module][1]
 

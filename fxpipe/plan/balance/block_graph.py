@@ -174,7 +174,7 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
         tuple(BlockValue(stage_of[name], tuple(targets), costs[name].bytes_out) for name, targets in uses.items()),
         (last,),
         costs,
-        {stage: one.group for stage, one in program.gathered.items()},
+        {stage: gather.group for stage, gather in program.gathered.items()},
         given=True,
         alone=_alone(program, members),
     )

@@ -69,7 +69,7 @@ class Balanced:
             what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
         notes = "\n".join(filter(None, [what, costs.guesses]))
         return Balanced(
-            program, best.layout.rank_of, best, found.others, notes, tuple(one.nodes for one in work.blocks)
+            program, best.layout.rank_of, best, found.others, notes, tuple(block.nodes for block in work.blocks)
         )
 
     def __str__(self) -> str:
@@ -143,12 +143,12 @@ def balance(
         again = Rerun.of(recompute, program.stage_names if given else [""] * len(merged))
         try:
             effort = FINER if found is not None else 1.0
-            one = search(merged, ranks, microbatches, family, memory_per_rank, again, several, effort)
+            choice = search(merged, ranks, microbatches, family, memory_per_rank, again, several, effort)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
         # A coarser cut is searched first; a finer one replaces it where it gains enough.
-        found = one.of_blocks(piece_of, how).unless(found, GAIN)
+        found = choice.of_blocks(piece_of, how).unless(found, GAIN)
     if found is None:
         raise refused or AssertionError
     if not given:

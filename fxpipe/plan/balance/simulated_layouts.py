@@ -137,7 +137,7 @@ class Staged:
             arriving[target] += size
 
         def at_once(seconds: Iterable[float]) -> tuple[float, ...]:
-            return tuple(one * size for one, size in zip(seconds, self.groups, strict=True))
+            return tuple(cost * size for cost, size in zip(seconds, self.groups, strict=True))
 
         def held(keys: Iterable[frozenset[int]]) -> tuple[float, ...]:
             return tuple(map(node_costs.saved_bytes, keys))
@@ -156,23 +156,23 @@ class Staged:
 
     def costs_with(self, recomputed: Sequence[bool]) -> Costs:
         """The stages' costs, where some stages are recomputed."""
-        one = self.costs
+        costs = self.costs
         if self._keeping is None or not any(recomputed):
-            return one
+            return costs
         other = self._keeping()
 
         def chosen(name: str) -> tuple[float, ...]:
-            pairs = zip(getattr(one, name), getattr(other, name), recomputed, strict=True)
+            pairs = zip(getattr(costs, name), getattr(other, name), recomputed, strict=True)
             return tuple(again if is_again else plain for plain, again, is_again in pairs)
 
         # In an R the model's own checkpoints keep all, so its backward computes nothing again.
-        sizes = zip(one.again_bytes or (), recomputed, strict=False)
+        sizes = zip(costs.again_bytes or (), recomputed, strict=False)
         return replace(
-            one,
-            again_bytes=one.again_bytes and tuple(0.0 if is_again else size for size, is_again in sizes),
+            costs,
+            again_bytes=costs.again_bytes and tuple(0.0 if is_again else size for size, is_again in sizes),
             backward=chosen("backward"),
             activation_bytes=chosen("activation_bytes"),
-            deferred_bytes=None if one.deferred_bytes is None else chosen("deferred_bytes"),
+            deferred_bytes=None if costs.deferred_bytes is None else chosen("deferred_bytes"),
         )
 
     @cached_property

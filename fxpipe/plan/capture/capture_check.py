@@ -100,8 +100,8 @@ def _first_half_twice(leaf: Tensor, along: Any) -> Tensor:
     return leaf.index_select(along, torch.arange(rows, device=leaf.device) % max(1, (rows + 1) // 2))
 
 
-def _equal(one: Batch, other: Batch) -> bool:
-    leaves, others = pytree.tree_leaves(dict(one)), pytree.tree_leaves(dict(other))
+def _equal(batch: Batch, other: Batch) -> bool:
+    leaves, others = pytree.tree_leaves(dict(batch)), pytree.tree_leaves(dict(other))
     pairs = zip(leaves, others, strict=False)  # lists have as many entries as there are rows
     return len(leaves) == len(others) and all(
         torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)
@@ -313,7 +313,8 @@ class _Trial:
             seen[Fact("the count of the loss", "", place)] = torch.as_tensor(part.count).detach().clone()
         for name, value in part.metrics.items():
             seen[Fact("the loss's", repr(name), place)] = torch.as_tensor(value).detach().clone()
-        return seen | {Fact(GRADIENT, name, place): one for name, one in zip(self._trainable, found, strict=True)}
+        named = zip(self._trainable, found, strict=True)
+        return seen | {Fact(GRADIENT, name, place): gradient for name, gradient in named}
 
     def loss(self, batch: Batch) -> MicrobatchLoss:
         """That of a batch, from the state and the random numbers that each run begins with."""
@@ -349,13 +350,13 @@ class _Trial:
         if fact.kind not in (GRADIENT, BUFFER):
             owners = [self.graph[self.graph.output_stage].name]
         ours = f"in stage {', '.join(map(repr, owners))}" if owners else "in the stages"
-        one, other = in_double(got, wanted), in_double(wanted, got)
-        if one.shape != other.shape:
-            return f"{fact} has shape {list(one.shape)} {ours} and {list(other.shape)} in the model"
-        apart = differences(one, other)
+        own, other = in_double(got, wanted), in_double(wanted, got)
+        if own.shape != other.shape:
+            return f"{fact} has shape {list(own.shape)} {ours} and {list(other.shape)} in the model"
+        apart = differences(own, other)
         place = int(apart.argmax())
-        where = f", at {list(map(int, torch.unravel_index(apart.argmax(), one.shape)))}" if one.dim() else ""
-        mine, right = (value.flatten()[place].item() for value in (one, other))
+        where = f", at {list(map(int, torch.unravel_index(apart.argmax(), own.shape)))}" if own.dim() else ""
+        mine, right = (value.flatten()[place].item() for value in (own, other))
         return f"{fact} is {mine:.6g} {ours} and {right:.6g} in the model{where}"
 
 

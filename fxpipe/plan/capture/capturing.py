@@ -351,8 +351,8 @@ class Tracing:
         if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
             return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'check_capture=False'}"
         # The micro-batches that this capture is for: those of one shape, or all that have the same inputs.
-        each = [one if captured.of_one_shape else one.for_any_shape() for one in self.pattern.each()]
-        numbers = [number for number, one in enumerate(each) if one in (self.this, self.this.for_any_shape())]
+        each = [pattern if captured.of_one_shape else pattern.for_any_shape() for pattern in self.pattern.each()]
+        numbers = [number for number, pattern in enumerate(each) if pattern in (self.this, self.this.for_any_shape())]
         try:
             with progress("checking the stages against the model"):
                 return check(captured.graph, request, sample, numbers, holds, self.options.loss_weight)
@@ -369,7 +369,7 @@ class Tracing:
             return
         examples = [self.shape, joined_description([self.shape] * 2, batch_dim)]
         how = self.captures.device, pattern.ambient.autocast, self.balancing.compute
-        warn_of_rows(rows_meet(program, *(shapes_of(program, example_of(one), *how) for one in examples)))
+        warn_of_rows(rows_meet(program, *(shapes_of(program, example_of(example), *how) for example in examples)))
 
     def _cut(self, program: Program, whole: Collection[Region]) -> Examined:
         """The program with its stages, not checked yet. ``whole``: the regions that are opaque in it."""

@@ -43,8 +43,8 @@ def rows_interact(
     """
     if counted(batch_dim):
         return ""  # the counts of packed rows are of others
-    one, other = batches
-    pairs = (one, other), (other, one), (one, one), (other, other)
+    first, other = batches
+    pairs = (first, other), (other, first), (first, first), (other, other)
     try:
         parts = [loss(joined(pair, batch_dim)) for pair in pairs]
         given = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in batches]
@@ -76,10 +76,10 @@ def rows_meet(program: Program, shapes: Mapping[str, Shapes], doubled: Mapping[s
     """
     for node in program.nodes:
         is_gathered = program.stage_of.get(node.name) in program.gathered
-        for one, two in zip(shapes.get(node.name, ()), doubled.get(node.name, ()), strict=False):
-            if not is_gathered and one and two and sum(b == 2 * a for a, b in zip(one, two, strict=True)) > 1:
+        for shape, two in zip(shapes.get(node.name, ()), doubled.get(node.name, ()), strict=False):
+            if not is_gathered and shape and two and sum(b == 2 * a for a, b in zip(shape, two, strict=True)) > 1:
                 return (
-                    f"a value of shape {list(one)} has rows of the micro-batch in two dimensions{where(node)}, and no "
-                    f"others' rows. Where a loss compares rows, as a contrastive one, {_GATHER}"
+                    f"a value of shape {list(shape)} has rows of the micro-batch in two dimensions{where(node)}, and "
+                    f"no others' rows. Where a loss compares rows, as a contrastive one, {_GATHER}"
                 )
     return ""

@@ -167,7 +167,7 @@ def for_groups(
         whole = capturing.of(groups, _sample(sample, size, batch_dim))
         places |= _places(capturing.captures, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
         merged = cache(partial(_with_stages, stages=stages))  # micro-batches of one capture remain one object
-        captured = [merged(one, whole[place // size]) for place, one in enumerate(captured)]
+        captured = [merged(single, whole[place // size]) for place, single in enumerate(captured)]
     return [replace(captured[0], places=places), *captured[1:]]
 
 
@@ -177,10 +177,10 @@ def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Place
     ``used``: the capture that the step's plan was made from, whose names its values have; another capture that holds
     for these shapes may have others.
     """
-    one, shape, batch_dim = captures.by_pattern[used], pattern.shapes[:1], captures.options.batch_dim
+    single, shape, batch_dim = captures.by_pattern[used], pattern.shapes[:1], captures.options.batch_dim
     few = 1 if (row_count(shape[0], batch_dim) or 0) > 1 else 2  # a dimension of 1 may mean another thing
     small, large = (joined_description(shape * n, batch_dim) for n in (few, 2 * few))
-    return _places(captures, pattern, (one, small), (one, large))
+    return _places(captures, pattern, (single, small), (single, large))
 
 
 def _places(
@@ -198,10 +198,11 @@ def _places(
     if None in rows or len(set(rows)) == 1:  # a group of one micro-batch, whose rows may lie anywhere
         return {}
     how = captures.device, pattern.ambient.autocast, captures.balancing.compute
-    runs = [shapes_of(one.program, example_of(shape), *how) for one, shape in pair if one.program is not None]
-    (one, other), (first, second) = (_edges_between(captured.graph) for captured, _ in pair), runs
+    programs = [(captured.program, example_of(shape)) for captured, shape in pair]
+    runs = [shapes_of(program, example, *how) for program, example in programs if program is not None]
+    (ours, other), (first, second) = (_edges_between(captured.graph) for captured, _ in pair), runs
     found: dict[tuple[str, int], tuple[int, ...]] = {}
-    for between, edges in one.items():  # in one order in both
+    for between, edges in ours.items():  # in one order in both
         if pair[0][0].graph[between[1]].gathered is None:
             continue
         for mine, its in zip(edges, other.get(between, ()), strict=False):
@@ -247,20 +248,20 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
     return replace(sample, batches=groups)
 
 
-def _with_stages(one: Captured, group: Captured, stages: Collection[int]) -> Captured:
+def _with_stages(single: Captured, group: Captured, stages: Collection[int]) -> Captured:
     """``one`` with these stages of ``group``. PartitionError where they would not be sent the same values."""
     # What the stages before send must be what the group's stage takes, in one order and with the same gradients.
-    _, theirs = called_alike([one.graph, group.graph])
-    if _messages(one.graph) != _messages(theirs):
+    _, theirs = called_alike([single.graph, group.graph])
+    if _messages(single.graph) != _messages(theirs):
         raise PartitionError(
             "the stages captured for the rows of a micro-batch and for those of a group exchange different values, so "
-            f"what is gathered is not what the group's stage takes:\n{one.graph}\n{group.graph}\nkeep code that "
+            f"what is gathered is not what the group's stage takes:\n{single.graph}\n{group.graph}\nkeep code that "
             "depends on how many rows there are out of the stages before it"
         )
-    merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in one.graph)
-    graph = replace(one.graph, stages=merged)
-    text, patterns = f"{one.text}\nfor a group: {group.text}", one.patterns + group.patterns
-    return replace(one, graph=graph, text=text, patterns=patterns)
+    merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in single.graph)
+    graph = replace(single.graph, stages=merged)
+    text, patterns = f"{single.text}\nfor a group: {group.text}", single.patterns + group.patterns
+    return replace(single, graph=graph, text=text, patterns=patterns)
 
 
 def _messages(graph: StageGraph) -> list[object]:

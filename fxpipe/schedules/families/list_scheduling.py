@@ -48,7 +48,7 @@ PRIORITIES: Sequence[Priority] = (backward_first, longest_way_first, oldest_firs
 
 def by_each_priority(costs: Costs, caps: Caps, **limits: Any) -> list[Maker]:
     """Makers of a list schedule for each priority. ``limits``: as for ``list_schedule``."""
-    return [partial(list_schedule, costs=costs, caps=caps, priority=one, **limits) for one in PRIORITIES]
+    return [partial(list_schedule, costs=costs, caps=caps, priority=order, **limits) for order in PRIORITIES]
 
 
 def _way_to_go(problem: Problem) -> Callable[[int, Op], int]:

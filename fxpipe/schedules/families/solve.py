@@ -57,13 +57,13 @@ def reckoned(problem: Problem) -> Problem:
             # at a time, so a rank sets aside the largest of its stages'.
             beside = [max(size - held[s], 0) * problem.group(s) for s, size in enumerate(whole)]
             most = [max(beside[stage] for stage in stages) for stages in problem.stages_of]
-            for rank, (room, one) in enumerate(zip(memory, most, strict=True)):
-                if exceeds(one, room):
+            for rank, (room, peak) in enumerate(zip(memory, most, strict=True)):
+                if exceeds(peak, room):
                     raise ScheduleError(
-                        f"rank {rank} may hold {room:g} bytes, but what is run again at once takes {one:g} beside its "
+                        f"rank {rank} may hold {room:g} bytes, but what is run again at once takes {peak:g} beside its "
                         "inputs; use smaller micro-batches, or move a stage"
                     )
-            memory = tuple(max(room - one, 0) for room, one in zip(memory, most, strict=True))
+            memory = tuple(max(room - peak, 0) for room, peak in zip(memory, most, strict=True))
     return replace(problem, costs=costs, memory=memory)
 
 
@@ -207,7 +207,8 @@ class _Floating:
                 forward, backward = (path + (longest - path) * part / steps for part in (early, late))
                 rows, makespan = self._attempted(forward, backward)
                 if best[0] or makespan < best[1]:
-                    best, over = min((best, over), ((self._exceeds(rows), makespan), rows), key=lambda one: one[0])
+                    candidates = (best, over), ((self._exceeds(rows), makespan), rows)
+                    best, over = min(candidates, key=lambda candidate: candidate[0])
         return over
 
     def _attempted(self, forward: float, backward: float) -> tuple[tuple[Row, ...], float]:

@@ -294,7 +294,8 @@ class PictureLayout:
 def lanes(timeline: Timeline, rank: int) -> list[list[Reduction]]:
     """The reductions of a rank on as few lanes as hold them, each on the first that is free: they do not overlap."""
     free: list[list[Reduction]] = []
-    for reduction in sorted((one for one in timeline.reductions if one.rank == rank), key=lambda one: one.start):
+    mine = [reduction for reduction in timeline.reductions if reduction.rank == rank]
+    for reduction in sorted(mine, key=lambda reduction: reduction.start):
         lane = next((lane for lane in free if lane[-1].end <= reduction.start), None)
         if lane is None:
             free.append([reduction])

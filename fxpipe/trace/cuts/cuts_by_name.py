@@ -149,7 +149,7 @@ def _rules(modules: dict[str, nn.Module], boundaries: Any) -> Iterator[tuple[str
     for name, rule in rules:
         if not isinstance(name, str):
             raise PartitionError(f"boundaries= holds {name!r:.80}, which is no name; give {_EXAMPLES}")
-        yield from ((name, one) for one in (rule if isinstance(rule, (list, tuple)) else [rule]))
+        yield from ((name, item) for item in (rule if isinstance(rule, (list, tuple)) else [rule]))
 
 
 def _is_method(modules: Mapping[str, nn.Module], name: str) -> bool:

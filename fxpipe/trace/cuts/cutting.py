@@ -139,8 +139,8 @@ class _Passed:
         whose, theirs = (
             part.values() if isinstance(part, dict) else fields_of(part).values() or part for part in (given, behind)
         )
-        for one, other in zip(whose, theirs, strict=True):
-            self._pair(one, other)
+        for value, other in zip(whose, theirs, strict=True):
+            self._pair(value, other)
 
     def hand_back(self) -> None:
         """Does to the caller's lists and dicts what was done to those behind the boundary.
@@ -150,7 +150,7 @@ class _Passed:
         given_as = Counter(id(given) for given, _, _ in self._containers)
         for given, behind, before in self._containers:
             now = _entries(behind)
-            if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
+            if len(now) == len(before) and all(value is other for value, other in zip(now, before, strict=True)):
                 continue
             if given_as[id(given)] > 1 or (type(given) not in _PLAIN and not fields_of(given)):
                 raise refuse(

@@ -160,7 +160,7 @@ class Conversion:
         paths = [tuple(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
         self._inputs = len(paths)
         self._paths = dict(zip(self._given, paths, strict=False))
-        returned = [(key, place) for key, one in self.stand_ins.items() for place in range(len(one))]
+        returned = [(key, place) for key, leaves in self.stand_ins.items() for place in range(len(leaves))]
         self._stand_ins = dict(zip(self._given[self._inputs :], returned, strict=True))
         self._clauses = self._taken_for_granted()
         self._guards = self._guards_of_calls()
@@ -215,20 +215,21 @@ class Conversion:
         given = [node.meta["val"] for node in self._given]
         if any(map(_is_symbolic, given)):
             return [clause for guard in size_guards(given) for clause in clauses_of(guard)]
-        return [f"L['t{i}'].size()[{dim}] == {n}" for i, one in enumerate(given) for dim, n in enumerate(one.shape)]
+        shapes = [tensor.shape for tensor in given]
+        return [f"L['t{i}'].size()[{dim}] == {n}" for i, shape in enumerate(shapes) for dim, n in enumerate(shape)]
 
     def _holds_for(self) -> SizeGuard | None:
         """For what sizes of its inputs the graph holds; None where none is symbolic."""
         if not any(_is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
             return None
         # a clause about what a region returns is checked at its call, and says nothing of the inputs
-        about = [f"({one})" for one in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(one))]
+        about = [f"({each})" for each in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(each))]
         code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
-        return lambda given: holds_for(code, {f"t{place}": one for place, one in enumerate(given)})
+        return lambda given: holds_for(code, {f"t{place}": tensor for place, tensor in enumerate(given)})
 
     def _guards_of_calls(self) -> dict[Hashable, SizeClauses]:
         """What is checked of what each region returns, of which the code behind it uses something."""
-        ends = accumulate((len(one) for one in self.stand_ins.values()), initial=self._inputs)
+        ends = accumulate((len(leaves) for leaves in self.stand_ins.values()), initial=self._inputs)
         places = dict(zip(self.stand_ins, starmap(range, pairwise(ends)), strict=True))
         uses = [zip(places[call.key], call.kept.uses, strict=True) for call in self.calls]
         unused = {place for each in uses for place, used in each if not used}

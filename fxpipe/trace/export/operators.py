@@ -132,7 +132,7 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
             name,
             places.start,
             tuple(shown),
-            tuple(sorted({size for one in shown for size in sizes_in(one) if size[0] not in places})),
+            tuple(sorted({size for value in shown for size in sizes_in(value) if size[0] not in places})),
         )
         for (name, places), shown in zip(calls, mine, strict=True)
     ]

@@ -62,15 +62,15 @@ def export(request: Request) -> Program:
     try:
         program = made(request)
         opened = [call for part in program.opaque.values() for call in opaque_calls(part) if call.opened]
-        lists = [one for call in opened for one in call.opened if not one.unpacked]
-        counted = _as_large(request, {one.count for one in lists})
+        lists = [opened for call in opened for opened in call.opened if not opened.unpacked]
+        counted = _as_large(request, {opened.count for opened in lists})
         if not counted:
             return program
         # one entry for each image, say: the capture holds for that number of them
         # captured again with that dimension as a number
         made_again = made(replace(request, varying=request.varying - counted))
         looks = " and ".join(f"forward looks at entries of a list that {call.name} returns" for call in opened)
-        lines = [f"{looks}, so each number of them takes a capture", *dict.fromkeys(one.opened_at for one in lists)]
+        lines = [f"{looks}, so each number of them takes a capture", *dict.fromkeys(each.opened_at for each in lists)]
         return made_again.replace(fixed_sizes="\n".join(filter(None, [*lines, made_again.fixed_sizes])))
     except TraceError as error:
         why = f"torch.export takes no symbolic size of {named(request.varying)}: {error}"
@@ -235,7 +235,7 @@ class ExportedCall:
         """What the model, or torch.export's stand-in for it, computes of these tensors; keeps what else is in its
         result."""
         given, kept = iter(tensors), iter(stand_ins)
-        self._given = {key: list(islice(kept, len(one))) for key, one in self.stand_ins.items()}
+        self._given = {key: list(islice(kept, len(leaves))) for key, leaves in self.stand_ins.items()}
         values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
         try:
             with module_calls_ended():
@@ -279,7 +279,7 @@ class ExportedCall:
             )
         returned = whole(tensors, numbers, self._given[call.key], len(self.regions.calls) - 1)
         likes = call.seen.likes
-        return [one if like.requires_grad else one.detach() for one, like in zip(returned, likes, strict=True)]
+        return [tensor if like.requires_grad else tensor.detach() for tensor, like in zip(returned, likes, strict=True)]
 
     def program(self, exported: torch.export.ExportedProgram) -> Program:
         module, calls, of_any_size = self.request.module, self.regions.calls, self.asked is not None
