@@ -43,10 +43,10 @@ from fxpipe.schedules.lower import lower
 
 Figures = dict[str, float]
 PHASES = {
-    "trace": ("fxpipe.plan.capture.auto_opaque", "capture"),
-    "passes": ("fxpipe.plan.capture.captures", "chain"),
+    "trace": ("fxpipe.trace", "_traced"),
+    "passes": ("fxpipe.plan.capture.capturing", "chain"),
     "cut": ("fxpipe.passes", "split"),
-    "check": ("fxpipe.plan.capture.captures", "check"),
+    "check": ("fxpipe.plan.capture.capturing", "check"),
     "costs": ("fxpipe.plan.balance.choose", "costs_from_shapes"),
     "search": ("fxpipe.plan.balance.choose", "balance"),
     "table": ("fxpipe.plan.tables", "make_table"),

@@ -6,8 +6,10 @@ any number of entries. Code that looks at an entry, or at how many there are, is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dis import opname
 from typing import Any
 
 import torch
@@ -31,12 +33,8 @@ class ListOfTensors:
     opened_at: str = ""
     joined: bool = False
     """Whether forward concatenates it."""
-
-    @property
-    def unpacked(self) -> bool:
-        """Whether forward is written for that number of entries: of a tuple whose entries it looks at, as ``cos, sin``
-        of transformers' ``Phi3RotaryEmbedding``. A list may have another number in the next batch."""
-        return self.opened and self.kind is tuple
+    unpacked: bool = False
+    """Whether forward is written for that number of entries, as in ``cos, sin = rotary(x)``."""
 
     def open(self) -> None:
         """Notes that the number of entries is a part of the capture."""
@@ -106,6 +104,11 @@ class Listed:
         return self.entries
 
     def __iter__(self) -> Iterator[Any]:
+        # `cos, sin = rotary(x)` (transformers' Phi3RotaryEmbedding) is written for two entries in every batch, and
+        # `for image in features` (SmolVLM) for as many as the batch has. Python asks both for __iter__ alone: only the
+        # instruction that asks tells them apart.
+        caller = sys._getframe(1)
+        self.listing.unpacked |= opname[caller.f_code.co_code[caller.f_lasti]].startswith("UNPACK")
         return iter(self.opened())
 
     def __radd__(self, other: Any) -> Any:

@@ -82,9 +82,16 @@ class ListScheduler:
         units, keys, free = self.units, self.keys, self.free
         # a last number stands for the end of each line
         ready = self.ready = [math.inf if needs else 0.0 for needs in [*units.needs, 1]]
-        homes, lines_on, may_begin = units.home, units.lines_on, self.may_begin
+        homes, may_begin = units.home, self.may_begin
         missing, arrives = list(units.needs), [0.0] * len(units.needs)
         head = [line.start if line else -1 for line in units.lines]
+        # Rank → its units at the head of a line that need nothing more, in two heaps: by when their messages arrive,
+        # and, once these are there, by key. So a moment costs no look at each line of a rank.
+        coming: list[list[tuple[float, int]]] = [[] for _ in free]
+        able: list[list[tuple[Any, int]]] = [[] for _ in free]
+        for unit in head:
+            if unit >= 0 and not missing[unit]:
+                coming[homes[unit]].append((0.0, unit))
         rows: list[list[Action]] = [[] for _ in free]
         # a rank is free, or a message reaches it: time goes from one such moment to the next
         moments = [(0.0, rank) for rank in range(len(free))]
@@ -96,19 +103,25 @@ class ListScheduler:
             now, rank = heappop(moments)
             if free[rank] > now:
                 continue
-            able = [head[line] for line in lines_on[rank] if ready[head[line]] <= now]
-            if len(able) > 1:
-                able.sort(key=keys.__getitem__)
-            for unit in able:
-                if may_begin(rank, unit, now, forced):
-                    break
-            else:
+            waiting, candidates = coming[rank], able[rank]
+            while waiting and waiting[0][0] <= now:
+                _, unit = heappop(waiting)
+                heappush(candidates, (keys[unit], unit))
+            passed_over = []
+            while candidates and not may_begin(rank, candidates[0][1], now, forced):
+                passed_over.append(heappop(candidates))
+            unit = heappop(candidates)[1] if candidates else -1
+            for entry in passed_over:
+                heappush(candidates, entry)
+            if unit < 0:
                 continue
             forced, left, line = False, left - 1, units.line_of[unit]
             rows[rank] += units.actions[unit]
             self.begun[line] += 1
             self.begin(rank, unit)
-            head[line] = unit + 1 if unit + 1 < units.lines[line].stop else -1
+            following = head[line] = unit + 1 if unit + 1 < units.lines[line].stop else -1
+            if following >= 0 and not missing[following]:
+                heappush(waiting, (ready[following], following))
             end = free[rank] = now + units.time[unit]
             heappush(moments, (end, rank))
             for user, hop in units.after[unit]:
@@ -118,6 +131,8 @@ class ListScheduler:
                 missing[user] -= 1
                 if not missing[user]:
                     ready[user] = arrives[user]
+                    if head[units.line_of[user]] == user:
+                        heappush(coming[home], (arrives[user], user))
                 if home != rank and arrival >= free[home]:
                     heappush(moments, (arrival, home))
         return tuple(map(tuple, rows))
