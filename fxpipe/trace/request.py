@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
+from fxpipe.graph.listed import Listed
 from fxpipe.graph.modes import Autocast
 from fxpipe.graph.question import Answer, Answers
 from fxpipe.graph.with_loss import loss_module
@@ -64,7 +65,8 @@ class Word:
 
 def tensors_of_words(value: Any) -> Any:
     """``value`` with its tensor in place of each ``Word``."""
-    return pytree.tree_map_only(Word, lambda word: word.tensor, value)
+    # A ``Listed`` has no word, and to look into it would be to open it.
+    return pytree.tree_map_only(Word, lambda word: word.tensor, value, is_leaf=lambda part: isinstance(part, Listed))
 
 
 Side = Literal["before", "after", "both"]
