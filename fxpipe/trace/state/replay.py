@@ -147,15 +147,15 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> Iterator[None]:
-    """The surroundings of a training step, or of an evaluation. What torch compiles runs uncompiled, and a reentrant
-    checkpoint, through which no gradient can be asked for, runs its function once. ``devices``: whose draws all begin
-    from one seed; None: no draws do."""
+    """A context with the modes of a training step, or of an evaluation. Compiled code runs uncompiled, and a reentrant
+    checkpoint, which ``autograd.grad`` refuses, runs its function once. ``devices``: the devices whose draws all start
+    from one seed; None: draws are not seeded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_reentrant_checkpoints())
-        # off here; the call of the model or of a stage turns on what the step has on
+        # autocast is off here; the call of the model or of a stage turns on the step's autocast
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
             stack.enter_context(same_draws(devices))
