@@ -117,7 +117,7 @@ class AssignedBuffers:
         return True
 
     def write(self, at: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
-        """Copies the new tensors into the old buffers, at the end of forward. ``at``: sets the user's line of a copy."""
+        """Copies the new tensors into the old buffers, at the end of forward. ``at``: sets the line of a copy."""
         with torch.no_grad():
             for (_, name), (table, before, line) in self._assigned.items():
                 if table[name] is not before:
