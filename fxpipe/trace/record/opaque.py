@@ -1,4 +1,4 @@
-"""Opaque modules: what a graph calls as a whole although it is no submodule of the model."""
+"""Opaque modules that a graph calls although they are no submodules of the model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Applied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A checkpointed part of forward, recorded: its activations are computed again in backward.
+    """A recorded checkpointed part of forward. Backward recomputes the part's activations.
 
-    ``body`` takes the tensors that the part has used, parameters included where no submodule holds them for it.
+    ``body`` takes the tensors that the part uses, including parameters that none of its opaque submodules holds.
     """
 
     def __init__(self, body: nn.Module, options: Mapping[str, Any]) -> None:
@@ -40,5 +40,5 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self._run, *inputs, **self.options)
 
     def _run(self, *inputs: Any) -> Any:
-        with modes_restored():  # what is computed again may stop in the middle
+        with modes_restored():  # recomputation may stop early
             return self.body(*inputs)
