@@ -193,7 +193,7 @@ def _entering(module: nn.Module) -> Iterator[set[int]]:
     entered: set[int] = set()
 
     def note(called: nn.Module, args: Any) -> None:
-        entered.update(own & {id(vars(called))})  # torch.export calls stand-ins that share it
+        entered.update(own & {id(vars(called))})  # torch.export's stand-in shares the module's __dict__
 
     handle = register_module_forward_pre_hook(note)
     try:

@@ -1,4 +1,4 @@
-"""Fake tensors: a model and a micro-batch without numbers, for tracers that need shapes."""
+"""Fake tensors: a model and a micro-batch with shapes and without values, for tracers that need shapes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
                 f'boundaries= gives {rule!r:.80} for {name!r} beside "auto", which finds all cuts by itself: keep '
                 'parts whole beside it, {"*": "auto", "model.visual": "whole"}, or name all cuts'
             )
-        # rules add up: two may cut one submodule, before and after it
+        # rules add up: two rules may cut the same submodule, before and after
         for path, side, gather in _cuts(name, rule, _matching(modules, name)):
             _check_called(path, modules[path])
             sides = found.setdefault(path, {})
@@ -108,7 +108,7 @@ def _is_whole(rule: Any) -> bool:
 
 
 def _regions(modules: Mapping[str, nn.Module], name: str, rule: str | Mapping[str, Any]) -> list[Region]:
-    """The opaque regions that a name or pattern means: submodules, or one method."""
+    """The opaque regions of a name or pattern: the matching submodules, or a method."""
     returns = None if isinstance(rule, str) else rule[WHOLE]
     if not isinstance(rule, str) and len(rule) > 1:
         other = next(key for key in rule if key != WHOLE)
@@ -121,7 +121,7 @@ def _regions(modules: Mapping[str, nn.Module], name: str, rule: str | Mapping[st
         for path in paths:
             _check_called(path, modules[path])
         return [Region(path, path, returns=returns) for path in paths]
-    if method in vars(modules[owner]):  # an opaque method is looked up in the class
+    if method in vars(modules[owner]):  # fxpipe patches an opaque method on the class
         raise PartitionError(
             f"boundaries= keeps {name!r} whole, which was set as an attribute of this {type(modules[owner]).__name__}, "
             "in place of the method of its class: set it on the class, or on a class derived from it"

@@ -57,7 +57,7 @@ class _CutCalls:
     def __init__(self, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
         self.module = module
         self.named: dict[int, _Named] = {}
-        """The submodules that are cut, by the identity of their ``__dict__``."""
+        """The id of a submodule's ``__dict__`` → the submodule to cut."""
         modules = dict(module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
         for path, cut in cuts.items():
             # all names of a submodule share one entry

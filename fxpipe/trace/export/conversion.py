@@ -295,7 +295,7 @@ class Conversion:
             if f"{path}.".startswith(model)
         }
 
-    # where values come from
+    # inputs, parameters, buffers and constants
 
     def _sort_inputs(self) -> None:
         inputs = [node for node in self.exported.graph.nodes if node.op == "placeholder"]

@@ -35,7 +35,7 @@ _RETURN_IT = "return the value instead, or keep it in a buffer (register_buffer)
 
 
 class TracingGuard(CaptureGuard):
-    """Watches one export."""
+    """Watches one export: refuses code that the export would record wrong, and undoes changes to the model."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)

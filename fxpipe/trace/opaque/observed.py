@@ -146,7 +146,7 @@ class _Observer:
         paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
         parts = tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
         reads = dict.fromkeys(
-            self._names.get(id(tensor), name)  # another name for a buffer that an earlier call has set
+            self._names.get(id(tensor), name)  # the second name is for a buffer that an earlier call has set
             for name, tensor in tensors.items()
             if storage_of(tensor) in touched.reads or any(_is_inside(name, path) for path in parts)
         )

@@ -42,7 +42,7 @@ class RegionCall:
 
     @property
     def effects(self) -> Effects:
-        """The effects of a call in any step: its result may share memory with each argument, and it may draw."""
+        """The effects of a call in any step: it may draw random numbers, and its result may alias each argument."""
         # the code may branch on any number, so that another step may do more than the observed one
         shares, seen = tuple(range(len(self.values))), self.seen
         return Effects(seen.reads, seen.writes, shares, draws_random=True, is_rehearsed=True)

@@ -1,4 +1,4 @@
-"""Opaque regions, as ``boundaries=`` names them, and the effects that their calls were seen to have."""
+"""Opaque regions, as ``boundaries=`` names them, and the observed effects of their calls."""
 
 from __future__ import annotations
 

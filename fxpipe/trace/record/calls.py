@@ -230,7 +230,7 @@ class Calls:
         def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             if not self._is_ours():
                 return apply(function, *args, **kwargs)
-            if function is checkpointing.CheckpointFunction:  # with gradients on, as backward runs it
+            if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
                 run, preserve_rng_state, *given = args
                 options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
                 with recorder.checkpointed(Checkpoint(options, recorder.place())):
@@ -286,7 +286,7 @@ class Calls:
             )
         return result
 
-    # calls that look at values
+    # calls that read the values of tensors
 
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
         """Rehearses a call that cannot run on fake tensors, and returns its result. Raises the error on failure."""

@@ -12,7 +12,7 @@ from fxpipe.graph.modes import modes_restored
 
 
 class Applied(nn.Module):
-    """A ``torch.autograd.Function``, with the backward that its author wrote."""
+    """The call of a ``torch.autograd.Function``, with the function's own backward."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()

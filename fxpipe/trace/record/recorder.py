@@ -196,7 +196,7 @@ class Recorder:
         if name == "__iter__":
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
         if function in CHECKS and isinstance(args[0], Tensor):
-            return None  # an assertion on the values of tensors is not a part of the program
+            return None  # the program has no assertions on the values of tensors
         if function is Tensor.__bool__:
             certain = outcome(self.known(args[0]), self.tape)
             if certain is not None:
@@ -349,7 +349,7 @@ class Recorder:
         """Runs one operator on fake tensors, and records the call."""
         if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
-            # not raised here: torch.vmap's C++ code lets no exception through, and would end the process
+            # not raised here, as an exception through torch.vmap's C++ code would end the process
             self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
         return self._recorded(operator, args, kwargs)
 
@@ -421,7 +421,7 @@ _AT_THE_EDGE = (
 )
 
 
-# --- Branches that go one way in every step ---
+# --- Branches that go the same way in every step ---
 
 
 def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bool | None:

@@ -136,7 +136,7 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """One call of ``torch.utils.checkpoint.checkpoint``: its options, and where it began."""
+    """One call of ``torch.utils.checkpoint.checkpoint``: its options, and the surroundings of its start."""
 
     options: Mapping[str, Any]
     place: Surroundings
@@ -207,7 +207,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
     """(the keys of the path, leaf) for each leaf of nested tuples, lists, mappings and slices."""
     if isinstance(value, torch.Size):
         yield path, value
-    elif isinstance(value, slice):  # among arguments: x[start:], of tensors too
+    elif isinstance(value, slice):  # an argument x[start:], where start may be a tensor
         yield from paths((value.start, value.stop, value.step), path)
     elif isinstance(value, Mapping):
         for key, part in value.items():
@@ -253,7 +253,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (Tensor, *PLAIN))
 
 
-# --- How a call that a torch function mode has seen is written in a graph ---
+# --- The graph's nodes for calls that a torch function mode has seen ---
 
 _OPERATORS = {
     name: function

@@ -78,7 +78,7 @@ def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
 
 
 class _RecordedRun:
-    """One run of forward."""
+    """One run of forward on fake tensors, with its recorder."""
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ class CaptureGuard:
     """
 
     def __init__(self, request: Request) -> None:
-        self.roots = request.roots[::-1]  # a module in both is called as in the model
+        self.roots = request.roots[::-1]  # the model last, so that a module in both has its path in the model
         self.has_regions = bool(request.whole)
         self.paths = {id(vars(part)): path for root in self.roots for path, part in root.named_modules()}
         self.own, self.random = CallAttributes(), RandomState()

@@ -97,7 +97,7 @@ def captured_by(function: Any) -> list[Any]:
 
 
 def _iterated(container: Any) -> Callable[[Any], list[Any]]:
-    return lambda value: [*container.__iter__(value)]  # list(value) would ask for the class's own __len__
+    return lambda value: [*container.__iter__(value)]  # list(value) would call the class's own __len__
 
 
 def _numbers(array: Any) -> list[Any]:
@@ -145,7 +145,7 @@ def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[
             if reading.is_leaf:
                 yield Inner(inner)
             elif id(inner) in seen:
-                # two names for one object, or a cycle
+                # an object with two names, or a cycle
                 yield Inner(seen[id(inner)])
             else:
                 seen[id(inner)] = len(seen)
@@ -174,7 +174,7 @@ def described_values(name: str, value: Any, deep: int = DEEP) -> Iterator[tuple[
 
 
 def alike(first: Any, other: Any) -> bool:
-    """Whether two ``contents`` are the same."""
+    """Whether two results of ``contents`` are equal."""
     if first is other:
         return True
     if type(first) is not type(other):
@@ -222,7 +222,7 @@ class Taken:
         if alike(tuple(items), tuple(self._items_now())):
             return
         if items and isinstance(items[-1], bytes) and hasattr(value, "tobytes"):
-            # in place, since others may hold the array
+            # in place, since other objects may hold the array
             value.flat = sys.modules["numpy"].frombuffer(items[-1], value.dtype)
         if not isinstance(value, (dict, list, set, deque)):
             return

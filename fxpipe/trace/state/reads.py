@@ -211,7 +211,7 @@ class _Glance:
     """
 
     def __init__(self, keys: Iterable[Key], modules: Mapping[int, tuple[str, nn.Module]]) -> None:
-        names: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by table
+        names: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by the table's id
         for place, name in keys:
             module = modules[place][1]
             own = vars(module)

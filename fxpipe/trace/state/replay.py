@@ -159,7 +159,7 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
             stack.enter_context(same_draws(devices))
-        # the caller puts .data back, by a State
+        # the caller restores .data by a State
         for parameter in request.module.parameters() if request.compute is not None else ():
             if parameter.is_floating_point():
                 parameter.data = parameter.detach().to(request.compute)
@@ -225,7 +225,7 @@ def is_close(got: Tensor | None, wanted: Tensor | None, tolerance: float | None 
     """Whether both are equal up to rounding. ``tolerance``: relative to the largest element of ``wanted``."""
     apart = gap(got, wanted)
     tolerance = CLOSE * unit(wanted) if tolerance is None else tolerance
-    return apart == 0 or apart <= tolerance * largest(wanted)  # 0 first: a largest of inf times 0 is nan
+    return apart == 0 or apart <= tolerance * largest(wanted)  # 0 first: inf times a tolerance of 0 is nan
 
 
 def is_repeated(again: Tensor, first: Tensor) -> bool:

@@ -255,7 +255,7 @@ class _Tracer(fx.Tracer):
         returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
         node, path = returned.node, call.region.path
         self.effects[node.name] = call.effects
-        node.meta["val"] = tuple(call.seen.likes)  # by which it is reckoned where it cannot run
+        node.meta["val"] = tuple(call.seen.likes)  # the planner fakes the result from these if the call cannot run
         node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
         return [returned[place] for place in range(len(call.seen.likes))]
 
@@ -428,7 +428,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"forward writes {self.names[storage]} while tracing, which would happen once",
                 "write it as self.<name>.add_(...), which is recorded, or outside of forward",
             )
-        # detach() and alias() compute nothing: the tensor that they return is checked where it is used
+        # detach() and alias() compute nothing: the check comes at the use of the tensor that they return
         if storage in self._changing and func not in _ALIASES:
             raise refuse(
                 f"forward computes with the values that {self.names[storage]} has while tracing, and the result would "
