@@ -1,8 +1,8 @@
 """Calls that a recorder sees as a whole: of submodules, opaque regions, autograd functions, checkpointed functions.
 
 torch has no hook for calls of ``torch.utils.checkpoint.checkpoint`` and of the functions that ``torch.vmap`` returns,
-and models bind both long before a capture. So this file patches private functions of torch that both call. These, and
-the private autograd function of modules with backward hooks, are used nowhere else.
+and models bind both long before a capture. So this file patches private functions of torch inside of both. It also
+recognizes torch's private autograd function of modules with backward hooks.
 """
 
 from __future__ import annotations

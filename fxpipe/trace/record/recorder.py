@@ -93,7 +93,7 @@ class Recorder:
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
         self.marks = 0
-        """How many steps the run took that no opaque call may contain: boundaries, region calls, set buffers."""
+        """The number of boundaries, region calls and set buffers so far: no opaque call may contain any of these."""
         self.gradients = 0
         """How many times forward has called ``torch.autograd.grad``."""
         self.hooked: dict[int, Tensor] = {}
