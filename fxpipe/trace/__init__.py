@@ -188,7 +188,7 @@ def _keep_whole(name: str, request: Request) -> str:
 
 @contextlib.contextmanager
 def _entering(module: nn.Module) -> Iterator[set[int]]:
-    """Collects, while this context is open, the called submodules, without torch.nn's: a tracer may not call these."""
+    """Collects, while this context is open, the called submodules, without torch.nn's, which traces may lack."""
     own = {id(vars(part)) for part in module.modules() if not type(part).__module__.startswith("torch.nn.")}
     entered: set[int] = set()
 

@@ -38,7 +38,7 @@ BACKWARD = torch.autograd.backward
 
 
 ASIDE: ContextVar[bool] = ContextVar("ASIDE", default=False)
-"""Whether model code runs for its results alone and is not captured, such as an opaque region in a rehearsal."""
+"""Whether model code runs for its results alone, such as an opaque region's code during a capture."""
 
 
 @contextlib.contextmanager

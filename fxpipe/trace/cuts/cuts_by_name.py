@@ -25,7 +25,7 @@ Boundaries: TypeAlias = (
 )
 AUTO = "auto"
 ALL = "*"
-"""The pattern for the whole model, as in ``{"*": "auto"}``."""
+"""The name for the rule "auto", as in ``{"*": "auto"}``."""
 _EXAMPLES = (
     'a list of names, ["encoder.block.2"], a dict, {"head": "after"}, {"model.layers.*": {"every": 4}} or '
     '{"projection": {"cut": "after", "gather": "batch"}}, "auto", or a '
