@@ -1,4 +1,4 @@
-"""``TRACERS``: the front ends. A tracer is a function from a ``Request`` to a ``Program``."""
+"""``TRACERS``: the tracers by name. A tracer is a function from a ``Request`` to a ``Program``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Result = TypeVar("Result")
 
 
 def _traced(tracer: Tracer, request: Request) -> Program:
-    """What a tracer makes in the grad mode in which the stages will run."""
+    """Runs a tracer in the grad mode of the stages, and returns its program."""
     with plain_modes(grad=request.training):
         return tracer(request)
 
 
 NEED_SHAPES = frozenset({"export", "record"})
-"""The tracers whose programs hold for micro-batches of one shape."""
+"""The tracers whose programs are valid for micro-batches of one shape."""
 _ASK_FOR_EXAMPLE = (
     "the tracers export and record need the shapes of a batch: pass example_args= or example_kwargs= to "
     "fxpipe.compile, one batch as it will be passed in calls"
@@ -42,7 +42,7 @@ _ASK_FOR_EXAMPLE = (
 
 
 def capture(request: Request, tracer: TracerName = "auto") -> Program:
-    """The program that the tracer of that name makes; TraceError where there is no such tracer, or it refuses."""
+    """The program of the tracer of that name; TraceError if no tracer has the name, or if the tracer refuses."""
     return accepted(request, tracer, lambda program: program)
 
 
@@ -52,9 +52,9 @@ TRACERS: Mapping[TracerName, Tracer] = MappingProxyType(
 
 
 def accepted(request: Request, tracer: TracerName, examine: Callable[[Program], Result]) -> Result:
-    """The result of ``examine`` for the program of the tracer of that name; of "auto", for the program of the first
-    tracer, in the order of ``TRACERS``, that neither the tracer nor ``examine`` refuses by a TraceError. ``Uncaptured``
-    with the reasons of all."""
+    """The result of ``examine`` for the program of the tracer of that name. For "auto": for the first program, in the
+    order of ``TRACERS``, that neither its tracer nor ``examine`` refuses by a TraceError. ``Uncaptured``, with the
+    reasons of all tracers, if every program is refused."""
     if tracer not in TRACERS:
         raise TraceError(f"unknown tracer {tracer!r}{nearest(tracer, TRACERS)}")
     if tracer in NEED_SHAPES and request.example is None:
@@ -81,13 +81,13 @@ def accepted(request: Request, tracer: TracerName, examine: Callable[[Program], 
 
 __all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "accepted", "capture"]
 
-# --- why no tracer could capture a model, in a few lines: first by the one that got furthest ---
+# --- why no tracer could capture a model, in a few lines, starting with the tracer that got furthest ---
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a tracer said. ``entered``: how many of the model's submodules it had called by then; ``inside``: what could
-    be opaque in place of being captured, a submodule or a method, where that is known."""
+    """A tracer's refusal. ``entered``: the number of the model's submodules that the tracer had called by then;
+    ``inside``: the submodule or method that could be opaque instead, if known."""
 
     tracer: str
     reason: str
@@ -96,8 +96,8 @@ class Refusal:
 
 
 class Uncaptured(TraceError):
-    """No tracer captures the model. ``part``: the submodule, a pattern for several, or the method that could be opaque
-    in place of being captured; "" where none is known. ``in_a_line``: what was met first, and where."""
+    """No tracer captures the model. ``part``: the submodule, the pattern of several, or the method that can be opaque
+    instead; "" if unknown. ``in_a_line``: the reason and the line of the first refusal in the message."""
 
     def __init__(self, text: str, part: str, in_a_line: str = "") -> None:
         super().__init__(text)
@@ -105,16 +105,16 @@ class Uncaptured(TraceError):
 
 
 def _refused_in(error: BaseException, request: Request) -> str:
-    """The innermost submodule, or method of one, in which the line ran that an error names; "" where a cut lies inside
-    of it, or where it is whole already. Parts that differ by a number, of one class, are named together."""
+    """The innermost submodule or method that ran the line in the error's message; "" if a cut is inside of it, or if
+    it is opaque already. A pattern names submodules of one class whose paths differ in numbers alone."""
     paths = {id(vars(part)): path for path, part in request.module.named_modules()}
     traces = [list(traceback.walk_tb(link.__traceback__)) for link in _links(error)]
     line = LINE.search(str(error))
-    if line is not None:  # of the errors behind it, the one that the message names
+    if line is not None:  # takes the traceback, among the error's causes, with the line that the message names
         place = line["file"], int(line["line"])
         traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
     found = next((found for trace in traces if (found := _innermost([frame for frame, _ in trace], paths))), None)
-    found = found or getattr(error, "method", None)  # export's, which has left the line by then
+    found = found or getattr(error, "method", None)  # the export tracer raises after forward has returned
     if found is None:
         return ""
     path, method = found
@@ -132,9 +132,9 @@ def _links(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[str, str] | None:
-    """(path, name of the method; "" for forward) of the last of these frames that is a user's submodule's."""
+    """(path, name of the method; "" for forward) of the innermost frame that runs a method of a user's submodule."""
     called: FrameType | None = None
-    # from the inside out; torch.nn's own modules are passed over, which can be captured
+    # from the inside out, without torch.nn's own modules, which tracers can capture
     for frame in reversed(frames):
         inner, called = called, frame
         first = frame.f_code.co_varnames[:1]  # a method's first argument, whatever its name
@@ -148,22 +148,22 @@ def _innermost(frames: Sequence[FrameType], paths: Mapping[int, str]) -> tuple[s
         if function:
             return path, function
         if name == "forward":
-            return (path, "") if path else None  # there is no part of the model that its own forward is in
-        # a method of its class, and no function that has the name of one
+            return (path, "") if path else None  # the model's own forward is in no submodule
+        # a method of the class, and no other function with a method's name
         if not hasattr(nn.Module, name) and code_of(type(owner), name) is frame.f_code:
             return path, name
     return None
 
 
 def _property_of(owner: nn.Module, frame: FrameType, inner: FrameType) -> str:
-    """The property of a module, such as transformers' ``loss_function``, whose value is the function that runs in
-    ``inner``; "" where it is none."""
+    """The module's property, such as transformers' ``loss_function``, whose value is the function that runs in
+    ``inner``; "" if no property has this value."""
     names = (name for name in frame.f_code.co_names if isinstance(getattr(type(owner), name, None), property))
     return next((name for name in names if code_of(owner, name) is inner.f_code), "")
 
 
 def _is_cut(path: str, request: Request, method: str = "") -> bool:
-    """Whether a cut lies inside of a submodule, or in a part of it that the code of this method names."""
+    """Whether a cut is inside of a submodule, or, for a method, in a part that the method's code names."""
     prefix = f"{path}." if path else ""
     parts = {cut.removeprefix(prefix).split(".")[0] for cut in request.cuts if cut.startswith(prefix)}
     code = code_of(type(request.module.get_submodule(path)), method) if method else None
@@ -171,7 +171,7 @@ def _is_cut(path: str, request: Request, method: str = "") -> bool:
 
 
 def _alike(path: str, request: Request) -> str:
-    """A pattern for the submodules that are called as this one but for numbers, where one rule is for all of them."""
+    """A pattern for the submodules whose paths differ in numbers alone, if one rule fits them all; else the path."""
     modules = dict(request.module.named_modules(remove_duplicate=False))
     parts = ["*" if part.isdecimal() else part for part in path.split(".")]
     others = [other for other in modules if fnmatched(other, parts)]
@@ -180,7 +180,7 @@ def _alike(path: str, request: Request) -> str:
 
 
 def _keep_whole(name: str, request: Request) -> str:
-    """What to write for a part of a model that cannot be captured; "" for no part."""
+    """The advice to keep a part of a model opaque, for the end of a message; "" for no part."""
     cut = request.cuts.get(name)
     rule = f'["whole", "{cut}"]' if isinstance(cut, str) else '"whole"'
     return f'\nor keep it whole, so that its Python runs in every step: boundaries={{"{name}": {rule}}}' if name else ""
@@ -188,12 +188,12 @@ def _keep_whole(name: str, request: Request) -> str:
 
 @contextlib.contextmanager
 def _entering(module: nn.Module) -> Iterator[set[int]]:
-    """Gathers, while it is open, the submodules that are called, which torch.nn's own need not be in a trace."""
+    """Collects, while this context is open, the called submodules, without torch.nn's, which traces may lack."""
     own = {id(vars(part)) for part in module.modules() if not type(part).__module__.startswith("torch.nn.")}
     entered: set[int] = set()
 
     def note(called: nn.Module, args: Any) -> None:
-        entered.update(own & {id(vars(called))})  # torch.export calls stand-ins that share it
+        entered.update(own & {id(vars(called))})  # torch.export's stand-in shares the module's __dict__
 
     handle = register_module_forward_pre_hook(note)
     try:
@@ -203,9 +203,9 @@ def _entering(module: nn.Module) -> Iterator[set[int]]:
 
 
 def _uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Uncaptured:
-    """The error of several refusals, a line or two each; of those that are as helpful, the last that was tried comes
-    first. What could be opaque is the first's, or else what another has met; the rule for it stands below that one."""
-    # one that says what to write, and then one that ran further into forward, which says more about the model
+    """The error of several refusals, a line or two each, the most helpful first; among equals, the last tried. The part
+    that could be opaque is that of the first refusal that names a part. The rule to write follows that refusal."""
+    # refusals with advice come first, then refusals that ran further into forward, as they tell more about the model
     first, *others = every = sorted(refusals, key=lambda r: (bool(r.inside or _in_words(r)[1]), r.entered))[::-1]
     named = next((refusal for refusal in every if refusal.inside), first)
     lines = [f"{first.tracer}: {first.reason}", *("".join(_in_words(refusal)) for refusal in others)]
@@ -214,7 +214,7 @@ def _uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Unc
 
 
 def _in_words(refusal: Refusal) -> tuple[str, str]:
-    """What the tracer met, and where; and what to write instead, behind a semicolon."""
+    """(the tracer's reason and the user's line, the advice after the semicolon)."""
     text, *rest = refusal.reason.splitlines()
     fact, semicolon, advice = text.partition("; ")
     at = place_in("\n".join(rest))

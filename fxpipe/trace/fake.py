@@ -1,4 +1,4 @@
-"""Fake tensors: a model and a micro-batch without numbers, for tracers that need shapes."""
+"""Fake tensors: a model and a micro-batch with shapes and without values, for tracers that need shapes."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _META = torch.device("meta")
 
 @dataclass
 class FakeModel:
-    """What stands for the model's tensors during a capture. ``names``: a fake tensor's id → its first name."""
+    """The fake tensors that replace the model's during a capture. ``names``: a fake tensor's id → its first name."""
 
     mode: FakeTensorMode
     device: torch.device
-    """What stands for the meta device."""
+    """The device of the fake tensors that replace tensors on the meta device."""
     compute: torch.dtype | None = None
-    """The type of floating-point parameters and inputs; None: as they are."""
+    """The dtype of floating-point parameters and inputs; None: their own dtypes."""
     names: dict[int, str] = field(default_factory=dict)
 
     def inputs(self, example: Mapping[str, Any], any_words: bool = False) -> dict[str, Any]:
-        """The example's inputs, with a fake tensor for each ``TensorLike``; ``any_words``: and for each string."""
+        """The example's inputs, with a fake tensor for each ``TensorLike``, and, if ``any_words``, for each string."""
         if any_words:
             example = pytree.tree_map_only(str, lambda _: WORD, dict(example))
         return {
@@ -59,16 +59,16 @@ class FakeModel:
         }
 
     def bare(self, value: Any) -> Any:
-        """A value with each tensor replaced by one like it, without the autograd graph behind it."""
+        """The value with each tensor replaced by a similar fake tensor without an autograd graph."""
         return pytree.tree_map_only(Tensor, lambda tensor: self.leaf(TensorLike.of(tensor)), value)
 
     def made(self, like: TensorLike) -> Tensor:
-        """A fake tensor as an operation would return it."""
+        """A fake tensor that is no leaf if it requires a gradient, as if an operation returned it."""
         fake = self.leaf(like)
         if not like.requires_grad:
             return fake
         with torch.enable_grad():
-            copy = fake.clone()  # no leaf, nor a view of one, which autograd lets nobody write in place
+            copy = fake.clone()  # autograd forbids in-place writes to a leaf, and to a view of a leaf
             return copy if copy.stride() == fake.stride() else fake.view_as(fake)
 
     def _input(self, like: TensorLike) -> Tensor:
@@ -76,8 +76,8 @@ class FakeModel:
         return self.leaf(replace(like, dtype=dtype))
 
     def leaf(self, like: TensorLike) -> Tensor:
-        """A fake tensor as an input."""
-        # a fake tensor is a meta tensor that says it is on a device
+        """A fake tensor that is an autograd leaf, as an input is."""
+        # a fake tensor is a meta tensor that reports another device
         memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
         device = self.device if like.device == "meta" else torch.device(like.device)
         return FakeTensor(self.mode, memory, device).requires_grad_(like.requires_grad)
@@ -85,14 +85,14 @@ class FakeModel:
 
 @contextlib.contextmanager
 def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | None = None) -> Iterator[FakeModel]:
-    """While it is open, fake tensors stand in for the module's parameters and buffers, tied ones for tied ones.
+    """While this context is open, fake tensors replace the module's parameters and buffers; tied tensors stay tied.
 
-    ``compute``: the type that floating-point parameters, not buffers, and inputs will have when it runs. Tensors on the
-    meta device are taken to be on ``device``. Afterwards the module holds the very tensors that it held, none of which
-    has been touched. Nothing is allocated.
+    ``compute``: the dtype of floating-point parameters and inputs (not buffers) in a run of the module. Tensors on the
+    meta device count as on ``device``. Afterwards the module holds its own tensors again, unchanged. No memory is
+    allocated for the fake tensors.
     """
     fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device, compute)
-    # by identity: a tied parameter gets one stand-in, under all of its names
+    # by id: a tied parameter gets a single fake tensor for all of its names
     stand_ins: dict[int, Tensor] = {}
     held: list[tuple[dict[str, Any], str, Tensor]] = []
     for prefix, submodule in module.named_modules():
@@ -116,7 +116,7 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
 
 
 def refuse_objects(example: Mapping[str, Any]) -> None:
-    """TraceError for an object that holds tensors: they would be the same in every micro-batch."""
+    """TraceError for an object among the inputs that holds tensors: every micro-batch would use the same tensors."""
     for name, value in example.items():
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, ObjectLike):
@@ -129,18 +129,18 @@ def refuse_objects(example: Mapping[str, Any]) -> None:
 
 _CACHE = type(functools.lru_cache(int))
 _SEEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Caches that were looked into, and how often each had called its function by then."""
+"""A searched cache → the number of its misses (calls of its function) at that time."""
 _FOUND: WeakKeyDictionary[ModuleType, tuple[list[int], list[Any]]] = WeakKeyDictionary()
-"""What each module held, by identity, when it was last looked through, and the caches in it."""
+"""A searched module → (the ids of its values at that time, the caches in it)."""
 
 
 def _empty_caches() -> None:
-    """Empties each ``functools.lru_cache`` of a user's module, or class in it, where forward left a fake tensor."""
+    """Empties each ``functools.lru_cache`` in users' modules, and in their classes, that holds a fake tensor."""
     named = [(name, module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)]
     modules = [module for name, module in named if not is_library(name)]
-    # a cache that has kept a fake tensor would hand it to the first real step
+    # a cache with a fake tensor would return that tensor in the first real step
     for cache in chain(*map(_caches, modules)):
-        # most have not called their functions since the last capture
+        # most caches have not called their functions since the last capture
         if _SEEN.get(cache, 0) != cache.cache_info().misses:
             inside = map(walk, gc.get_referents(cache))
             if any(isinstance(part.value, FakeTensor) for part in chain(*inside)):
@@ -151,7 +151,7 @@ def _empty_caches() -> None:
 def _caches(module: ModuleType) -> list[Any]:
     found = [*vars(module).values()]
     held = [*map(id, found)]
-    # looking through every class takes longer than the capture of a small model
+    # a search of every class takes longer than the capture of a small model
     if _FOUND.get(module, ((), ()))[0] != held:
         for cls in [value for value in found if isinstance(value, type)]:
             found += vars(cls).values()
@@ -170,19 +170,19 @@ def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no numbers; so for what ``torch.vmap`` and its like make of one, too."""
+    """Whether a tensor has no values: a fake tensor, or a functorch wrapper, as ``torch.vmap`` makes."""
     return isinstance(tensor, FakeTensor) or is_functorch(tensor)
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Real tensors inside of a capture: no mode of any kind sees what is computed."""
+    """While this context is open, no function mode or dispatch mode sees operations: for real tensors in a capture."""
     with no_function_modes(), no_dispatch_modes():
         yield
 
 
 def needs_values(error: BaseException) -> bool:
-    """Whether an operation on fake tensors failed for want of numbers: to branch on, to size a result, to hand on."""
+    """Whether an operation on fake tensors failed as it needs their values: for a branch, a size or a kernel."""
     kinds = (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -196,7 +196,7 @@ def needs_values(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch logs where an operation fails on fake tensors: whoever makes them decides what follows."""
+    """While this context is open, torch logs no failures of operations on fake tensors: the tracer handles failures."""
     with contextlib.ExitStack() as stack:
         for name in CAPTURE_LOGS:
             stack.enter_context(patched(logging.getLogger(name), "disabled", True))
@@ -211,4 +211,4 @@ _WITHOUT_NUMBERS = (
     "tensor subclasses",
     "not allocated yet",
 )
-"""In the messages of operations that reach for a tensor's memory: ``.numpy()``, kernels of the user's own."""
+"""Words in the errors of operations that access a tensor's memory: ``.numpy()``, the user's own kernels."""

@@ -1,4 +1,4 @@
-"""Patching: what a capture replaces in torch while it lasts, and how it refuses what it would get wrong."""
+"""Patching: replaces functions of torch during a capture, and refuses code that the capture would record wrong."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ DRAWN = (
 )
 
 BACKWARD = torch.autograd.backward
-"""Taken before anything is patched: models may have bound it, too."""
+"""torch's own function, read before any patch, since a model may have bound that function, too."""
 
 
 ASIDE: ContextVar[bool] = ContextVar("ASIDE", default=False)
-"""Whether the model's code runs for its results alone, such as an opaque region during a capture."""
+"""Whether model code runs for its results alone, such as an opaque region's code during a capture."""
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """While it is open, ``ASIDE`` is true."""
+    """While this context is open, ``ASIDE`` is true."""
     token = ASIDE.set(True)
     try:
         yield
@@ -52,13 +52,13 @@ def aside() -> Iterator[None]:
 
 
 def refuse(fact: str, instead: str) -> TraceError:
-    """The error for something that happens at the user's current line."""
+    """The TraceError with the fact, the remedy and the user's current line."""
     line = current_line()
     return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
 
 
 def refusing(fact: str, instead: str) -> Callable[..., Any]:
-    """A function that refuses to be called."""
+    """A function that raises a TraceError when called."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         raise refuse(fact, instead)
@@ -67,14 +67,14 @@ def refusing(fact: str, instead: str) -> Callable[..., Any]:
 
 
 def refuse_changes(root: nn.Module, changes: Iterable[str], instead: str, line: str = "") -> None:
-    """TraceError for the first of the attributes that forward has changed; ``line``: where it did, if that is known."""
+    """TraceError for the first attribute that forward has changed; ``line``: the user's line that did so, if known."""
     for name in changes:
         at = line or definition(type(root).forward)
         raise TraceError(f"forward changes {type(root).__name__}.{name}, {ONCE}; {instead}\n{at}")
 
 
 def backward_hooks(module: nn.Module) -> list[Any]:
-    """The hooks on a module's gradients, which do not run where a tracer goes through the module."""
+    """The hooks on a module's gradients. These hooks never run if a tracer traces through the module."""
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
@@ -85,7 +85,7 @@ refuse_backward = refusing(
 
 
 def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose calls begin with ``note()``."""
+    """A function that calls ``note()`` and then ``function``."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         note()
@@ -96,8 +96,8 @@ def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable
 
 @contextlib.contextmanager
 def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> Iterator[None]:
-    """Replaces what activation checkpointing calls itself, as torch offers no other way to see it: the generator of
-    non-reentrant checkpoints, and the autograd function's ``apply`` of reentrant ones."""
+    """Replaces two internal functions of activation checkpointing, as torch has no other hook: the generator of
+    non-reentrant checkpoints, and ``apply`` of the autograd function of reentrant checkpoints."""
     with (
         patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, generator),
         patched(torch.utils.checkpoint.CheckpointFunction, "apply", apply),
@@ -110,7 +110,7 @@ refuse_checkpoint = refusing("forward uses activation checkpointing, and what it
 
 @contextlib.contextmanager
 def plain_modes(grad: bool) -> Iterator[None]:
-    """Gradients as around the call, inference mode and autocast off: what forward changes is a change of these."""
+    """A context with grad mode set to ``grad``, and inference mode and autocast off. Captures record changes to it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
@@ -120,14 +120,14 @@ def plain_modes(grad: bool) -> Iterator[None]:
 
 
 Key = tuple[int, str]
-"""A method of a module: the identity of the module's ``__dict__``, which torch.export's stand-ins share, and a name."""
+"""(the id of a module's ``__dict__``, which torch.export's stand-in for the module shares; the name of a method)"""
 Handler = Callable[[Key, Callable[..., Any], Any, Any], Any]
-"""(method, what it does by itself, args, kwargs) → what the call returns."""
+"""(method's key, the unpatched method, args, kwargs) → the call's result."""
 
 
 @contextlib.contextmanager
 def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Iterator[None]:
-    """While it is open, each call of these methods of modules is given to ``handle``. Their classes are patched."""
+    """While this context is open, ``handle`` gets each call of these methods. It patches the modules' classes."""
     owners: dict[Key, type] = {(id(vars(module)), method): type(module) for module, method in methods}
 
     def patch(owner: type, method: str) -> Any:
@@ -135,15 +135,15 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Iterat
 
         def called(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             key = id(vars(module)), method
-            # a class and its base may both be patched; then one call passes here twice, and its own class handles it
+            # if a class and its base are both patched, a call gets here twice: the module's own class handles the call
             return handle(key, inner, args, kwargs) if owners.get(key) is owner else inner(*args, **kwargs)
 
-        if isinstance(plain, property):  # whose value is a function
+        if isinstance(plain, property):  # its value is a function
             return property(lambda module: functools.partial(called, module, plain.__get__(module)), plain.fset)
 
         @functools.wraps(plain)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # super() is looked up at each call: torch.fx patches nn.Module.__call__, too, and later
+            # super() is looked up at each call, since torch.fx patches nn.Module.__call__ after this patch
             inner = getattr(super(owner, module), method) if own is None else own.__get__(module)
             return called(module, inner, *args, **kwargs)
 
@@ -157,7 +157,7 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Iterat
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    # a name that the owner only inherits is deleted afterwards, and not set
+    # an attribute that the owner inherits is deleted afterwards, and not set to the inherited value
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)

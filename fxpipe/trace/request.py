@@ -1,4 +1,4 @@
-"""What a tracer is asked to capture."""
+"""``Request``: the model, the loss function and the inputs that a tracer captures."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
-"""A dimension of an input: its name, which of its leaves, and which dimension of that."""
+"""A dimension of an input: (the input's name, the index of the leaf, the leaf's dimension)."""
 
 
 def named(places: Iterable[Place]) -> str:
-    """Dimensions of inputs, in words."""
+    """The names of dimensions of inputs, for a message."""
     named = dict.fromkeys((name, dim) for name, _, dim in sorted(places))
     return ", ".join(f"{name!r} in dimension {dim}" for name, dim in named)
 
 
 def target_of(loss_fn: Callable[..., Any] | None) -> inspect.Parameter | None:
-    """What a loss function takes behind the output, as ``target``; None where it takes the output alone."""
+    """The loss function's parameter after the output, for ``target``; None if the function takes the output alone."""
     if loss_fn is None:
         return None
     unknown = inspect.Parameter("target", inspect.Parameter.POSITIONAL_ONLY)
@@ -48,7 +48,7 @@ def target_of(loss_fn: Callable[..., Any] | None) -> inspect.Parameter | None:
 
 
 class Word:
-    """Forward is given a ``Word`` for a string that a program leaves open, and may pass it on to opaque code."""
+    """The stand-in for a string that a program leaves open. Forward may pass the ``Word`` on to opaque code only."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -64,8 +64,8 @@ class Word:
 
 
 def tensors_of_words(value: Any) -> Any:
-    """``value`` with its tensor in place of each ``Word``."""
-    # A ``Listed`` has no word, and to look into it would be to open it.
+    """``value`` with each ``Word`` replaced by its tensor."""
+    # A ``Listed`` holds no ``Word``. A look into it would open it.
     return pytree.tree_map_only(Word, lambda word: word.tensor, value, is_leaf=lambda part: isinstance(part, Listed))
 
 
@@ -73,7 +73,7 @@ Side = Literal["before", "after", "both"]
 
 
 class GatheredCut(NamedTuple):
-    """Where a submodule is cut, and what its boundaries gather."""
+    """The side on which a submodule is cut, and the gather of each of its boundaries."""
 
     side: Side
     before: Gather | None = None
@@ -87,13 +87,13 @@ Cut = Side | GatheredCut
 class Request:
     """A model, an optional loss function on its output, and which of its inputs are fixed.
 
-    ``inputs``: the names that become inputs of the program, in call order. ``fixed``: inputs whose value is a part of
-    the program (None, bools, strings: what Python code branches on). ``example``: what tracers that need shapes know
-    of a micro-batch; each input with a ``TensorLike`` for each tensor. ``cuts``: submodule path → where a boundary is
-    put, as if the user had marked it. ``may_lack_cuts``: whether these inputs may leave submodules out that are cut,
-    as a batch of text the image encoder. ``training``: of what the model returns, only the loss and the scalars beside
-    it are wanted. ``autocast``: what is on around the call. ``varying``: the dimensions whose sizes have been seen to
-    change, which a tracer may keep symbolic.
+    ``inputs``: the names that become inputs of the program, in call order. ``fixed``: inputs whose value is a constant
+    of the program (None, bools, strings, on which Python code branches). ``example``: a micro-batch for tracers that
+    need shapes, with a ``TensorLike`` for each tensor. ``cuts``: submodule path → the side of its boundary, as if
+    forward called ``stage_boundary``. ``may_lack_cuts``: whether forward may skip cut submodules for these inputs, as
+    it skips the image encoder for a batch of text. ``training``: whether the program returns only the loss and other
+    scalars of the model's result. ``autocast``: the autocast modes around the call. ``varying``: the dimensions whose
+    sizes have changed between batches, and which a tracer may keep symbolic.
     """
 
     module: nn.Module
@@ -108,44 +108,44 @@ class Request:
     autocast: tuple[Autocast, ...] = ()
     varying: frozenset[Place] = frozenset()
     whole: tuple[Region, ...] = ()
-    """The opaque regions, which run for real in every step."""
+    """The opaque regions, whose Python code runs in every step."""
     seen: Mapping[tuple[str, int], SeenCall] = field(default_factory=lambda: MappingProxyType({}))
-    """What calls of these were seen to do: by the region's name, and which of its calls."""
+    """(a region's name, the number of its call) → the observed effects of that call."""
     numbers: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
-    """Small buffers of integers and truth values, by name, for those that another rank holds by now."""
+    """The values of small integer and bool buffers, by name, for buffers that only another rank still holds."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it is immutable)
-    """Where the model will run, for parameters that are on no device yet."""
+    """The device on which the model will run, for parameters on the meta device."""
     compute: torch.dtype | None = None
-    """The type in which floating-point parameters and inputs will be; None: as they are."""
+    """The dtype that floating-point parameters and inputs will have; None: their own dtypes."""
     answers: Mapping[str, Answer] = field(default_factory=lambda: MappingProxyType({}))
-    """The answers to questions about the micro-batch, by their keys."""
+    """Question's key → answer for the micro-batch."""
     ask: Callable[[Request, Any, Any, Answers], None] = lambda *_: None
-    """Given this request, a program that computes what forward asks for, what was ``Asked``, and the answers before:
-    raises ``Unanswered`` for a question; returns where it is none, and is refused."""
+    """``ask(request, program, asked, answers)`` takes a program that computes the ``Asked`` value, and the earlier
+    answers. It raises ``Unanswered`` for a question; if it returns, the tracer refuses the model."""
     asks_numbers: bool = False
-    """Whether forward may ask for numbers, of which each takes a capture, and not for truth values alone."""
+    """Whether forward may ask for numbers, and not for bools alone. Each number takes a capture."""
     any_words: bool = False
-    """Whether the program is to hold for any strings in containers among the inputs."""
+    """Whether the program must be valid for any strings in containers among the inputs."""
     holding: Mapping[str, Sequence[bool]] = field(default_factory=lambda: MappingProxyType({}))
-    """The inputs whose containers are fixed in the program → whether each of their leaves is fixed, too."""
+    """The name of an input whose containers are constants of the program → whether each of its leaves is, too."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """What each call of the model runs in."""
+    """Makes the context of each call of the model."""
 
     @property
     def loss_module(self) -> nn.Module | None:
-        """The module that the loss function is, or is a method of."""
+        """The loss function, if it is a module, or the module whose method it is; else None."""
         return loss_module(self.loss_fn)
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The model, and the loss function's module where there is one."""
+        """The model, and the loss function's module if any."""
         return [self.module, *([] if self.loss_module is None else [self.loss_module])]
 
     @staticmethod
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
-        """The signature of a call: the model's forward, and ``target`` where there is a loss function that takes it.
+        """The signature of a call: of the model's forward, with ``target`` added if the loss function takes a target.
 
-        What is given by place to a forward of ``*args, **kwargs`` has no name, and ``batch.bind`` refuses it.
+        A positional argument of a forward with ``*args, **kwargs`` has no name, and ``batch.bind`` refuses it.
         """
         signature = inspect.signature(module.forward)
         kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -164,15 +164,15 @@ class Request:
         return signature.replace(parameters=[*(p for p in parameters if p not in tail), extra, *tail])
 
     def call(self, values: Mapping[str, Any]) -> Any:
-        """Calls the model, and the loss function on what it returns, with a value for each of ``inputs``.
+        """Calls the model with a value for each of ``inputs``, and the loss function with the model's result.
 
-        By place where that can be, as hooks expect it; through ``__call__``, so that hooks run.
+        The call passes arguments by position where possible, as hooks expect, and uses ``__call__``, so that hooks run.
         """
         given = {**self._with_words(values), **self.fixed}
         signature = inspect.signature(self.module.forward)
         takes_target = self.target in given and target_of(self.loss_fn) is not None
         target = (given.pop(self.target),) if takes_target else ()
-        # forward pre-hooks see what is given by place alone; what comes behind a gap goes by name
+        # forward pre-hooks see positional arguments alone; arguments after a missing argument go by name
         leading = []
         for p in signature.parameters.values():
             if p.kind is not p.POSITIONAL_ONLY or (p.name not in given and p.default is p.empty):
@@ -184,7 +184,7 @@ class Request:
             return tensors_of_words(self.loss_fn(output, *target) if self.loss_fn else output)
 
     def _with_words(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``values`` with a ``Word`` in place of each tensor that stands for a string."""
+        """``values`` with each tensor that stands for a string replaced by a ``Word``."""
 
         def word(leaf: Any, value: Any) -> Any:
             return Word(value) if isinstance(leaf, str) and isinstance(value, Tensor) else value
@@ -194,9 +194,9 @@ class Request:
         return {name: pytree.tree_map(word, self.example[name], value) for name, value in values.items()}
 
     def wanted(self, output: Any) -> Any:
-        """What of the model's result the program returns: in training, only the loss and the scalars beside it.
+        """The part of the model's result that the program returns: in training, only the loss and other scalars.
 
-        Whatever else there is, such as a cache of keys and values, would be sent to the output's stage for nothing.
+        Stages would send other values, such as a cache of keys and values, to the output's stage without use.
         """
         if not (self.training and isinstance(output, Mapping) and "loss" in output):
             return output

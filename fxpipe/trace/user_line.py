@@ -1,4 +1,4 @@
-"""Where in the user's source something happens."""
+"""Finds the lines of user code that run now, or that an error or a message names."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from typing import Any
 import torch
 
 LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
-"""A line in traceback form."""
+"""The pattern of a line in traceback form."""
 _LINE_AND_CODE = re.compile(LINE.pattern + r".*(\n(?!\s*File ).*)?", re.MULTILINE)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's, and not torch's, fxpipe's or generated."""
+    """Whether a file belongs to the user: not to torch, not to fxpipe, and not generated."""
     return not filename.startswith((*_LIBRARIES, "<"))
 
 
 def is_torchs(filename: str) -> bool:
-    """Whether a file is a part of torch."""
+    """Whether a file belongs to torch."""
     return filename.startswith(_LIBRARIES[0])
 
 
 def calls_isinstance() -> bool:
-    """Whether code of the user's that calls ``isinstance`` has called the caller."""
-    # Python tells the object whose class is asked for nothing of who asks. torch.fx asks, too, and must be answered;
-    # torchvision's GeneralizedRCNN, which asks isinstance(features, torch.Tensor), must not be told that it is none.
+    """Whether the caller was called by user code that calls ``isinstance``."""
+    # Python does not tell an object who reads its class. torch.fx reads it, too, and needs an answer; but torchvision's
+    # GeneralizedRCNN, which calls isinstance(features, torch.Tensor), must not get False.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__instancecheck__":  # of a metaclass
         frame = frame.f_back
-    # torch's C code asks for classes, too, in the frame that calls it
+    # torch's C code reads classes, too, in the frame of its caller
     if frame is None or "isinstance" not in frame.f_code.co_names or not is_users(frame.f_code.co_filename):
         return False
     return frame.f_globals.get("__name__", "").partition(".")[0] not in sys.stdlib_module_names
 
 
 def current_line() -> str:
-    """The innermost line of user code that runs now, in traceback form; empty where there is none."""
+    """The innermost line of user code that runs now, in traceback form; empty if no user code runs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -62,19 +62,19 @@ def line_of(error: BaseException) -> str:
 
 
 def place_in(text: str) -> str:
-    """The first line that a text names in traceback form, as "model.py:12"; empty where it names none."""
+    """The first line that a text names in traceback form, as "model.py:12"; empty if the text names no line."""
     found = LINE.search(text)
     return f"{Path(found['file']).name}:{found['line']}" if found else ""
 
 
 def users_line_in(text: str) -> str:
-    """The innermost line of user code that a text in traceback form names; empty where it names none."""
+    """The innermost line of user code in a text in traceback form; empty if the text has no such line."""
     found = [line for line in _LINE_AND_CODE.finditer(text) if is_users(line["file"])]
     return found[-1][0].strip("\n") if found else ""
 
 
 def definition(function: Callable[..., object]) -> str:
-    """Where a function is defined, in traceback form; empty where it has no Python code."""
+    """The line of a function's definition, in traceback form; empty if the function has no Python code."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -85,7 +85,7 @@ def definition(function: Callable[..., object]) -> str:
 
 
 def code_of(owner: Any, method: str) -> Any:
-    """The code of a module's method, or of a class's; None for what has no code of Python's."""
+    """The code object of a method of a module or class; None if the method has no Python code."""
     function = getattr(owner, method, None)
     return function and getattr(inspect.unwrap(function), "__code__", None)
 

@@ -1,1 +1,1 @@
-"""Cuts: where a model is cut, by markers or by names."""
+"""Cuts: the boundaries at which a model is cut, by ``stage_boundary`` in forward or by submodules' names."""

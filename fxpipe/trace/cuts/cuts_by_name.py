@@ -1,4 +1,4 @@
-"""Boundaries from outside: what ``compile(boundaries=...)`` is given, as submodules and where each of them is cut."""
+"""Reads ``compile(boundaries=...)``: which submodules are cut, and on which side of their calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Boundaries: TypeAlias = (
 )
 AUTO = "auto"
 ALL = "*"
-"""The name that goes with the rule "auto"."""
+"""The name for the rule "auto", as in ``{"*": "auto"}``."""
 _EXAMPLES = (
     'a list of names, ["encoder.block.2"], a dict, {"head": "after"}, {"model.layers.*": {"every": 4}} or '
     '{"projection": {"cut": "after", "gather": "batch"}}, "auto", or a '
@@ -35,9 +35,9 @@ _WITH_REGIONS = 'write "auto", or, with an opaque region beside it, {"*": "auto"
 
 
 class Resolved(NamedTuple):
-    """What ``boundaries=`` says of a model. ``cuts``: submodule path → where a boundary is put, in the model's order.
+    """``boundaries=``, read for a model. ``cuts``: submodule path → the side of each boundary, in the model's order.
 
-    ``finds_cuts``: whether the cuts are left to a search, by ``"auto"`` or ``{"*": "auto"}``.
+    ``finds_cuts``: whether a search chooses the cuts, as ``"auto"`` or ``{"*": "auto"}`` asks for.
     """
 
     cuts: dict[str, Cut]
@@ -46,16 +46,16 @@ class Resolved(NamedTuple):
 
 
 def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
-    """Reads ``boundaries=``; PartitionError for what names no submodule that can be cut, or opaque.
+    """Reads ``boundaries=``; PartitionError for a name of no submodule that can be cut, or be opaque.
 
     ``boundaries``: one or several names, each cut before; a dict of name → ``"before"``, ``"after"``, ``"both"``, or
-    ``{"every": n, "cut": "before"}``, which cuts between groups of n, or ``{"cut": "after", "gather": "batch"}``, whose
-    boundary gathers as that of ``stage_boundary`` does, a ``"group"`` beside it; or a function from the dict of all
-    submodules to one of these. A name may be a pattern, ``"model.layers.*"``: each part of it matches one part of a
-    path. What is said of a submodule twice adds up, as do the rules of a list.
+    ``{"every": n, "cut": "before"}``, which cuts between groups of n submodules, or ``{"cut": "after", "gather":
+    "batch"}``, whose boundary gathers as ``stage_boundary`` does, with an optional ``"group"``; or a function from the
+    dict of all submodules to any of these. A name may be a pattern, ``"model.layers.*"``: each part of the pattern
+    matches one part of a path. Several rules for a submodule add up, as do the rules of a list.
 
-    ``"whole"`` makes submodules, or a method of one, ``"model.get_rope_index"``, opaque regions; so does
-    ``{"whole": what it returns}``, of tensors on any device, for a model that cannot run beforehand.
+    ``"whole"`` makes submodules, or a method, ``"model.get_rope_index"``, opaque regions. So does ``{"whole": result}``
+    for a model that cannot run beforehand: ``result`` describes the call's result by tensors on any device.
 
     >>> resolve(nn.Sequential(*(nn.Identity() for _ in range(6))), {"*": {"every": 2}}).cuts
     {'2': 'before', '4': 'before'}
@@ -70,14 +70,14 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
             continue
         if _is_whole(rule):
             for region in _regions(modules, name, rule):
-                regions.setdefault(region.name, region)  # of several rules for one, the first counts
+                regions.setdefault(region.name, region)  # the first rule for a region counts
             continue
         if finds_cuts:
             raise PartitionError(
                 f'boundaries= gives {rule!r:.80} for {name!r} beside "auto", which finds all cuts by itself: keep '
                 'parts whole beside it, {"*": "auto", "model.visual": "whole"}, or name all cuts'
             )
-        # rules add up: two may cut one submodule, before and after it
+        # rules add up: two rules may cut the same submodule, before and after
         for path, side, gather in _cuts(name, rule, _matching(modules, name)):
             _check_called(path, modules[path])
             sides = found.setdefault(path, {})
@@ -89,7 +89,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
 
 
 def _check_outside(cut: Iterable[str], regions: Collection[Region]) -> None:
-    """PartitionError for a cut, or a region that is a submodule, inside of such a region: it is one call."""
+    """PartitionError for a cut, or an opaque submodule, inside of an opaque submodule, which runs as one call."""
     whole = [region.path for region in regions if region.method == "__call__"]
     for outer in whole:
         inside = next((path for path in cut if path.startswith(f"{outer}.")), None)
@@ -108,7 +108,7 @@ def _is_whole(rule: Any) -> bool:
 
 
 def _regions(modules: Mapping[str, nn.Module], name: str, rule: str | Mapping[str, Any]) -> list[Region]:
-    """The opaque regions that a name or pattern means: submodules, or one method."""
+    """The opaque regions of a name or pattern: the matching submodules, or a method."""
     returns = None if isinstance(rule, str) else rule[WHOLE]
     if not isinstance(rule, str) and len(rule) > 1:
         other = next(key for key in rule if key != WHOLE)
@@ -121,7 +121,7 @@ def _regions(modules: Mapping[str, nn.Module], name: str, rule: str | Mapping[st
         for path in paths:
             _check_called(path, modules[path])
         return [Region(path, path, returns=returns) for path in paths]
-    if method in vars(modules[owner]):  # an opaque method is looked up in the class
+    if method in vars(modules[owner]):  # fxpipe patches an opaque method on the class
         raise PartitionError(
             f"boundaries= keeps {name!r} whole, which was set as an attribute of this {type(modules[owner]).__name__}, "
             "in place of the method of its class: set it on the class, or on a class derived from it"
@@ -137,7 +137,7 @@ def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
 
 
 def _rules(modules: dict[str, nn.Module], boundaries: Any) -> Iterator[tuple[str, Any]]:
-    """Pairs of name and rule, whatever form they are given in."""
+    """Yields (name, rule) for any form of ``boundaries=``."""
     if callable(boundaries):
         with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
             boundaries = boundaries(dict(modules))
@@ -153,7 +153,7 @@ def _rules(modules: dict[str, nn.Module], boundaries: Any) -> Iterator[tuple[str
 
 
 def _is_method(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether it names a method of a submodule, or a property whose value is a function, as ``loss_function`` is."""
+    """Whether the name is of a submodule's method, or of a property whose value is a function, as ``loss_function``."""
     owner, _, method = name.rpartition(".")
     if owner not in modules or name in modules or not name:
         return False
@@ -162,7 +162,7 @@ def _is_method(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The paths that a name or pattern means, in the order of the model."""
+    """The submodule paths that match a name or pattern, in the model's order."""
     if not name:
         raise PartitionError("boundaries= names '', the model itself; name the submodules where it is to be cut")
     parts = name.split(".")
@@ -178,13 +178,13 @@ def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
 
 
 def fnmatched(path: str, pattern: Sequence[str]) -> bool:
-    """Whether each part of a submodule's path matches the pattern for it."""
+    """Whether each part of a submodule's path matches the same part of the pattern."""
     parts = path.split(".")
     return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
 
 
 def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[tuple[str, Side, Gather | None]]:
-    """Where the submodules of one name are cut: (path, side, what its boundary gathers)."""
+    """The cuts that a rule makes at the submodules ``paths``: (path, side, the boundary's gather)."""
     gather = None
     if isinstance(rule, Mapping):
         if "every" in rule:
@@ -200,7 +200,7 @@ def _cuts(name: str, rule: Any, paths: Sequence[str]) -> Iterable[tuple[str, Sid
 
 
 def _gathered(name: str, rule: Mapping[str, Any]) -> tuple[Any, Gather | None]:
-    """Where a rule such as ``{"cut": "after", "gather": "batch", "group": 4}`` cuts, and what it gathers."""
+    """The side and the gather of a rule such as ``{"cut": "after", "gather": "batch", "group": 4}``."""
     unknown = [key for key in rule if key not in ("cut", "gather", "group")]
     if unknown:
         raise PartitionError(
@@ -221,8 +221,8 @@ def _gathered(name: str, rule: Mapping[str, Any]) -> tuple[Any, Gather | None]:
 def _cuts_between_groups(
     name: str, rule: Mapping[str, Any], paths: Sequence[str]
 ) -> list[tuple[str, Side, Gather | None]]:
-    """``{"every": n}``: before the first submodule of each group of n but the first; or after the last of each but the
-    last."""
+    """``{"every": n}``: cuts before the first submodule of each group of n, except the first group; or after the last
+    submodule of each group, except the last group."""
     every, cut = rule["every"], rule.get("cut", "before")
     if cut not in ("before", "after") or not set(rule) <= {"every", "cut"} or not is_whole(every) or every < 1:
         raise PartitionError(
@@ -239,7 +239,7 @@ def _cuts_between_groups(
 
 
 def _check_called(path: str, module: nn.Module) -> None:
-    """A list or dict of modules is never called."""
+    """PartitionError for a module without a forward, such as a ModuleList, which is never called."""
     if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):
         raise PartitionError(
             f"boundaries= names {path!r}, a {type(module).__name__}, which is never called itself; name what it holds, "

@@ -1,4 +1,4 @@
-"""Cuts from outside: while a model is captured, submodules that are named behave as if their calls were marked."""
+"""Cuts by name: during a capture, calls of the named submodules are cut as if forward called ``stage_boundary``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fxpipe.trace.request import Cut, GatheredCut
 
 @contextlib.contextmanager
 def cutting(module: nn.Module, cuts: Mapping[str, Cut], may_lack: bool = False) -> Iterator[None]:
-    """While it is open, each call of a submodule that ``cuts`` names is cut as by ``stage_boundary``.
+    """While this context is open, each call of a submodule that ``cuts`` names is cut as by ``stage_boundary``.
 
-    "before": all tensors among its arguments cross one boundary, which opens a stage of the submodule's name; "after":
-    the tensors in what it returns do. A boundary lies outside of everything else that the call does: the submodule's
-    hooks, and a ``__call__`` of its own class. Every call is cut where there are several.
+    "before": all tensors among the call's arguments cross one boundary, which opens a stage of the submodule's name;
+    "after": all tensors in the call's result cross one boundary. The boundary is outside of the whole call, with the
+    submodule's hooks and the ``__call__`` of its class. If forward calls a submodule several times, each call is cut.
 
-    It belongs inside ``recording``, and around the call of the model: one for each run of it. TraceError where a named
-    submodule was never called, unless forward ``may_lack`` it.
+    Enter this context inside ``recording``, once for each run of the model. TraceError if forward never called a named
+    submodule, unless ``may_lack``.
     """
     plan = _CutCalls(module, cuts)
     with handled([(named.module, "__call__") for named in plan.named.values()], plan.call):
@@ -42,8 +42,8 @@ def cutting(module: nn.Module, cuts: Mapping[str, Cut], may_lack: bool = False) 
 
 @dataclass
 class _Named:
-    """A submodule that is cut. ``path``: the first name under which it was given; ``gathers``: what its boundaries
-    gather, by the side that they are on."""
+    """A submodule that is cut. ``path``: the first of its names in ``cuts``; ``gathers``: the side of a boundary → the
+    boundary's gather."""
 
     path: str
     module: nn.Module
@@ -52,15 +52,15 @@ class _Named:
 
 
 class _CutCalls:
-    """Who is cut where, and what is the model's own: parameters and buffers cross no boundary."""
+    """The submodules to cut, and the model's parameters and buffers, which cross no boundary."""
 
     def __init__(self, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
         self.module = module
         self.named: dict[int, _Named] = {}
-        """The submodules that are cut, by the identity of their ``__dict__``."""
+        """The id of a submodule's ``__dict__`` → the submodule to cut."""
         modules = dict(module.named_modules(remove_duplicate=False))  # attributes may give stand-ins
         for path, cut in cuts.items():
-            # a submodule with several names is one
+            # all names of a submodule share one entry
             gathers = self.named.setdefault(id(vars(modules[path])), _Named(path, modules[path])).gathers
             sides = cut if isinstance(cut, GatheredCut) else GatheredCut(cut)
             for side, gather in (("before", sides.before), ("after", sides.after)):
@@ -68,7 +68,7 @@ class _CutCalls:
                     gathers[side] = gathers.get(side) or gather
 
     def call(self, key: Key, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call of one of them."""
+        """Runs a call of a named submodule, with the submodule's boundaries."""
         named = self.named[key[0]]
         named.calls += 1
         path, gathers = named.path, named.gathers
@@ -83,7 +83,7 @@ class _CutCalls:
         return self._cross(output, None, gathers["after"], f"{path} returns") if "after" in gathers else output
 
     def _cross(self, value: Any, name: str | None, gather: Gather | None, fact: str) -> Any:
-        """``value`` with its tensors behind one boundary."""
+        """``value`` with its tensors after one boundary."""
         mode, group = gather if gather is not None else (None, None)
         carry = partial(stage_boundary, name=name, gather=mode, group=group)
         refusal = f"{fact} no tensor that could cross a boundary", "name another submodule in boundaries="
@@ -96,7 +96,7 @@ class _CutCalls:
 
     @cached_property
     def _own_tensors(self) -> dict[int, Tensor]:
-        """By id; found at the first call, when stand-ins for them are in place."""
+        """The model's parameters and buffers by id, taken at the first call, when fake tensors have replaced them."""
         return {id(tensor): tensor for tensor in [*self.module.parameters(), *self.module.buffers()]}
 
     def check_called(self) -> None:
@@ -110,23 +110,23 @@ class _CutCalls:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Containers are tuples, lists and dicts that hold something.
+    """Whether the value is a leaf: anything but a non-empty tuple, list or dict.
 
-    Others, such as a cache of keys and values, and what is empty, may be there to be filled: the callee gets them.
+    The callee gets leaves themselves: it may fill an empty container, or another, such as a cache of keys and values.
     """
     return not isinstance(value, (tuple, list, dict)) or not value
 
 
 class _Passed:
-    """What a submodule is given behind its boundary, beside what its caller has: lists and dicts are its caller's own.
+    """A submodule's arguments after its boundary, paired with the caller's arguments before the boundary.
 
-    What it puts into one of them, ``x[0] = self.branch(x[0])``, its caller finds there, as without the boundary.
+    If the submodule changes a list or dict, ``x[0] = self.branch(x[0])``, the caller's list or dict changes, too.
     """
 
     def __init__(self, given: Any, behind: Any, path: str) -> None:
-        self._path, self._behind = path, behind  # an identity is good as long as its object lives
+        self._path, self._behind = path, behind  # an id is valid as long as its object lives
         self._callers: dict[int, Any] = {}
-        """What the caller has in place of a leaf or container that is behind the boundary, by identity."""
+        """The id of a leaf or container after the boundary → the caller's leaf or container."""
         self._containers: list[tuple[Any, Any, list[Any]]] = []
         self._pair(given, behind)
 
@@ -143,9 +143,9 @@ class _Passed:
             self._pair(value, other)
 
     def hand_back(self) -> None:
-        """Does to the caller's lists and dicts what was done to those behind the boundary.
+        """Repeats in the caller's lists and dicts the changes that the submodule made in their copies.
 
-        TraceError for one that was given twice, whose other copy knows nothing of it, and for one of another class.
+        TraceError for a changed container that is passed twice, as the other copy lacks it, or is of another class.
         """
         given_as = Counter(id(given) for given, _, _ in self._containers)
         for given, behind, before in self._containers:
@@ -173,13 +173,13 @@ _PLAIN = (list, dict, OrderedDict, defaultdict)
 
 
 def _entries(container: Any) -> list[Any]:
-    """What a list, a dict or a dataclass holds; of a dict the keys, too."""
+    """The entries of a list, dict or dataclass; for a dict, the keys and the values."""
     if fields := fields_of(container):
         return list(fields.values())
     return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
-# --- what every tracer does with a boundary that it meets ---
+# --- shared by all tracers: how values cross a boundary ---
 
 
 def crossing(
@@ -189,9 +189,9 @@ def crossing(
     is_leaf: Callable[[Any], bool] | None = None,
     refusal: tuple[str, str] | None = None,
 ) -> Any:
-    """``value`` with each traced tensor in it replaced by what ``carry`` gives for it, behind the boundary.
+    """``value`` with each traced tensor replaced by the tensor that ``carry`` returns for it, after the boundary.
 
-    ``refusal``: the fact and the remedy where it holds none.
+    ``refusal``: the fact and the remedy of the TraceError if ``value`` holds no traced tensor.
     """
     leaves, made = _flat(value, is_leaf, is_traced)
     places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
@@ -204,7 +204,7 @@ def crossing(
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, or of a namespace; nothing for another value, and for what is a container as well."""
+    """The fields of a dataclass or SimpleNamespace; empty for any other value, and for a class, tuple, list or dict."""
     if isinstance(value, (type, tuple, list, dict)):
         return {}
     if type(value) is SimpleNamespace:
@@ -216,8 +216,8 @@ def fields_of(value: Any) -> dict[str, Any]:
 def _flat(
     value: Any, is_leaf: Callable[[Any], bool] | None, is_traced: Callable[[Any], bool], around: tuple[int, ...] = ()
 ) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
-    """The leaves of a value, and what makes it of others: those of a dataclass are its fields', and it is a copy then,
-    where any of them is traced. ``around``: the dataclasses that it is in, by identity."""
+    """The leaves of a value, and a function that builds the value from other leaves. A dataclass with a traced leaf
+    counts as a container of its fields, and is built as a copy. ``around``: the ids of the dataclasses around."""
     found, spec = pytree.tree_flatten(value, is_leaf)
     leaves: list[Any] = []
     makers: list[Callable[[Iterator[Any]], Any]] = []
@@ -241,7 +241,7 @@ def _with_fields(value: Any, names: Sequence[str], made: Callable[[Iterator[Any]
 
 
 def check_boundaries(graph: fx.Graph, executed: int) -> None:
-    """After every capture: boundaries found in the graph are boundaries executed."""
+    """TraceError unless the graph has as many boundaries as forward executed during the capture."""
     found = sum(is_boundary(node) for node in graph.nodes)
     if found != executed:
         raise TraceError(f"{executed} boundaries were executed while tracing, {found} are in the graph")

@@ -1,1 +1,1 @@
-"""``export``: torch.export, for what branches on shapes."""
+"""``export``: torch.export, for models that branch on shapes."""

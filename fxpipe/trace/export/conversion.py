@@ -1,6 +1,6 @@
-"""From an exported program to a ``Program``: inputs, parameters and boundaries under their own names, modes as facts.
+"""Converts an exported program to a ``Program``: inputs, parameters and boundaries keep the model's names.
 
-Export leaves a change of grad mode or autocast in the graph as an operation; each node is given the modes it is in.
+torch.export leaves changes of grad mode and autocast as operations; the conversion puts the modes into node.meta.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _ASKED = re.compile(r"L\['t(\d+)'\]")
 
 @contextlib.contextmanager
 def modes_as_operations() -> Iterator[None]:
-    """While it is open, torch.export leaves changes of modes as operations in the graph.
+    """While this context is open, torch.export leaves changes of modes as operations in the graph.
 
-    By itself it moves the operations in between into functions of their own, where boundaries are hidden; and in torch
-    2.13 it loses a ``no_grad`` inside an autocast region. torch offers no switch, so its two passes are replaced.
+    By default torch.export moves the operations of a mode into a submodule, which hides boundaries, and torch 2.13
+    loses a ``no_grad`` inside an autocast region. torch has no switch for that, so fxpipe replaces its two passes.
     """
     with contextlib.ExitStack() as stack:
         for module, name in mode_passes():
@@ -67,20 +67,20 @@ def modes_as_operations() -> Iterator[None]:
 
 @dataclass
 class _ModesInGraph:
-    """Follows the modes through a graph. ``with`` blocks are numbered where they are entered."""
+    """Tracks grad mode and autocast along a graph's nodes. Each ``with`` block gets a number when it is entered."""
 
     grad: bool
-    """Whether gradients are on around the call."""
+    """Whether grad mode is on outside of the exported call."""
     _autocasts: list[tuple[int, Autocast]] = field(default_factory=list)
     _other_grad: int = 0
-    """The number of the block in which they are not as around the call."""
+    """The number of the open block whose grad mode differs from ``grad``; 0 if no such block is open."""
     _entered: int = 0
     _regions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def follow(self, node: Node) -> bool:
-        """Whether the node changes a mode; the change is then noted."""
+        """Returns whether the node changes a mode, and records the change."""
         if node.target is set_grad_enabled:
-            # leaving a block sets the mode back: only the value tells entering from leaving
+            # leaving a block sets the mode, too: only the value shows whether the node enters or leaves a block
             is_other = bool(node.args[0]) is not self.grad
             if is_other and not self._other_grad:
                 self._entered += 1
@@ -89,7 +89,7 @@ class _ModesInGraph:
                 self._other_grad = 0
         elif node.target is enter_autocast:
             device, dtype, enabled, _ = node.args
-            # a trace runs without autocast's cache of weights, and so the node says; a step runs with it
+            # the trace runs without autocast's weight cache, so the node has it off; a step runs with the cache
             self._entered += 1
             self._autocasts.append((self._entered, Autocast(str(device), bool(enabled), dtype)))  # type: ignore[arg-type]
         elif node.target is exit_autocast:
@@ -99,10 +99,10 @@ class _ModesInGraph:
         return True
 
     def now(self) -> Modes | None:
-        """The modes, in which a block is the same after a block inside it; None where nothing is changed."""
+        """The modes at this node, or None if they equal the modes around the exported call."""
         if not self._autocasts and not self._other_grad:
             return None
-        # a with block is the same after a block inside it: so a block is known by those around it
+        # an outer with block keeps its number after an inner block ends: the numbers of all open blocks are the key
         innermost = {region.device: region for _, region in self._autocasts}
         place = (*(number for number, _ in self._autocasts), -self._other_grad)
         number = self._regions.setdefault(place, len(self._regions) + 1)
@@ -110,7 +110,7 @@ class _ModesInGraph:
 
 
 class _Unconverted(TraceError):
-    """What no stage can hold. ``method``: the submodule that it runs in, and "", if that is known."""
+    """An operation that no stage can run. ``method``: (the path of the submodule around it, ""); None if unknown."""
 
     def __init__(self, text: str, method: tuple[str, str] | None) -> None:
         super().__init__(text)
@@ -119,12 +119,12 @@ class _Unconverted(TraceError):
 
 @dataclass
 class Conversion:
-    """Builds the program's graph, node by node, in the order of the exported one.
+    """Builds the program's graph, node by node, in the order of the exported graph.
 
-    ``values``: the inputs by name, ``result``: the leaves of the result with ``TENSOR`` for each tensor.
-    ``stand_ins``: what stood for what calls of regions return, by their keys, as inputs of the export behind
-    ``values``. ``calls``: the calls of regions, as the operator for them is given their numbers. ``of_any_size``:
-    whether values may decide sizes: stages hold no such program, and a question may be one.
+    ``values``: the inputs by name. ``result``: the result's leaves, with ``TENSOR`` for each tensor. ``stand_ins``: a
+    region call's key → the fake tensors that the export took as inputs, after ``values``, for the call's results.
+    ``calls``: the region calls; the last argument of the ``whole`` operator is an index into this list.
+    ``of_any_size``: whether tensor values may decide sizes, as in a program that answers a question; no stage runs it.
     """
 
     exported: torch.export.ExportedProgram
@@ -150,12 +150,12 @@ class Conversion:
         self._regions: dict[Hashable, Node] = {}
         self._effects: dict[str, Effects] = {}
         self._held: dict[Node, tuple[str, str]] = {}
-        """Inputs of the exported graph that are none of the batch: what the model calls its parameter or buffer, "" for
-        another tensor that forward has met; and torch.export's name."""
+        """Placeholders other than the batch's → (the model's name of the parameter or buffer, or "" for any other
+        tensor that forward uses; torch.export's name)."""
         self._given: list[Node] = []
-        """The tensors among the batch's inputs, and behind them the stand-ins."""
+        """The placeholders of the batch's tensors, followed by the placeholders of the stand-ins."""
         self._sort_inputs()
-        # torch.export flattens them in this order: the batch, then what regions return
+        # torch.export flattens the batch first, then the results of regions
         leaves, _ = pytree.tree_flatten_with_path(dict(self.values))
         paths = [tuple(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
         self._inputs = len(paths)
@@ -193,7 +193,7 @@ class Conversion:
         )
 
     def _checks(self) -> set[Node]:
-        """The assertions, and the numbers for them alone: those may be about what is returned by a later region."""
+        """The assertions, and the nodes that compute numbers for them alone: they may use a later region's result."""
         found: set[Node] = set()
         for node in reversed(self.exported.graph.nodes):
             is_number = node.users and not tensors_in(node.meta.get("val"))
@@ -202,16 +202,16 @@ class Conversion:
         return found
 
     def _in_its_part(self, node: Node, error: TraceError) -> _Unconverted:
-        """An error about a node, with the submodule in which it runs."""
+        """The error about a node, with the submodule that runs the node."""
         parts = {path: self.module.get_submodule(path) for path, _ in self._stack(node).values() if path}
         own = [path for path, part in parts.items() if not type(part).__module__.startswith("torch.nn.")]
         return _Unconverted(str(error), (own[-1], "") if own else None)
 
-    # what the graph takes for granted of sizes
+    # the size conditions that the graph assumes
 
     def _taken_for_granted(self) -> list[str]:
-        """Of the sizes of inputs and of what regions return."""
-        # without a symbolic size torch.export has no guards: then every size is taken for granted
+        """The conditions on the sizes of inputs and of region results under which the graph is valid."""
+        # without a symbolic size torch.export has no guards: the graph then assumes every size
         given = [node.meta["val"] for node in self._given]
         if any(map(_is_symbolic, given)):
             return [clause for guard in size_guards(given) for clause in clauses_of(guard)]
@@ -219,16 +219,16 @@ class Conversion:
         return [f"L['t{i}'].size()[{dim}] == {n}" for i, shape in enumerate(shapes) for dim, n in enumerate(shape)]
 
     def _holds_for(self) -> SizeGuard | None:
-        """For what sizes of its inputs the graph holds; None where none is symbolic."""
+        """Returns a check whether the graph is valid for the sizes of a batch; None if no input size is symbolic."""
         if not any(_is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
             return None
-        # a clause about what a region returns is checked at its call, and says nothing of the inputs
+        # the region's call checks the clauses about its results; this check covers the inputs alone
         about = [f"({each})" for each in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(each))]
         code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
         return lambda given: holds_for(code, {f"t{place}": tensor for place, tensor in enumerate(given)})
 
     def _guards_of_calls(self) -> dict[Hashable, SizeClauses]:
-        """What is checked of what each region returns, of which the code behind it uses something."""
+        """A region call's key → the size conditions to check on its results, without those on unused results."""
         ends = accumulate((len(leaves) for leaves in self.stand_ins.values()), initial=self._inputs)
         places = dict(zip(self.stand_ins, starmap(range, pairwise(ends)), strict=True))
         uses = [zip(places[call.key], call.kept.uses, strict=True) for call in self.calls]
@@ -240,12 +240,12 @@ class Conversion:
     # operations
 
     def _is_late(self, node: Node) -> bool:
-        """Whether it is a size of what a region returns, which export asks for before the region is called."""
+        """Whether the node reads a size of a region's result; torch.export may read it before the region's call."""
         return node.target is _SIZE and node.args[0] in self._stand_ins
 
     def _convert(self, node: Node) -> Node:
         if not _is_known(node.target):
-            # a branch or a loop in functions of its own, or a part of torch.vmap and its like
+            # a higher-order operator, such as a branch or a loop, or a part of a transform such as torch.vmap
             raise TraceError(
                 f"forward uses {getattr(node.target, '__name__', node.target)}, which means nothing outside of the "
                 "function around it; it cannot be cut into stages, and tracer='record' keeps a submodule that uses it "
@@ -268,11 +268,11 @@ class Conversion:
         return made
 
     def _call_region(self, node: Node) -> Node:
-        """A call of a region in place of the operator that stood for it."""
+        """Adds the call of a region, in place of the ``whole`` operator."""
         values, numbers, _, number = node.args
         call = self.calls[number]  # type: ignore[index]
         given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
-        # behind what the region is given, the call has the sizes that its guard is about
+        # after the region's own arguments, the call takes the sizes that its guard compares
         args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
         call.kept.guard = guard = self._guards[call.key]
         call.kept.of_one_type = True
@@ -285,8 +285,8 @@ class Conversion:
         return made
 
     def _stack(self, node: Node) -> dict[str, tuple[str, Any]]:
-        """The submodules that the operation was called in, under the model's own names."""
-        # what is outside of the model, such as a loss function's module, is left out
+        """The submodules around the operation, under the model's names."""
+        # modules outside of the model, such as a loss function's, are left out
         stack = node.meta.get("nn_module_stack") or {}
         model = f"{_ROOT}."
         return {
@@ -295,7 +295,7 @@ class Conversion:
             if f"{path}.".startswith(model)
         }
 
-    # where values come from
+    # inputs, parameters, buffers and constants
 
     def _sort_inputs(self) -> None:
         inputs = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
@@ -310,7 +310,7 @@ class Conversion:
                 self._held[node] = known, target
 
     def _read(self, node: Node) -> Node:
-        """The node of the program that a node of the exported graph has become."""
+        """The program's node for a node of the exported graph."""
         if node in self._built:
             return self._built[node]
         if self._is_late(node):
@@ -328,7 +328,7 @@ class Conversion:
         return made
 
     def _returned_by(self, key: tuple[str, int], place: int) -> Node:
-        """A tensor that a region has returned."""
+        """The node of one tensor in a region's result."""
         region = self._regions.get(key)
         if region is None:
             raise TraceError(
@@ -341,7 +341,7 @@ class Conversion:
         return part
 
     def _part(self, path: tuple[Any, ...]) -> Node:
-        """A tensor in an input: ``getitem(input, key)`` for each step of its path, each made once."""
+        """The node of a tensor in an input, with one ``getitem`` or ``getattr`` node for each step of its path."""
         if path in self._parts:
             return self._parts[path]
         parent, step = self._part(path[:-1]), path[-1]
@@ -353,14 +353,14 @@ class Conversion:
         return part
 
     def _source(self, node: Node, name: str) -> Node:
-        """A parameter, a buffer or a constant, named once, where it is first used."""
+        """The ``get_attr`` node of a parameter, buffer or constant. The first use creates the node."""
         if name not in self._sources:
             made = self._sources[name] = self._graph.create_node("get_attr", name, name=name.replace(".", "_"))
             made.meta["val"] = node.meta.get("val")
         return self._sources[name]
 
     def _constant(self, node: Node, target: str) -> str:
-        """The name of a tensor that forward has met: the model's, where it is one of the model's, from a list say."""
+        """The name of a tensor that forward uses: the name in the model, or a new name for a constant."""
         tensor = self.exported.constants[target]
         if isinstance(tensor, FakeTensor):
             raise TraceError(LEFT_BEHIND + _line_of(*node.users))
@@ -369,7 +369,7 @@ class Conversion:
                 f"forward uses {target.removeprefix(_ROOT + '.')}, a {type(tensor).__name__} that is no "
                 f"input and no result of torch's operations; a stage cannot hold it{_line_of(*node.users)}"
             )
-        # of the same memory: for a parameter, export gives another object
+        # compared by memory: torch.export puts another object in a parameter's place
         memory = storage_of(tensor)
         for name, other in self._in_memory.get(memory, {}).items() if memory else ():
             if _layout(other) == _layout(tensor):
@@ -390,7 +390,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _static(node: Node) -> Any:
-    """The node's fake value, as captured; for a Python number that only running shows, one that stands for it."""
+    """The node's fake value with the capture's sizes; 1, 1.0 or True for a number that only a run can show."""
     value = node.meta.get("val")
     for leaf in tensors_in(value):
         if any(hint_of(size) is None for size in leaf.shape):
@@ -415,15 +415,14 @@ _STAND_INS: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBo
 
 
 def _is_known(target: Any) -> bool:
-    """Whether it is an operator, or a function of Python's or torch's on numbers: what can run by itself."""
+    """Whether the target can run by itself: an operator of torch, or a function of Python or torch on numbers."""
     numbers = ("_operator", "builtins", "math")
     known = getattr(target, "__module__", None) in numbers or getattr(target, "__name__", "").startswith("sym_")
     return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or known
 
 
 def _line_of(*nodes: Node) -> str:
-    """The innermost line of the user's, in traceback form, of the first of the nodes that has one, for the end of a
-    message."""
+    """The innermost line of user code of the first node that has such a line, in traceback form, to end a message."""
     lines = (users_line_in(node.stack_trace or "") for node in nodes)
     return next((f"\n{line}" for line in lines if line), "")
 
@@ -432,14 +431,14 @@ def _line_of(*nodes: Node) -> str:
 
 
 def _is_symbolic(tensor: Tensor) -> bool:
-    """Whether a dimension of it has no number of its own."""
+    """Whether the tensor has a symbolic size."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def _sizes_of(value: Any) -> tuple[str, ...]:
-    """Of a tensor, each dimension's size as an expression, "" where it is a number; of a number, its own expression.
+    """The expressions of a tensor's sizes, "" for each size that is a number; for a symbolic number, its expression.
 
-    Equal expressions of one capture are equal numbers in every run.
+    Within one capture, equal expressions are equal numbers in every run.
     """
     if isinstance(value, torch.SymInt):
         return (str(value.node.expr),)
@@ -449,7 +448,7 @@ def _sizes_of(value: Any) -> tuple[str, ...]:
 
 
 def _as_captured(tensor: Any) -> Any:
-    """A fake tensor with the sizes that it had when it was captured."""
+    """A fake tensor with the capture's numbers in place of symbolic sizes."""
     if not _is_symbolic(tensor):
         return tensor
     shape, stride = (list(map(hint_of, sizes)) for sizes in (tensor.shape, tensor.stride()))

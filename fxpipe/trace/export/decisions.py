@@ -1,4 +1,4 @@
-"""Decisions: what forward asks of fake tensors while it is exported: values, which they lack, and symbolic sizes."""
+"""Decisions: answers for forward during an export, when it reads values of fake tensors, or symbolic sizes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fxpipe.trace.user_line import current_line
 
 
 class Asked(BaseException):
-    """Ends a run of forward that asks what ``value`` is, which is not known; no handler of the user's takes it.
+    """Ends a run of forward that reads the unknown ``value``; a BaseException, so that no user's handler catches it.
 
-    ``key``: by which an answer is known; "" where what is asked cannot be told from other values.
+    ``key``: the key of the answer in ``known``; "" if the value has no description that identifies it.
     """
 
     def __init__(self, value: Any, kind: Kind, key: str) -> None:
@@ -31,23 +31,23 @@ class Asked(BaseException):
 
 
 class Decisions(TorchFunctionMode):
-    """Answers what forward asks by ``known``, question's key → answer; ``Asked`` for what is not known.
+    """Answers forward's questions by ``known``, question's key → answer; raises ``Asked`` if the key is missing.
 
-    It asks for truth values, ``if mask.all():``. With ``numbers``, for numbers too: ``int(lengths.max())``, and how
-    many rows an operation picks, ``mask.nonzero()``.
+    Forward may ask for truth values, ``if mask.all():``. With ``numbers``, forward may also ask for numbers,
+    ``int(lengths.max())``, and for the number of rows that an operation selects, ``mask.nonzero()``.
     """
 
     def __init__(self, known: Mapping[str, Answer], numbers: bool) -> None:
         super().__init__()
         self._known, self._numbers = known, numbers
         self.given: dict[str, Answer] = {}
-        """The answers, in the order in which they were asked for first."""
+        """Question's key → answer, in the order of the first questions."""
         self._nodes: dict[Any, str] = {}
-        self._symbols: dict[str, str] = {}  # the symbol of a value → how that is computed
+        self._symbols: dict[str, str] = {}  # the symbol of a value → the description of the value's computation
 
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
-        """While it is open, forward is answered."""
+        """While this context is open, forward's questions are answered."""
         symbolic: list[tuple[Any, str, Kind]] = [(torch.SymBool, "__bool__", "truth")]
         symbolic += [(torch.SymInt, name, "number") for name in ("__int__", "__index__") if self._numbers]
         with contextlib.ExitStack() as stack:
@@ -65,7 +65,7 @@ class Decisions(TorchFunctionMode):
         if self._numbers and function is Tensor.__getitem__:
             args = args[0], self._by_places(args[1])
         result = function(*args, **kwargs)
-        # a symbol has no history of its own: what it was made from is noted here
+        # a symbol has no history of its own: this notes the computation of its tensor
         if function is Tensor.item and isinstance(result, _SYMBOLIC):
             self._symbols[str(result.node.expr)] = self._made(args[0])
         self._note_sizes(result)
@@ -75,8 +75,8 @@ class Decisions(TorchFunctionMode):
         return _is_asked(value) and (kind == "truth" or (self._numbers and not value.is_floating_point()))
 
     def _by_places(self, index: Any) -> Any:
-        """An index with the places that a mask picks in place of the mask: inputs may decide how many these are,
-        whatever is picked from."""
+        """The index with the selected positions in place of each mask, so that their number depends on the mask alone,
+        and not on the indexed tensor."""
         found: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             is_mask = isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() and _is_asked(part)
@@ -86,7 +86,7 @@ class Decisions(TorchFunctionMode):
         return tuple(found)
 
     def _note_sizes(self, result: Any) -> None:
-        """Asks for sizes that values decide."""
+        """Notes, and with ``numbers`` asks for, the result's sizes that depend on tensor values."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             for dim, size in enumerate(tensor.shape if isinstance(tensor, Tensor) else ()):
                 if isinstance(size, torch.SymInt) and is_unbacked(size):
@@ -99,7 +99,7 @@ class Decisions(TorchFunctionMode):
         return computation_of(tensor, self._nodes, torch.ops.fxpipe.boundary.default)
 
     def _asked(self, value: Any, kind: Kind, made: str) -> Answer:
-        # the key is the computation, and not the line: equal computations have equal answers
+        # the key describes the computation, and not the line: equal computations have equal answers
         key = made and f"{kind} of {made}"
         if key not in self._known:
             raise Asked(value, kind, key)
@@ -125,7 +125,7 @@ _KINDS: dict[Any, Kind] = {
 
 
 _SYMBOL = re.compile(r"\b(?:u|zuf)\d+\b")
-"""torch's name for the value of a tensor."""
+"""torch's name of a symbol for a tensor's value."""
 _SYMBOLIC = (torch.SymBool, torch.SymInt, torch.SymFloat)
 
 
@@ -134,22 +134,22 @@ def _as_lists(answer: Any) -> Any:
 
 
 def _is_asked(value: Any) -> bool:
-    """Whether it has no value while forward is exported."""
+    """Whether the value is a fake tensor without a known constant, so that forward must ask for its value."""
     return isinstance(value, FakeTensor) and value.constant is None
 
 
-# --- sizes of dimensions that vary, which a capture keeps symbolic ---
+# --- sizes of varying dimensions, which a capture keeps symbolic ---
 
 _NOT_USERS = sys.stdlib_module_names - {"__main__"} | {"torch", "fxpipe", "functorch", "sympy", "mpmath"}
 
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
-    """While it is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is.
+    """While this context is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is.
 
-    transformers' ``CLIPModel`` needs it: its loss asks for ``torch.arange(len(logits))``. No method of a tensor can
-    give it a symbol: Python's ``len()`` makes an int of what ``__len__`` returns. It stands in the modules and not in
-    ``builtins``, since torch._dynamo keeps for good what it finds there.
+    transformers' ``CLIPModel`` needs this, as its loss calls ``torch.arange(len(logits))``. A tensor's ``__len__``
+    cannot return a symbol, since Python's ``len()`` converts the result to an int. The replacement is put into users'
+    modules, and not into ``builtins``, since torch._dynamo keeps references to the builtins for good.
     """
     modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
     users = [home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS]
@@ -170,16 +170,16 @@ def _length(value: Any, /) -> Any:
 
 @contextlib.contextmanager
 def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
-    """The lines of the user's source, in traceback form, that make a number of a symbolic size while it is open; with
-    whether of the size itself, and not of what is computed from it."""
+    """Collects, while this context is open, the user lines (in traceback form) that fix a symbolic size to a number,
+    each with whether the line fixed the size itself, and not a number computed from the size."""
     env, name = size_decisions()
     decide, lines = getattr(env, name), list[tuple[str, bool]]()
 
-    def fixed(self: Any) -> int:  # how many symbols have become numbers
+    def fixed(self: Any) -> int:  # the count of symbols that have become numbers
         return sum(bool(expression.is_number) for expression in self.replacements.values())
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # a guard that is no truth value, or a symbol less, is a size that has become a number
+        # a new guard of a non-bool answer, or a newly replaced symbol, shows a size that has become a number
         before = len(self.guards), fixed(self)
         answer = decide(self, *args, **kwargs)
         is_truth = isinstance(answer, bool) or getattr(answer, "is_Boolean", False)

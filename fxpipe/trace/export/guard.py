@@ -1,7 +1,7 @@
-"""What an export would silently get wrong, refused where it happens, and the writes to buffers that it would lose.
+"""Refuses code that torch.export would silently record wrong, and records assignments of buffers as in-place writes.
 
-A graph of operators has no place for what Python does beside them: an attribute set, a number drawn by ``random``, the
-backward of an ``autograd.Function``, a hook on a gradient, a block that is to be recomputed.
+A graph of operators cannot hold the other effects of Python code: a set attribute, a number drawn by ``random``, the
+backward of an ``autograd.Function``, a hook on a gradient, an activation checkpoint.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fxpipe.trace.user_line import definition, is_torchs
 
 PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, type(None))
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
-"""Where transformers notes that it has put forward hooks on its layers, which it does in a model's first call."""
+"""The attribute that transformers sets once a model's first call has registered forward hooks on its layers."""
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _CACHES = frozenset({_HOOKS_INSTALLED, *RECURRENT_CACHES})
-"""What libraries keep in a module for speed, and make anew where it does not fit: torch.nn's recurrent layers too."""
+"""Attributes in which libraries, such as torch.nn's recurrent layers, cache values, and which they can make anew."""
 _RETURN_IT = "return the value instead, or keep it in a buffer (register_buffer)"
 
 
 class TracingGuard(CaptureGuard):
-    """Watches one export."""
+    """Watches one export: refuses code that the export would record wrong, and undoes changes to the model."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -53,7 +53,7 @@ class TracingGuard(CaptureGuard):
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Around the call of the model while it is traced."""
+        """A context around the traced call of the model."""
         try:
             with self.forward(self._patches(), _RETURN_IT):
                 yield
@@ -65,7 +65,7 @@ class TracingGuard(CaptureGuard):
 
     def may_change(self, name: str) -> bool:
         entry = name.rpartition(".")[2]
-        if entry in {"_parameters", "_buffers", *_CACHES}:  # fake tensors are in the tables now
+        if entry in {"_parameters", "_buffers", *_CACHES}:  # these tables hold fake tensors during the export
             return True
         parts = (part for root in self.roots for part in root.modules())
         return entry in _HOOKS and any(_HOOKS_INSTALLED in vars(part) for part in parts)
@@ -84,12 +84,12 @@ class TracingGuard(CaptureGuard):
         ]
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
-        # set for real, and put back afterwards: the library makes it anew
+        # a cache is set, and put back after the export: the library makes the cache anew
         if name in _CACHES:
             table = vars(module)
             self._undo.append(partial(put, table, name, table.get(name, MISSING)))
             return False
-        # a buffer that is assigned becomes a write into the one that is there
+        # an assigned buffer becomes an in-place write to the old buffer
         path = f"{path or 'self'}.{name}"
         if self._buffers.assign(module, name, value, path):
             return True
@@ -101,7 +101,7 @@ class TracingGuard(CaptureGuard):
         raise refuse(f"forward sets {path}, {ONCE}", _RETURN_IT)
 
     def _guarded_register_buffer(self) -> Callable[..., None]:
-        """As if it were set; of one that is new, and of its ``persistent``, the model would know nothing later."""
+        """``register_buffer``, treated as an assignment: the model would lose a new buffer after the export."""
         original = nn.Module.register_buffer
 
         def guarded(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
@@ -112,7 +112,7 @@ class TracingGuard(CaptureGuard):
         return guarded
 
     def _guarded_create_arg(self) -> Callable[[Any, Any], Any]:
-        """What is no tensor of the traced program becomes a constant of it, a parameter too."""
+        """``create_arg``, which refuses trainable parameters from outside of the model: they would become constants."""
         original = PythonKeyTracer.create_arg
 
         def create_arg(tracer: Any, value: Any) -> Any:
@@ -144,7 +144,7 @@ _refuse_tensor_hook = refusing("a hook on a tensor's gradient is registered in f
 
 
 def _recorded_data() -> property:
-    """``x.data`` as the detached alias that it is; by itself neither it nor what is computed from it is recorded."""
+    """``x.data`` as ``x.detach()``: torch.export records neither ``x.data`` nor the operations on it."""
     original: Any = Tensor.data
 
     def get(tensor: Tensor) -> Any:
@@ -169,7 +169,7 @@ def _refuse_backward_hooks(root: nn.Module) -> None:
 
 
 class RandomWatch(TorchFunctionMode):
-    """Refuses at the first operation after random numbers were drawn outside of traced operations."""
+    """TraceError at the first operation after code drew random numbers outside of traced operations."""
 
     def __init__(self, random: RandomState) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A stage boundary and an opaque region as operators of torch, which is what torch.export can record.
+"""A stage boundary and an opaque region as operators of torch, which torch.export can record.
 
-What a region returns are inputs of the export, ``stand_ins``, whose sizes are symbolic as those of inputs may be: what
-the code behind a region takes for granted of them is then among the guards of the export.
+The export takes the results of regions as inputs, ``stand_ins``, with symbolic sizes: so the guards of the export
+include the conditions on these sizes that the code after a region assumes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fxpipe.torch_compat import holds_for
 
 
 def _copying(name: str, schema: str, place: int) -> Any:
-    """An operator that returns copies of the tensors in its ``place``-th argument. It is traced, and never runs."""
+    """An operator that returns copies of the tensors in its ``place``-th argument. The operator is never run."""
 
     def copies(*args: Any) -> list[Tensor]:
         return [tensor.clone() for tensor in args[place]]
 
     def fakes(*args: Any) -> list[Tensor]:
-        # the strides stay: what is computed from the copies may depend on them
+        # the copies keep the strides, as later operations may depend on the strides
         return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in args[place]]
 
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
@@ -38,19 +38,19 @@ def _copying(name: str, schema: str, place: int) -> Any:
 
 
 marked = _copying("boundary", "(Tensor[] values, str? name, str? gather=None, int? group=None) -> Tensor[]", 0)
-"""The values behind a boundary. A converted graph has ``boundary`` of fxpipe.graph in its place."""
+"""The values after a boundary. The converted graph calls ``boundary`` of fxpipe.graph instead."""
 whole = _copying("whole", "(Tensor[] values, SymInt[] numbers, Tensor[] stand_ins, int call) -> Tensor[]", 2)
-"""What a call of a region returns. A converted graph calls the region in its place."""
+"""The result of a region's call. The converted graph calls the region instead."""
 
 Size = tuple[int, int]
-"""Which of the tensors that a guard is about, and which dimension of it."""
+"""(the number of a tensor in a guard's clauses, a dimension of that tensor)"""
 
 
 class SizeClauses(NamedTuple):
-    """What a capture takes for granted of the sizes of the tensors that one call of a region returns.
+    """The conditions that a capture assumes for the sizes of the tensors that one call of a region returns.
 
-    ``first``: the number of its first tensor in the clauses; ``others``: the sizes of others that they are about, which
-    the call is given behind what the region is.
+    ``first``: the number of the call's first tensor in the clauses; ``others``: the sizes of other tensors in the
+    clauses, which the call takes after the region's own arguments.
     """
 
     name: str
@@ -59,7 +59,7 @@ class SizeClauses(NamedTuple):
     others: tuple[Size, ...]
 
     def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
-        """RunError where it is not so."""
+        """RunError if a clause is false for these tensors and sizes."""
         shown: dict[int, Any] = {}
         for (place, dim), size in zip(self.others, sizes, strict=True):
             shown.setdefault(place, {})[dim] = int(size)
@@ -73,13 +73,13 @@ class SizeClauses(NamedTuple):
             )
 
     def broken(self, sizes: Mapping[int, Any]) -> str | None:
-        """The first clause that does not hold where these are the sizes of tensors, by their numbers."""
+        """The first clause that is false, or None. ``sizes``: the number of a tensor → the tensor's sizes."""
         asked = {f"t{place}": _OfSize(shape) for place, shape in sizes.items()}
         return next((clause for clause in self.clauses if not holds_for(clause, asked)), None)
 
     @property
     def is_of_few(self) -> bool:
-        """Whether a size is 0 or 1 alone."""
+        """Whether a clause says that a size equals 0 or 1."""
         return any(_FEW.fullmatch(clause) for clause in self.clauses)
 
     def _in_words(self, clause: str) -> str:
@@ -103,27 +103,27 @@ _LAYOUT = re.compile(r"\.(?:stride|storage_offset)\(\)")
 
 
 def clauses_of(expression: str) -> list[str]:
-    """The parts of a guard that must all hold."""
+    """The operands of a guard's top-level ``and``, or the guard itself."""
     tree = ast.parse(expression, mode="eval").body
     parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
     return [ast.unparse(part) for part in parts]
 
 
 def sizes_in(clause: str) -> set[Size]:
-    """The sizes that a clause is about."""
+    """The sizes that a clause compares."""
     return {(int(place), int(dim)) for place, dim in _SIZE.findall(clause)}
 
 
 def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> list[SizeClauses]:
-    """What is to be checked at each call: ``calls`` has, in order, its name, and the numbers of its tensors.
+    """The clauses to check at each call. ``calls``: (the region's name, the numbers of its tensors) of each, in order.
 
-    A clause is checked at the last of the calls that it is about. How tensors lie in memory is taken as it comes: it
-    decides about kernels, not about what they compute.
+    The last call whose tensors a clause compares checks the clause. Clauses on strides and storage offsets are left
+    out: these choose kernels, and do not change results.
     """
     own = {place: number for number, (_, places) in enumerate(calls) for place in places}
     mine: list[list[str]] = [[] for _ in calls]
     for clause in clauses:
-        # only the last call knows all the sizes; what depends on memory layout is no size
+        # only the last call knows all the sizes in the clause; a memory layout is no size
         about = [own[place] for place, _ in sizes_in(clause) if place in own]
         if about and not _LAYOUT.search(clause):
             mine[max(about)].append(clause)

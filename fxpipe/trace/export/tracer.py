@@ -1,4 +1,4 @@
-"""The export tracer: ``torch.export``'s, on fake tensors. It needs shapes, and sees every operation."""
+"""The export tracer: ``torch.export`` on fake tensors. It needs the batch's shapes, and records every operator."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from fxpipe.trace.user_line import is_torchs, line_of
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
 
 _LINES = 3
-"""So many lines are shown."""
+"""The number of user lines that a message shows."""
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""What a graph computes: tensors, and Python numbers that are the values of tensors."""
+"""The types of the values that a graph computes: tensors, and Python numbers that depend on tensors."""
 
 
 @paused()
 def export(request: Request) -> Program:
-    """Captures by running forward on fake tensors; TraceError for what a graph cannot hold, with the user's line.
+    """Captures by running forward on fake tensors; TraceError, with the user's line, for code that no graph can hold.
 
-    With dimensions that vary kept symbolic, where the model allows it.
+    Dimensions that vary stay symbolic if the model allows it.
     """
     made = _export_regions if request.seen else _export
     if not request.varying:
@@ -66,8 +66,8 @@ def export(request: Request) -> Program:
         counted = _as_large(request, {opened.count for opened in lists})
         if not counted:
             return program
-        # one entry for each image, say: the capture holds for that number of them
-        # captured again with that dimension as a number
+        # a list has one entry for each image, say: the capture is valid for that number of images alone,
+        # so this captures again with that dimension as a number
         made_again = made(replace(request, varying=request.varying - counted))
         looks = " and ".join(f"forward looks at entries of a list that {call.name} returns" for call in opened)
         lines = [f"{looks}, so each number of them takes a capture", *dict.fromkeys(each.opened_at for each in lists)]
@@ -78,7 +78,7 @@ def export(request: Request) -> Program:
 
 
 def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
-    """The dimensions that vary and have one of these sizes, as a list has an entry for each image."""
+    """The varying dimensions whose size in the example is one of ``counts``, the lengths of lists."""
     leaves = {name: pytree.tree_leaves(value) for name, value in (request.example or {}).items()}
     return frozenset(place for place in request.varying if leaves[place[0]][place[1]].shape[place[2]] in counts)
 
@@ -91,7 +91,7 @@ def _export(request: Request) -> Program:
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
             call = ExportedCall(request, guard, fake.inputs(request.example, request.any_words), stand_ins)
-            with fixing_lines() as lines:  # none, where nothing is symbolic
+            with fixing_lines() as lines:  # stays empty if no size is symbolic
                 exported = _exported(call)
         program = call.program(exported).replace(sets=guard.own.taken, fixed_sizes=call.fixed_sizes(exported, lines))
     answers = tuple(call.decisions.given.items())
@@ -103,12 +103,12 @@ def _export(request: Request) -> Program:
 
 
 def _export_regions(request: Request) -> Program:
-    """Where a size of what a region returns was 0 or 1 and is taken to be always that, once more for others: if that
-    holds for what was seen, too, it is the more general program."""
+    """Exports, and exports again with larger sizes if the program assumes a size of 0 or 1 in a region's result. The
+    second program is returned if it is valid for the seen sizes, too: it is more general."""
     program = _export(request)
     if not any(guard.is_of_few for guard in _guards(program)):
         return program
-    # with sizes of 3 in place of 0 and 1, of which torch.export makes special cases
+    # with sizes of 3 in place of 0 and 1, which torch.export specializes
     try:
         wider = _export(replace(request, seen={key: seen.general for key, seen in request.seen.items()}))
     except TraceError:
@@ -121,13 +121,13 @@ def _export_regions(request: Request) -> Program:
 
 
 def _guards(program: Program) -> list[SizeClauses]:
-    """What a program takes for granted of what regions return."""
+    """The size conditions that a program assumes for the results of regions."""
     guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, OpaqueCall)]
     return [guard for guard in guards if isinstance(guard, SizeClauses)]
 
 
 def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
-    printed = io.StringIO()  # where it fails, torch.export prints all that it has of the graph
+    printed = io.StringIO()  # on failure, torch.export prints the graph that it has so far
     given = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
     sizes = call.dynamic_shapes if call.request.varying or call.stand_ins else None
     try:
@@ -143,7 +143,7 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
     except FxpipeError:
         raise
     except Exception as error:
-        if call.asked is not None:  # what is no value of the graph
+        if call.asked is not None:  # forward asked for a value that the graph does not compute
             raise TraceError(_branches(call.asked.line)) from call.asked
         *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
         if call.decisions.given and not is_torchs(raised_in.f_code.co_filename):
@@ -154,7 +154,7 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
         text = f"torch.export cannot follow the model: {type(error).__name__}: {error}\n{line}".rstrip()
         raise TraceError(text) from error
     sys.stderr.write(printed.getvalue())
-    if call.guard.random.rewind():  # once more, to find the line: it may be in a part that can be opaque
+    if call.guard.random.rewind():  # runs forward again to find the line, which may be in a part that can be opaque
         with RandomWatch(call.guard.random):
             call.result(call.request.module, call.values)
         refuse_random_numbers()
@@ -169,7 +169,7 @@ def _branches(line: str) -> str:
 
 
 class ExportedCall:
-    """The call that is exported: from the tensors among the inputs to the tensors of the result."""
+    """The call that torch.export traces: it takes the inputs' tensors, and returns the result's tensors."""
 
     def __init__(
         self,
@@ -181,20 +181,20 @@ class ExportedCall:
         self.request, self.guard, self.values, self.stand_ins = request, guard, values, stand_ins
         self.decisions = Decisions(request.answers, request.asks_numbers)
         self.asked: Asked | None = None
-        """Where forward has ended, since it asks for what is not known: the export computes that."""
+        """The unanswered question at which forward ended, if any; the export then computes the value asked for."""
         self.boundaries = 0
         self._given: dict[tuple[str, int], list[Tensor]] = {}
         self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
         self._result: list[Any] = []
         self._spec = pytree.tree_structure(None)
-        """How they are put together."""
+        """The pytree structure of the result."""
         self._leaves = [
             (name, place, leaf)
             for name, value in values.items()
             for place, leaf in enumerate(pytree.tree_leaves(value))
             if isinstance(leaf, Tensor)
         ]
-        """The tensors: (input, which of its leaves, the tensor)."""
+        """The inputs' tensors: (input's name, index of the leaf in the input, tensor)."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -202,7 +202,7 @@ class ExportedCall:
 
     @property
     def dynamic_shapes(self) -> tuple[list[dict[int, Any]], list[dict[int, Any]]]:
-        """Which dimensions of ``tensors``, and of stand-ins, torch.export is to keep symbolic, where the model allows
+        """The dimensions of ``tensors``, and of the stand-ins, that torch.export keeps symbolic if the model allows
         it."""
         varying = self.request.varying
         inputs = [
@@ -213,7 +213,7 @@ class ExportedCall:
         return inputs, [dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in returned]
 
     def fixed_sizes(self, exported: torch.export.ExportedProgram, lines: Sequence[tuple[str, bool]]) -> str:
-        """What of the dimensions that vary the capture has as numbers, and which lines made numbers of sizes."""
+        """A message with the varying dimensions that the capture fixed to a number, and the user lines that did so."""
         varying = self.request.varying
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
         specs = zip(inputs, exported.graph_signature.input_specs, strict=True)
@@ -224,7 +224,7 @@ class ExportedCall:
             for dim, size in enumerate(tensor.shape)
             if (name, place, dim) in varying and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols)
         ]
-        # what a region returns has sizes too, of which a number may be the code's own, as in .expand(3, -1, -1)
+        # a region's result has symbolic sizes, too, and the code may compare one to its own number: .expand(3, -1, -1)
         shown = list(dict.fromkeys(line for line, of_size in lines if line and (places or not of_size)))[:_LINES]
         if not varying or not (places or shown):
             return ""
@@ -232,8 +232,8 @@ class ExportedCall:
         return "\n".join([f"forward makes a number of Python's of {what}, so each takes a capture", *shown])
 
     def flat(self, model: nn.Module, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
-        """What the model, or torch.export's stand-in for it, computes of these tensors; keeps what else is in its
-        result."""
+        """The tensors that the model, or torch.export's stand-in for the model, computes from these tensors. Stores
+        the result's other leaves and structure."""
         given, kept = iter(tensors), iter(stand_ins)
         self._given = {key: list(islice(kept, len(leaves))) for key, leaves in self.stand_ins.items()}
         values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
@@ -243,15 +243,15 @@ class ExportedCall:
         except Asked as asked:
             self.asked, result = asked, asked.value
         returned, self._spec = pytree.tree_flatten(result)
-        # an object, such as a cache of keys and values, is no part of what a graph returns
+        # the graph's result leaves out objects, such as a cache of keys and values
         self._result = [
             TENSOR if isinstance(leaf, _COMPUTED) else leaf if isinstance(leaf, PLAIN) else None for leaf in returned
         ]
         return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
     def result(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
-        """What forward returns for these inputs."""
-        # of the last run of forward, where there are several
+        """The result of forward for these inputs."""
+        # torch.export may run forward several times: only the last run's boundaries count
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
@@ -267,7 +267,7 @@ class ExportedCall:
         return crossing(value, lambda leaf: isinstance(leaf, Tensor), carry)
 
     def _keep(self, call: RegionCall) -> list[Tensor]:
-        """What stands for the tensors that a call of a region returns."""
+        """The traced stand-ins for the tensors that a region's call returns."""
         tensors = [value for value in call.values if isinstance(value, Tensor)]
         numbers = [value for value in call.values if not isinstance(value, Tensor)]
         other = next((value for value in numbers if not isinstance(value, torch.SymInt)), None)
@@ -288,7 +288,7 @@ class ExportedCall:
 
 
 class _Root(nn.Module):
-    """What torch.export is given. It calls a stand-in for this module, so nothing is kept here."""
+    """The module passed to torch.export. torch.export calls a stand-in for it, so it stores no state."""
 
     def __init__(self, call: ExportedCall) -> None:
         super().__init__()

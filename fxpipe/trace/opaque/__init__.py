@@ -1,1 +1,1 @@
-"""Opaque regions: code of the user's that runs as it is written in every step, as one call in a stage."""
+"""Opaque regions: user code that runs as written in every step, as one call in a stage."""

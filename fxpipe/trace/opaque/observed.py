@@ -1,5 +1,5 @@
-"""Observed: the effects of each call of an opaque region, seen in one real run of the model on a micro-batch; and the
-check in a step that a call changes nothing else that other code reads."""
+"""The effects of each call of an opaque region, observed in one real run of the model on a micro-batch; and the check,
+in each step, that a call changes no further tensor or attribute that other code reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SeenCalls = Mapping[tuple[str, int], SeenCall]
 
 
 def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
-    """The calls of the regions whose results ``boundaries=`` describes."""
+    """The key of a region's call → the call, for the regions whose results ``boundaries=`` describes."""
     found = {}
     names = first_names(request.module)
     for region in request.whole:
@@ -50,10 +50,10 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
 
 
 def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
-    """The calls of regions in one run of the model on a micro-batch. Everything that the run changes is put back.
+    """Runs the model on a micro-batch, and returns the calls of its regions. Restores all state that the run changes.
 
-    ``called``: the names of regions that are called, be it inside of others, are added to it. TraceError where the
-    model fails, or a region does what it may not.
+    Adds to ``called`` the names of the regions that the model calls, also inside of other regions. TraceError if the
+    model fails, or if a region has an effect that regions may not have.
     """
     devices = gpus_of(request.roots)
     state, observer = State.of(request.roots, devices), _Observer(request.module)
@@ -101,9 +101,9 @@ class _Observer:
         self._names = first_names(module)
 
     def calls(self) -> SeenCalls:
-        """The calls that the run has shown."""
+        """The observed calls, by region's name and number of the call."""
         sets = frozenset[tuple[str, str]]().union(*(call.sets for call in self._seen.values()))
-        # a region's calls may be in several stages, and each may do what another one was seen to do
+        # a region's calls may be in several stages, and each call may use all tensors that any of them used
         used: dict[str, dict[str, None]] = {}
         for (name, _), call in self._seen.items():
             used.setdefault(name, {}).update(dict.fromkeys(call.reads))
@@ -124,7 +124,7 @@ class _Observer:
         if self._inside is not None:
             return inner(*args, **kwargs)
         self._inside = region
-        # what it changes: attributes by a snapshot, tensors by their versions and by the operators that touch them
+        # a snapshot finds changed attributes; versions, and the operators that ran, find changed tensors
         before, tensors = Snapshot(self._module), all_tensors(self._module)
         states = {name: _state_of(tensor) for name, tensor in tensors.items()}
         called: list[nn.Module] = []
@@ -136,17 +136,17 @@ class _Observer:
         finally:
             hook.remove()
             self._inside = None
-        # a write through .data is not counted in the version, and is seen where it happens
+        # a write through .data does not raise the version: TouchedMode sees the operator
         writes = [
             name
             for name, tensor in tensors.items()
             if _state_of(tensor) != states[name] or storage_of(tensor) in touched.writes
         ]
-        # of the submodules that it called, the outermost: they hold the others
+        # the outermost of the submodules that the region called: they hold the others
         paths = {self._paths[id(vars(part))] for part in called if id(vars(part)) in self._paths}
         parts = tuple(sorted(path for path in paths if not any(_is_inside(path, other) for other in paths)))
         reads = dict.fromkeys(
-            self._names.get(id(tensor), name)  # another name for a buffer that an earlier call has set
+            self._names.get(id(tensor), name)  # the second name is for a buffer that an earlier call has set
             for name, tensor in tensors.items()
             if storage_of(tensor) in touched.reads or any(_is_inside(name, path) for path in parts)
         )
@@ -161,7 +161,7 @@ class _Observer:
         return result
 
     def _sets(self, region: Region, before: Snapshot, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-        """The attributes and buffers that a call has changed: (the path of the module, the name)."""
+        """(module's path, name) of each attribute and buffer that a call has changed."""
         names = {*before.changes(), *(name for name in before.written() if name not in tensors)}
         for path, _, name in (name.rpartition(".") for name in names):
             if path in self._paths.values() and name != "_buffers":
@@ -186,8 +186,8 @@ def _are_words(value: Any) -> bool:
 
 
 def _check_sets(region: Region, sets: frozenset[tuple[str, str]], own: tuple[str, ...]) -> None:
-    """Raises TraceError for an attribute that no region may set. ``own``: the region's submodule, and those that it has
-    called."""
+    """Raises TraceError for an attribute that no region may set. ``own``: the paths of the region's submodule and of
+    the submodules that the region called."""
     for path, name in sorted(sets):
         if name == "training":
             raise TraceError(
@@ -213,10 +213,10 @@ def _is_inside(path: str, other: str) -> bool:
 
 
 def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
-    """The value with a ``TensorLike`` for each tensor; TraceError for a value that cannot leave a region.
+    """The value with a ``TensorLike`` for each tensor; TraceError for a value that a region may not return.
 
-    ``may_need_gradient``: whether its floating-point tensors may need a gradient in another step, as behind a branch on
-    a value, or once a frozen parameter is trained.
+    ``may_need_gradient``: whether its floating-point tensors may require a gradient in another step, as after a branch
+    on a value, or once the user unfreezes a parameter.
     """
     foreign = Structure(result).foreign()
     if foreign is not TENSOR:
@@ -233,11 +233,11 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
     return pytree.tree_map_only(Tensor, described, result)
 
 
-# --- in a step: a region changes a tensor that other code reads only as the observed run has changed it ---
+# --- in a step: a region may change a tensor that other code reads only if the observed run changed that tensor ---
 
 
 def watch(program: Program, changed: Callable[[], str | None]) -> None:
-    """Gives each region of a program whose stages are known a check of its changes.
+    """Installs in each region's call a check of its changes. The program's stages must be assigned.
 
     ``changed``: returns the name of an attribute that other code reads and that has changed since the step began.
     """
@@ -250,7 +250,7 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
     for node, kept in calls.items():
         others = (other for other in program.nodes if of.get(other) != of[node])
         read = {name for other in others for name in own_tensors(program, other)}
-        # what it was seen to write is ordered by the graph; anything else must stay as it is
+        # the graph orders the observed writes; all other tensors that other code reads must stay unchanged
         names = sorted(read - set(program.effects[node.name].writes))
         kept.watch = partial(_unchanged, kept.name, program.module, names, changed)
 
@@ -259,7 +259,7 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
 def _unchanged(
     region: str, module: nn.Module, names: Sequence[str], changed: Callable[[], str | None]
 ) -> Iterator[None]:
-    """RunError where the code inside changes one of the tensors ``names``, which other code reads."""
+    """RunError if the code inside of the context changes one of the tensors ``names``, which other code reads."""
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
     def states() -> list[tuple[int, int, int]]:
@@ -277,5 +277,5 @@ def _unchanged(
 
 
 def _state_of(tensor: Tensor | None) -> tuple[int, int, int]:
-    """The tensor's identity, its count of writes, and its memory, which ``.data = ...`` changes."""
+    """The tensor's id, its version, and its storage's id, which ``.data = ...`` changes."""
     return (id(None), 0, 0) if tensor is None else (id(tensor), version_of(tensor), storage_of(tensor))

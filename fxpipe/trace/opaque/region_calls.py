@@ -1,4 +1,4 @@
-"""Keeping: while a model is captured, each call of an opaque region becomes one node."""
+"""Calls of opaque regions during a capture: each call becomes one node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RegionCall:
 
     @property
     def effects(self) -> Effects:
-        """The effects of a call in any step: its result may share memory with each argument, and it may draw."""
+        """The effects of a call in any step: it may draw random numbers, and its result may alias each argument."""
         # the code may branch on any number, so that another step may do more than the observed one
         shares, seen = tuple(range(len(self.values))), self.seen
         return Effects(seen.reads, seen.writes, shares, draws_random=True, is_rehearsed=True)
@@ -50,30 +50,30 @@ class RegionCall:
 
 @dataclass
 class Regions:
-    """The regions of a capture, and the calls of them that it has met.
+    """The regions of a capture, and their calls so far.
 
-    ``carry``: makes a node of a call, and returns the tracer's values for its results; ``is_value``: whether an
-    argument is such a value.
+    ``carry``: makes a node of a call, and returns the tracer's values for the call's results; ``is_value``: whether an
+    argument is a value of the tracer.
     """
 
     request: Request
     is_value: Callable[[Any], bool]
     carry: Callable[[RegionCall], Sequence[Any]]
     runs: Callable[[], bool] = lambda: False
-    """Whether a call is to run now in place of becoming a node."""
+    """Returns whether a call runs now, as in a rehearsal, instead of becoming a node."""
     calls: list[RegionCall] = field(default_factory=list)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """While it is open, each call of a region becomes one node."""
+        """While this context is open, each call of a region becomes one node."""
         self.calls.clear()
         with watching(self.request.module, self.request.whole, self._call), self._unread():
             yield
 
     @cached_property
     def _objects(self) -> set[int]:
-        """The identities of the modules' attributes, such as ``config``, and of the objects among the inputs: each rank
-        has its own copies."""
+        """The ids of the modules' attributes, such as ``config``, and of the objects among the inputs; each rank has
+        its own copies of these."""
         held = {id(value) for part in self.request.module.modules() for value in vars(part).values()}
         return held | set(map(id, pytree.tree_leaves([dict(self.request.fixed), dict(self.request.example or {})])))
 
@@ -100,7 +100,7 @@ class Regions:
         parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
         kept = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
         kept.attributes, kept.varies = seen.sets | seen.asks, region.varies
-        place = self.request.whole.index(region)  # enc.proj and enc_proj are two
+        place = self.request.whole.index(region)  # tells enc.proj from enc_proj
         target = f"whole_{region.name.replace('.', '_')}_{place}_{number}"
         call = RegionCall(region, number, target, seen, kept, list(given.tensors))
         self.calls.append(call)
@@ -118,7 +118,7 @@ class Regions:
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:
-        """While it is open, code outside of regions cannot read the attributes that regions set: a step sets them."""
+        """While this context is open, user code that reads an attribute that a region sets raises TraceError."""
         sets = {pair for seen in self.request.seen.values() for pair in seen.sets}
         owners: dict[type, set[tuple[int, str]]] = {}
         for path, name in sets:
@@ -135,7 +135,7 @@ def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], An
 
     def read(module: Any, name: str) -> Any:
         mine = name in words and (id(object.__getattribute__(module, "__dict__")), name) in names
-        if mine and is_users(sys._getframe(1).f_code.co_filename):  # torch.export looks at all buffers
+        if mine and is_users(sys._getframe(1).f_code.co_filename):  # torch.export reads all buffers
             raise refuse(
                 f"forward reads .{name} of a {kind.__name__}, which an opaque region sets when it runs",
                 "return it from there, or keep what reads it whole with it",
@@ -151,7 +151,7 @@ Handler = Callable[[Region, int, Callable[..., Any], Any, Any], Any]
 
 @contextlib.contextmanager
 def watching(model: nn.Module, regions: Sequence[Region], handle: Handler) -> Iterator[None]:
-    """While it is open, each call of a region is handed to ``handle``. It belongs inside of ``cutting``."""
+    """While this context is open, ``handle`` gets each call of a region. Enter this context inside of ``cutting``."""
     numbers: Counter[str] = Counter()
     modules = dict(model.named_modules(remove_duplicate=False))
     by_key = {(id(vars(modules[region.path])), region.method): region for region in regions}

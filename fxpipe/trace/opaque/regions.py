@@ -1,4 +1,4 @@
-"""Opaque regions, as ``boundaries=`` names them, and the effects that their calls were seen to have."""
+"""Opaque regions, as ``boundaries=`` names them, and the observed effects of their calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WHOLE = "whole"
 
 @dataclass(frozen=True)
 class Region:
-    """A submodule, or a method of one, whose Python runs for real. ``returns``: what it returns, with a tensor of any
-    device for each tensor, where the user has said it. ``varies``: whether that may have other sizes in each step."""
+    """A submodule or method whose Python code runs in every step. ``returns``: the user's description of its result,
+    with tensors on any device, or None. ``varies``: whether the result may have other sizes in each step."""
 
     name: str
     path: str
@@ -29,12 +29,12 @@ class Region:
 
 @dataclass(frozen=True)
 class SeenCall:
-    """The effects of one call of a region, seen on real numbers.
+    """The effects of one call of a region, observed in a run on real tensors.
 
-    ``returned``: what it returned, with a ``TensorLike`` for each tensor. ``parts``: the submodules that it has called;
-    ``reads``: the parameters and buffers that it may use, ``writes``: those that it has written, by name; ``sets``: the
-    attributes that it has changed, (the path of their module, their name); ``asks``: those that it or another region
-    has changed and that it has read. ``given``: sizes of the tensors that it was given, and of lists of strings.
+    ``returned``: the call's result, with a ``TensorLike`` for each tensor. ``parts``: the paths of the submodules that
+    the call ran; ``reads``: the names of the parameters and buffers that it may use; ``writes``: the names of the
+    parameters and buffers that it wrote; ``sets``: (module's path, name) of each attribute that it changed; ``asks``:
+    the attributes that it read and some region changed. ``given``: the sizes of its tensors and lists of strings.
     """
 
     returned: Any
@@ -47,37 +47,37 @@ class SeenCall:
 
     @property
     def likes(self) -> list[TensorLike]:
-        """A description of each tensor that the call returns; of a list, of their concatenation and then of each."""
+        """A ``TensorLike`` for each tensor in the call's result; for a list, of the concatenation, then each tensor."""
         return Structure(self.returned).tensors
 
     def guessed(self, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
-        """What it may do for a batch of other ``sizes``: those of its inputs then → those now; ``lengths``: how many
-        tensors its lists have, ``entries``: how many containers. A guess, from which a capture begins: what it returns
-        is held against the capture in each step."""
-        # those of sizes that it was given: a length may equal a layer's width
+        """A guess of the call for a batch of other sizes, from which a capture starts; each step checks the result.
+        ``sizes``: an input's old size → its new size; ``lengths``: the same for the number of tensors in a list;
+        ``entries``: the same for the number of containers in a list."""
+        # only sizes of the call's own arguments change: a length may equal a layer's width
         own, own_lengths = ({old: new for old, new in each.items() if old in self.given} for each in (sizes, lengths))
         return replace(self, returned=_guessed(self.returned, own, own_lengths, entries))
 
     @property
     def general(self) -> SeenCall:
-        """The call with another size in place of 0 and 1, which a capture might treat as special."""
+        """The call with size 3 in place of 0 and 1, which a capture may specialize."""
         returned = pytree.tree_map_only(TensorLike, lambda like: _resized(like, {0: _SOME, 1: _SOME}), self.returned)
         return replace(self, returned=returned)
 
 
 _SOME = 3
-"""A size that is like any other."""
+"""A size that no capture specializes."""
 
 
 def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> Any:
-    """A value for other sizes; a list of tensors is as long as such a size is, as one for each image is, and so is a
-    list of containers, whatever the sizes in each."""
+    """The value with other sizes. A list of tensors may get another length, as a list with a tensor for each image, and
+    so may a list of containers, whatever the sizes in each container."""
     if isinstance(returned, TensorLike):
         many = _resized(returned, {old: new for old, new in sizes.items() if old > 1})
-        is_one = many.shape[:1] == (1,)  # one image may be several
+        is_one = many.shape[:1] == (1,)  # a batch of one image may become a batch of several
         return replace(many, shape=(sizes.get(1, 1), *many.shape[1:])) if is_one else many
     if type(returned) in (list, tuple):
-        # one entry for each image: as many as there are images now
+        # a list with an entry for each image gets the new number of images as its length
         parts = [_guessed(part, sizes, lengths, entries) for part in returned]
         if entries.get(len(parts), len(parts)) != len(parts) and _are_containers_alike(parts):
             return type(returned)(parts[:1] * entries[len(parts)])
@@ -90,9 +90,9 @@ def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int]
 
 
 def _are_containers_alike(parts: Sequence[Any]) -> bool:
-    """Whether each is a dict with tensors, say, of any sizes."""
+    """Whether all parts are the same kind of container of tensors, such as a dict, up to the tensors' sizes."""
 
-    def of_any_size(like: TensorLike) -> TensorLike:  # an image's may have a size of its own
+    def of_any_size(like: TensorLike) -> TensorLike:  # each image's tensors may have their own sizes
         return replace(like, shape=(_SOME,) * len(like.shape), stride=())
 
     outlines = [pytree.tree_map_only(TensorLike, of_any_size, part) for part in parts]
@@ -102,15 +102,15 @@ def _are_containers_alike(parts: Sequence[Any]) -> bool:
 
 
 def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:
-    """With other sizes in place of some. Of three dimensions and more, one as large as the first, as tokens of an image
-    may be as many as images, is another thing; so is the width of (rows, tokens, width) that is as large as a row."""
+    """The tensor with ``sizes`` replaced. In 3 or more dimensions, a later size equal to the first stays: an image may
+    have as many tokens as the batch has images. In (rows, tokens, width), a width equal to tokens stays, too."""
     fixed = {dim for dim, size in enumerate(like.shape) if len(like.shape) > 2 and dim and size == like.shape[0]}
     if len(like.shape) == 3 and like.shape[1] == like.shape[2]:
         fixed.add(2)
     shape = tuple(size if dim in fixed else sizes.get(size, size) for dim, size in enumerate(like.shape))
     if shape == like.shape:
         return like
-    # the strides of a dense tensor whose dimensions lie in memory in the same order
+    # the strides of a dense tensor with the same order of dimensions in memory
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like.stride[dim], -dim)):
         stride[dim], step = step, step * max(shape[dim], 1)

@@ -1,1 +1,1 @@
-"""``record``: one run on fake tensors, operation by operation; keeps submodules without boundaries whole."""
+"""``record``: records one run on fake tensors, operation by operation; submodules without boundaries are opaque."""

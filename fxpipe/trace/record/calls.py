@@ -1,8 +1,8 @@
-"""Calls that a recorder sees as wholes: submodules, opaque regions, autograd and checkpointed functions.
+"""Calls that a recorder sees as a whole: of submodules, opaque regions, autograd functions, checkpointed functions.
 
-torch offers no way to see the calls of ``torch.utils.checkpoint.checkpoint`` and of what ``torch.vmap`` returns, which
-models bind long before a capture: the functions inside of them that are patched here, and the autograd function of
-modules with backward hooks, are torch's own and named nowhere else.
+torch has no hook for calls of ``torch.utils.checkpoint.checkpoint`` and of the functions that ``torch.vmap`` returns,
+and models bind both long before a capture. So this file patches private functions of torch inside of both. It also
+recognizes torch's private autograd function of modules with backward hooks.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How to run forward; each run that fails teaches the next one.
+    """How to run forward. A run that fails returns a better plan for the next run.
 
-    ``descend``: submodules that cannot be opaque. ``limit``: the bytes of parameters in one that can.
-    ``settled``: forward runs once beforehand, since it sets attributes and may do so only the first time, as
-    transformers' models install the hooks that collect their outputs. ``watch``: what opaque calls change, as hooks in
-    them do, is to be found out, which takes time.
+    ``descend``: the submodules that cannot be opaque. ``limit``: the most bytes of parameters in an opaque submodule.
+    ``settled``: whether forward runs once beforehand, as it sets attributes and may do so only in its first call:
+    transformers' models then install the hooks that collect their outputs. ``watch``: whether the run finds out which
+    attributes opaque calls change, as hooks in them do. That takes time.
     """
 
     descend: frozenset[str] = frozenset()
@@ -64,21 +64,21 @@ class RunPlan:
 
 
 class Calls:
-    """Patches what calls go through, for the time of a run, and decides which are opaque.
+    """Patches the functions that calls go through for the time of a run, and decides which calls are opaque.
 
-    ``numbers``: by the identity of each fake tensor of the model, the real one.
+    ``numbers``: the id of each fake tensor of the model → the real tensor.
     """
 
     def __init__(self, recorder: Recorder, request: Request, plan: RunPlan, numbers: Mapping[int, Tensor]) -> None:
         self.opaque: dict[str, nn.Module] = {}
         self.whole: set[str] = set()
-        """The submodules that were called as a whole, even those that did nothing."""
+        """The paths of the submodules whose calls were opaque, including calls that did nothing."""
         self.in_call: set[str] = set()
-        """Attributes that forward sets before it reads them."""
+        """The names of the attributes that forward sets before it reads them."""
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
         self._root = request.module
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
-        # as they are before the run, by which functional_call is found
+        # the tensors before the run: other tensors later show a functional_call
         self._tensors = all_tensors(self._root)
         self._set: set[str] = set()  # the names of attributes that forward has set
         self._thread = threading.get_ident()
@@ -86,7 +86,7 @@ class Calls:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While it is open, calls are seen; boundaries from outside belong around it."""
+        """While this context is open, the recorder sees calls. ``cutting`` must be entered around it."""
         with contextlib.ExitStack() as stack:
             for owner, name, value in self._patches():
                 stack.enter_context(patched(owner, name, value))
@@ -102,13 +102,13 @@ class Calls:
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
         yield checkpointing, CHECKPOINT_GENERATOR, self._generator_of(vars(checkpointing)[CHECKPOINT_GENERATOR])
         yield vmap_home, "vmap_impl", self._vmap_of(vars(vmap_home)["vmap_impl"])
-        # by its number a graph tells two blocks of autocast apart: the casts of weights are shared within one
+        # a graph tells autocast blocks apart by their numbers: a block shares its casts of weights
         blocks, numbers = self._recorder.autocasts, itertools.count(1)
         yield torch.autocast, "__enter__", noting(lambda: blocks.append(next(numbers)), torch.autocast.__enter__)
         yield torch.autocast, "__exit__", noting(blocks.pop, torch.autocast.__exit__)
         yield Tensor, "backward", refuse_backward
         yield torch.autograd, "backward", refuse_backward
-        # assertions on the values of tensors are not a part of the program
+        # the program has no assertions on the values of tensors
         yield torch, "_check_tensor_all_with", lambda *_: None
         yield *DISTRIBUTION_CHECKS, False
 
@@ -129,7 +129,7 @@ class Calls:
         if self._buffers.assign(module, name, value, full):
             recorder.marks += 1
             return True
-        # a tensor that is set before it is read is a value of this call; a number may steer a branch in the next
+        # a tensor that is set before it is read is local to this call; a number may steer a branch in the next call
         if isinstance(value, Tensor) and self.own.take(module, name, value, recorder.is_constant(value)):
             self.in_call.add(full)
         else:
@@ -155,7 +155,7 @@ class Calls:
         except NeedsValues as error:
             return self._rehearsed(frame, inner, args, kwargs, path, error)
         recorder.check_random()
-        with outside():  # a call that has changed attributes or drawn Python's random numbers must run once
+        with outside():  # a call that changed attributes or drew Python's random numbers must run exactly once
             touched.is_stateful |= python.has_changed()
         recorder.touched.note(touched)
         if self._may_be_kept(path, module) and not self._is_swapped(frame) and frame.is_whole(result, touched):
@@ -168,21 +168,21 @@ class Calls:
         return path not in self._plan.descend and (self._plan.limit is None or held <= self._plan.limit)
 
     def _keep_whole(self, frame: Frame, module: nn.Module, result: Any, touched: Touched) -> Any:
-        """The result of a call that is one operation."""
+        """Records an opaque call as one operation, and returns its result."""
         recorder = self._recorder
         self.whole.add(frame.path)
         is_made = any(id(tensor) not in frame.given for tensor in tensors(result))
         hooked = any(
             part._forward_hooks or part._forward_pre_hooks or backward_hooks(part) for part in module.modules()
         )
-        # A layer with parameters that returns what it is given, as under layerdrop or in evaluation, may return another
-        # tensor next time; an nn.Identity, which has none, always returns this one.
+        # A layer with parameters that returns its argument, as under layerdrop or in evaluation, may return another
+        # tensor in the next call; an nn.Identity, without parameters, always returns its argument.
         skips = not is_made and any(True for _ in module.parameters())
         may_differ = touched.is_stateful or skips
         if not is_made and not hooked and not may_differ and len(recorder.tape) == frame.start:
             return result
         effects = effects_of(touched, frame.tensors, result, recorder.storages)
-        if may_differ:  # the graph goes on with the call's result, and not with its argument
+        if may_differ:  # later operations must use the call's result, and not its argument
             with no_function_modes():
                 result = pytree.tree_map_only(
                     Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in frame.given else leaf, result
@@ -199,19 +199,19 @@ class Calls:
             )
 
     def _is_swapped(self, frame: Frame) -> bool:
-        """Whether the submodule holds other tensors than the model has given it: ``torch.func.functional_call``."""
+        """Whether the submodule holds other tensors than before the run, as under ``torch.func.functional_call``."""
         now = {} if frame.module is None else all_tensors(frame.module, frame.path)
         return any(tensor is not self._tensors.get(name) and name not in self._set for name, tensor in now.items())
 
     # regions
 
     def rehearses(self) -> bool:
-        """Whether a rehearsal runs now. It is marked then, since a call that holds a region cannot be one operation."""
+        """Whether a rehearsal runs now. If so, ``marks`` rises: a call that holds a region cannot be one operation."""
         self._recorder.marks += self._recorder.paused
         return self._recorder.paused
 
     def keep_region(self, call: RegionCall) -> tuple[Tensor, ...]:
-        """Fake tensors for the results of a region's call, which is one operation."""
+        """Records a region's call as one operation, and returns fake tensors for its results."""
         recorder, reads = self._recorder, set(call.seen.reads)
         call.kept.of_one_type = True
         frame = Frame(recorder, call.region.name, None, tuple(call.values), {})
@@ -230,12 +230,12 @@ class Calls:
         def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             if not self._is_ours():
                 return apply(function, *args, **kwargs)
-            if function is checkpointing.CheckpointFunction:  # with gradients on, as backward runs it
+            if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
                 run, preserve_rng_state, *given = args
                 options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
                 with recorder.checkpointed(Checkpoint(options, recorder.place())):
                     return run(*given)
-            if function is BackwardHookFunction:  # of a module with backward hooks: nothing changes in forward
+            if function is BackwardHookFunction:  # the module has backward hooks; values stay the same in forward
                 results = apply(function, *args, **kwargs)
                 for before, after in zip(args, results, strict=True):
                     if isinstance(before, Tensor):
@@ -264,7 +264,7 @@ class Calls:
         return vmapped
 
     def _apply(self, function: type[torch.autograd.Function], inner: Call, args: Args, kwargs: Kwargs) -> Any:
-        """An autograd function as one call, with the backward that its author wrote."""
+        """Records an autograd function's call as one operation, which keeps the function's own backward."""
         recorder = self._recorder
         name = f"{function.__name__}_{len(self.opaque)}"
         frame = Frame(recorder, function.__name__, None, args, kwargs)
@@ -286,17 +286,17 @@ class Calls:
             )
         return result
 
-    # calls that look at values
+    # calls that read the values of tensors
 
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
-        """The result of a call that cannot run on fake tensors, by a rehearsal. Raises the error where that fails."""
+        """Rehearses a call that cannot run on fake tensors, and returns its result. Raises the error on failure."""
         recorder = self._recorder
-        again = error.tried and not error.asked  # an error of the user's would be met again and again
+        again = error.tried and not error.asked  # every submodule around would fail with the same user's error
         if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
             raise error
         error.tried = True
         try:
-            # nothing is recorded while it runs on real numbers
+            # the recorder is paused while the call runs on real numbers
             with patched(recorder, "paused", True):
                 found = rehearse(inner, args, kwargs, frame.module, self._numbers)
         except Exception as failure:
@@ -307,7 +307,7 @@ class Calls:
         touched = found.touched
         if not frame.is_untouched() or frame.writes_elsewhere(touched):
             raise error
-        # another branch may draw: a vector quantiser puts random rows in place of codes that died
+        # another branch may draw random numbers: a vector quantiser replaces unused codes by random rows
         touched.draws_random |= bool(touched.reads & recorder.storages.keys())
         result = self._faked(frame, found)
         self.whole.add(frame.path)
@@ -318,7 +318,7 @@ class Calls:
         return result
 
     def _faked(self, frame: Frame, found: Rehearsed) -> Any:
-        """The result of a rehearsed call: fake tensors, views of the arguments whose memory they may share."""
+        """Fake tensors for a rehearsed call's result; a tensor that may share an argument's memory is a view of it."""
 
         def faked(number: int, like: TensorLike) -> Tensor:
             shared = frame.tensors[found.shares[number]] if number in found.shares else None
@@ -328,7 +328,7 @@ class Calls:
                 shared = shared if like.requires_grad else shared.detach()
                 return shared.as_strided(like.shape, like.stride)
 
-        # None stands for None; a TensorLike for each tensor
+        # each leaf is None or the TensorLike of a tensor
         leaves, spec = pytree.tree_flatten(found.result)
         made = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
         return pytree.tree_unflatten(made, spec)

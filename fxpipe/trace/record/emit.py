@@ -1,4 +1,4 @@
-"""From a tape to a graph: nodes with their shapes, modes and lines, and a module for each checkpointed part."""
+"""Converts a tape to a graph: nodes with shapes, modes and user lines, and a module for each checkpointed part."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fxpipe.trace.state.snapshot import storage_of
 
 Key = tuple[int, tuple[Any, ...]]
 Storages = Mapping[int, tuple[int, str]]
-"""The memory of the model's tensors → the place of each in the model, and its name."""
+"""The storage of a model tensor → (the tensor's position in the model's order, its name)."""
 
 
 def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages) -> list[Operation]:
-    """Without the operations whose result nothing uses and that do nothing else.
+    """The tape without operations whose result is unused and whose writes have no effect.
 
-    What an operation writes is used where it is the model's own, or an operation behind it uses the same memory.
+    A write has an effect if the storage belongs to the model, or if a later operation uses the storage.
     """
     read = [leaf for leaf in result if isinstance(leaf, TapeValue)]
     wanted, memory = {id(value.maker) for value in read}, {*storages, *(storage_of(held(value)) for value in read)}
-    # backwards: whoever uses an operation's result, or the memory that it writes, stands behind it on the tape
+    # backwards, as the users of an operation's result, or of the storage that it writes, come later on the tape
     found: list[Operation] = []
     for operation in reversed(tape):
         if operation.kept or id(operation) in wanted or operation.writes & memory:
@@ -43,7 +43,7 @@ def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages)
 
 @dataclass
 class _Writer:
-    """Writes operations into a graph. A part of a result that is used becomes a node behind the result's own."""
+    """Writes operations into a graph. Each used part of a result becomes a node after the result's own node."""
 
     tape: Sequence[Operation]
     result: Sequence[Any]
@@ -52,14 +52,14 @@ class _Writer:
     graph: fx.Graph = field(default_factory=fx.Graph)
     effects: dict[str, Effects] = field(default_factory=dict)
     keeps_notes: bool = True
-    """Whether modes and shapes are noted at the nodes; or else there are nodes that enter modes, and check shapes."""
+    """Whether nodes hold modes and shapes in their meta; if not, extra nodes enter the modes and check the shapes."""
 
     def __post_init__(self) -> None:
         self._nodes: dict[Key, Node] = {}
         self._parts: dict[int, dict[Key, TapeValue]] = {}
         used = [value for operation in self.tape for value in operation.values]
         for value in [*used, *(leaf for leaf in self.result if isinstance(leaf, TapeValue))]:
-            # which parts of a result are used, so that only these become nodes
+            # only the used parts of a result become nodes
             self._parts.setdefault(id(value.maker), {})[value.key] = value
 
     def add_input(self, source: NamedSource) -> None:
@@ -69,16 +69,16 @@ class _Writer:
         self._add_parts(source, node)
 
     def bind(self, value: TapeValue, node: Node) -> None:
-        """In this graph, a value from outside is that node."""
+        """Maps a value from outside of this graph to one of the graph's nodes."""
         self._nodes[value.key] = node
 
     def write(self) -> fx.Graph:
-        """The graph, with all operations in order."""
-        # runs of operations in the same modes; inside of a checkpoint they are entered once for each
+        """Writes all operations in order, and returns the graph."""
+        # groups consecutive operations in the same modes; a checkpoint's body enters the modes once for each group
         for modes, group in itertools.groupby(self.tape, lambda operation: operation.place.modes.beside(self.around)):
             entered = None
             if modes is not None and not self.keeps_notes:
-                regions: Any = tuple(tuple(region) for region in modes.autocast)  # as generated code can write it
+                regions: Any = tuple(tuple(region) for region in modes.autocast)  # plain, for generated code
                 entered = self.graph.call_function(enter_modes, (modes.grad, regions))
             for operation in group:
                 self._write(operation, modes)
@@ -101,7 +101,7 @@ class _Writer:
             node.meta["modes"] = modes
         if operation.effects is not None:
             self.effects[node.name] = operation.effects
-            # what a call returns will have the shapes that it has here
+            # an opaque call must return the same shapes in each step
             shapes = shapes_of(operation.result)
             if self.keeps_notes:
                 node.meta["shapes"] = shapes
@@ -141,8 +141,8 @@ class _Writer:
 class Emitter:
     """Makes the graph of a tape, with one call of an opaque module for each checkpointed part.
 
-    ``opaque``: the opaque modules by name, to which those of checkpointed parts are added. ``bare``: a value without
-    its autograd graph, for ``node.meta``.
+    ``opaque``: the opaque modules by name; the emitter adds the modules of checkpointed parts. ``bare``: makes a value
+    without its autograd graph, for ``node.meta``.
     """
 
     module: nn.Module
@@ -155,7 +155,7 @@ class Emitter:
     def graph(
         self, tape: Sequence[Operation], inputs: Sequence[NamedSource], result: Sequence[Any], around: ModesNow
     ) -> fx.Graph:
-        """The graph of what is needed on the tape. ``result``: flat, a ``TapeValue`` for each tensor."""
+        """The graph of the needed operations. ``result``: the result's leaves, with a ``TapeValue`` for each tensor."""
         main = self._outlined(needed(tape, result, self.storages), result, depth=0)
         writer = _Writer(main, result, around, self.bare)
         for source in inputs:
@@ -164,7 +164,7 @@ class Emitter:
         return writer.write()
 
     def _outlined(self, tape: Sequence[Operation], result: Sequence[Any], depth: int) -> list[Operation]:
-        """The tape with each part that is checkpointed at this depth, from the outermost on, in one operation."""
+        """The tape with one operation for each checkpointed part of this nesting depth; the outermost depth is 0."""
         uses = [(id(user), value) for user in tape for value in user.values]
         uses += [(id(result), leaf) for leaf in result if isinstance(leaf, TapeValue)]
         found: list[Operation] = []
@@ -174,7 +174,7 @@ class Emitter:
                 found.extend(group)
                 continue
             made = {id(operation) for operation in group}
-            # what the part returns: the values of it that others use, in the order of their first uses
+            # the part returns the values that later operations use, in the order of their first uses
             outputs = {value.key: value for user, value in uses if id(value.maker) in made and user not in made}
             found.append(self._outline(inside, group, list(outputs.values()), depth))
         return found
@@ -184,15 +184,15 @@ class Emitter:
         outer = [value for operation in group for value in operation.values if id(value.maker) not in made]
         inputs = list({value.key: value for value in outer}.values())
         body = self._outlined(group, outputs, depth + 1)
-        # numbered behind the checkpoints inside of it, which _outlined has added already
+        # numbered after the inner checkpoints, which _outlined has added already
         name = f"checkpoint_{len(self.opaque)}"
         self.opaque[name] = Checkpointed(self._body(body, inputs, outputs, part.place.modes), part.options)
         touched = Touched()
         for operation in group:
             touched.add(operation.touched)
         given, results = [held(value) for value in inputs], tuple(held(value) for value in outputs)
-        # Backward runs the function again: what it adds to a tensor from outside would be added twice. Buffers of its
-        # own are written twice in plain PyTorch, too.
+        # Backward runs the function again, and would repeat its writes to a tensor from outside. Plain PyTorch repeats
+        # writes to the model's own buffers, too.
         own = (isinstance(value.maker, NamedSource) and value.maker.kind == "get_attr" for value in inputs)
         if touched.writes & {storage_of(value) for value, is_own in zip(given, own, strict=True) if not is_own}:
             raise TraceError(
@@ -217,7 +217,7 @@ class Emitter:
 
 
 def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Storages) -> Effects:
-    """What a call does, by the model's names, in the model's order. ``given``: the tensors among its arguments."""
+    """The effects of a call, by the model's names, in the model's order. ``given``: the tensors among its arguments."""
     shared = {storage_of(tensor) for tensor in tensors(result)}
     reads, writes = (
         tuple(name for _, name in sorted(storages[storage] for storage in memory & storages.keys()))
@@ -228,7 +228,7 @@ def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages:
 
 
 def held(value: TapeValue) -> Any:
-    """The fake tensor that a value is."""
+    """The fake tensor of a value."""
     found = value.maker.result
     for key in value.path:
         found = found[key]

@@ -1,4 +1,4 @@
-"""Frames: calls of submodules and autograd functions while they run, and which may become one operation."""
+"""Frames: running calls of submodules, regions and autograd functions, which may become one operation each."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
 class PythonState:
-    """The state that a call may change and no operation shows: its submodule's attributes, the containers in them, and
+    """The state that a call may change without an operation: its submodule's attributes, the containers in them, and
     random generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self._random, self._snapshot = RandomState(), Snapshot(module, tensors=False)
 
     def has_changed(self) -> bool:
-        """Whether an attribute changed, or a generator of random numbers was drawn from or seeded: Python's, NumPy's,
-        torch's, or one that the submodule holds."""
+        """Whether an attribute changed, or code drew from or seeded a random generator: of Python, NumPy, torch or the
+        submodule."""
         is_drawn = RandomState() != self._random or self._snapshot.drawn()
         return is_drawn or any(True for _ in self._snapshot.changes())
 
 
 class Frame:
-    """One call while it runs, and where the recorder stood when it began.
+    """One running call, and the recorder's state at the call's start.
 
-    ``module``: the submodule that is called; None for a region or an autograd function.
+    ``module``: the called submodule; None for a region or an autograd function.
     """
 
     def __init__(self, recorder: Recorder, path: str, module: nn.Module | None, args: Args, kwargs: Kwargs) -> None:
         recorder.check_random()
         self._recorder, self.path, self.module, self.place = recorder, path, module, recorder.place()
-        self._fits = is_plain((args, kwargs))  # whether all arguments can stand in a graph
+        self._fits = is_plain((args, kwargs))  # whether a graph can hold all arguments
         self.tensors = tensors((args, kwargs)) if self._fits else []
         self.given = {id(tensor) for tensor in self.tensors}
         if self._fits:
@@ -56,22 +56,22 @@ class Frame:
         self._args, self._kwargs = args, kwargs
         self._serial, self._marks, self._gradients = recorder.serial, recorder.marks, recorder.gradients
         self._sets, self._changed = len(recorder.sets), recorder.changes()
-        # last: an obstacle that the arguments are belongs to the caller, and collapse() must not drop it
+        # taken last: an obstacle due to the arguments belongs to the caller, so collapse() must not drop the obstacle
         self.start = len(recorder.tape)
 
     @property
     def memory(self) -> set[int]:
-        """The memory of the submodule's parameters and buffers; empty without a submodule."""
+        """The storages of the submodule's parameters and buffers; empty without a submodule."""
         return set() if self.module is None else held_by(self.module)
 
     def collapse(self, target: str, result: Any, touched: Touched, effects: Effects, kept: bool) -> None:
-        """Puts one operation in place of all that were recorded since the frame began."""
+        """Replaces all operations recorded since the frame began by one operation."""
         recorder = self._recorder
         for operation in recorder.tape[self.start :]:
             if isinstance(operation, Operation):
                 operation.hidden_in = self.path
         del recorder.tape[self.start :]
-        # the call draws and sets the same in every step: neither is the caller's any more
+        # the call draws numbers and sets attributes in every step, so the caller no longer answers for them
         recorder.random_moved()
         recorder.set_inside |= {change.name for change in recorder.sets[self._sets :]}
         recorder.set_inside |= recorder.changes() - self._changed
@@ -83,22 +83,22 @@ class Frame:
                 recorder.name(leaf, TapeValue(made, path))
 
     def is_untouched(self) -> bool:
-        """Whether the call may still become one operation: it has reached no boundary, region or set buffer."""
+        """Whether the call may still become one operation: so far it has no boundary, region call or set buffer."""
         return self._fits and self._marks == self._recorder.marks
 
     def is_whole(self, result: Any, touched: Touched) -> bool:
-        """Whether the call can be one operation: tensors and plain values go in and out, by arguments and result."""
+        """Whether the call can be one operation: only its arguments and result carry tensors and plain values."""
         recorder = self._recorder
         reachable = self.memory | {storage_of(tensor) for tensor in self.tensors}
         returned = [leaf for _, leaf in paths(result)]
         has_plain = any(not isinstance(leaf, (Tensor, type(None))) for leaf in returned)
-        # The gradient that a call takes must end inside of it. With two arguments it might go from one through the
-        # other, along what others have computed.
+        # A gradient that the call computes must not leave the call. With two arguments the gradient might go from one
+        # argument through the other, along operations outside of the call.
         leads_around = recorder.gradients > self._gradients and sum(tensor.requires_grad for tensor in self.tensors) > 1
         return (
             self.is_untouched()
             and not recorder.hooked.keys() & self.given
-            # a number or a flag is frozen in the graph, so it may not change from call to call
+            # the graph holds a number or flag as a constant, so it may not change from call to call
             and not (touched.is_stateful and has_plain)
             and self.place.modes == recorder.place().modes
             and touched.reads & recorder.storages.keys() <= reachable
@@ -109,12 +109,12 @@ class Frame:
         )
 
     def writes_elsewhere(self, touched: Touched) -> bool:
-        """Whether the call writes a tensor of the model outside of its submodule, or one of its arguments."""
+        """Whether the call writes an argument, or a model tensor that its submodule does not hold."""
         given = {storage_of(tensor) for tensor in self.tensors}
         return bool((touched.writes & self._recorder.storages.keys()) - self.memory or touched.writes & given)
 
     def _is_closed(self) -> bool:
-        """Whether the call's operations use only its arguments, the model's tensors and values that it has made."""
+        """Whether the call's operations use only its arguments, the model's tensors and the call's own values."""
         given = {self._recorder.value_of(tensor).key for tensor in self.tensors}
         operations = (entry for entry in self._recorder.tape[self.start :] if isinstance(entry, Operation))
         used = (value for operation in operations for value in operation.values if value.key not in given)
@@ -128,11 +128,11 @@ class Frame:
         if not isinstance(leaf, Tensor):
             return isinstance(leaf, PLAIN)
         value = self._recorder.known(leaf)
-        if id(leaf) in self.given or value is None:  # or made by what no torch function mode sees, such as TorchScript
+        if id(leaf) in self.given or value is None:  # None: made by TorchScript, say, which the recorder does not see
             return id(leaf) in self.given or is_fake(leaf)
         return self._has_made(value.maker) and storage_of(leaf) not in self._recorder.storages
 
 
 def held_by(module: nn.Module) -> set[int]:
-    """The memory of a module's parameters and buffers."""
+    """The storages of a module's parameters and buffers."""
     return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}

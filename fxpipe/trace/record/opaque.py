@@ -1,4 +1,4 @@
-"""Opaque modules: what a graph calls as a whole although it is no submodule of the model."""
+"""Opaque modules that a graph calls although they are no submodules of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.graph.modes import modes_restored
 
 
 class Applied(nn.Module):
-    """A ``torch.autograd.Function``, with the backward that its author wrote."""
+    """The call of a ``torch.autograd.Function``, with the function's own backward."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
@@ -26,9 +26,9 @@ class Applied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A checkpointed part of forward, recorded: its activations are computed again in backward.
+    """A recorded checkpointed part of forward. Backward recomputes the part's activations.
 
-    ``body`` takes the tensors that the part has used, parameters included where no submodule holds them for it.
+    ``body`` takes the tensors that the part uses, including parameters that none of its opaque submodules holds.
     """
 
     def __init__(self, body: nn.Module, options: Mapping[str, Any]) -> None:
@@ -40,5 +40,5 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self._run, *inputs, **self.options)
 
     def _run(self, *inputs: Any) -> Any:
-        with modes_restored():  # what is computed again may stop in the middle
+        with modes_restored():  # recomputation may stop early
             return self.body(*inputs)

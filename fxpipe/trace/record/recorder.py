@@ -1,7 +1,7 @@
-"""The recorder: watches one run of forward on fake tensors, and writes what it does on a tape.
+"""The recorder: watches one run of forward on fake tensors, and writes its operations on a tape.
 
-Operations are seen as torch functions (``F.linear``, ``Tensor.add_``), above autograd and autocast, so that a graph of
-them runs as the model does. A submodule that can be called as a whole becomes one operation.
+The recorder sees operations as torch functions (``F.linear``, ``Tensor.add_``), above autograd and autocast, so that a
+graph of these functions computes the same as the model. A submodule that can be opaque becomes one operation.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from fxpipe.trace.user_line import current_line
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _SAME_TENSOR = frozenset({"requires_grad_"})
-"""Functions that change the very tensor that they return, without an operator that says so."""
+"""Functions that change their argument and return it, without an operator that writes."""
 
 
 class NeedsValues(TraceError):
-    """Something that fake tensors cannot do, as they have no numbers: a submodule may be able to do it as a whole.
+    """Code that fake tensors cannot run, as they have no values: an opaque submodule may be able to run the code.
 
-    ``asked``: Python code has asked a tensor for its numbers. Otherwise an operation failed, maybe by the user's error.
+    ``asked``: Python code read a tensor's values. Otherwise an operation failed, maybe by an error of the user.
     """
 
     def __init__(self, message: str, asked: bool = True) -> None:
         super().__init__(message)
         self.asked = asked
         self.tried = False
-        """Whether a submodule was run on made-up inputs in vain."""
+        """Whether a rehearsal of a submodule on made-up inputs has failed."""
 
 
 class SetAttribute(NamedTuple):
-    """An attribute that forward has set, by its name in the model, and where. ``is_other``: it is a number, a word, a
-    truth value or None, and was another before."""
+    """An attribute that forward has set: its name in the model, and the user's line. ``is_other``: whether forward
+    replaced its value by another number, string, bool or None."""
 
     name: str
     line: str
@@ -75,10 +75,10 @@ class SetAttribute(NamedTuple):
 
 
 class Recorder:
-    """The tape of one run, and which tensor stands for which value.
+    """The tape of one run, and the map from fake tensors to values of the program.
 
-    ``real``: the model's own tensors by name; ``stand_ins``: the fake ones that are in their places now. ``before``:
-    what the model was, where it is to be watched what calls change.
+    ``real``: the model's real tensors by name. ``stand_ins``: the fake tensors that replace them during the run.
+    ``before``: snapshots of the model before the run; empty if the recorder need not watch which attributes calls set.
     """
 
     def __init__(
@@ -93,36 +93,36 @@ class Recorder:
         self.constants: dict[str, Tensor] = {}
         self.boundaries = 0
         self.marks = 0
-        """How often something was done that no opaque call may hold: a boundary, a call of a region, a set buffer."""
+        """The number of boundaries, region calls and set buffers so far: no opaque call may contain any of these."""
         self.gradients = 0
-        """How often forward has differentiated."""
+        """How many times forward has called ``torch.autograd.grad``."""
         self.hooked: dict[int, Tensor] = {}
-        """The tensors that gradient hooks were put on."""
+        """The tensors on which forward has registered gradient hooks, by id."""
         self.sets: list[SetAttribute] = []
         self.set_inside: set[str] = set()
-        """The attributes that opaque calls have set, as they do in every step."""
+        """The attributes that opaque calls have set; these calls set them in every step, too."""
         self.touched = TouchedMode()
         self.autocasts = [0]
-        """The numbers of the autocast blocks around; 0 is outside of all."""
+        """The numbers of the open autocast blocks, innermost last; 0 stands for no block."""
         self.stack: dict[str, type] = {}
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self._ended: dict[Checkpoint, str] = {}
-        """The checkpointed parts behind whose last operation a boundary lies, and its name."""
+        """A checkpointed part that a boundary has ended → the boundary's name."""
         self.mode = _Mode(self)
         self.paused = False
-        """Whether what runs now is not to be recorded."""
+        """Whether the recorder ignores the operations that run now."""
         self.is_running = False
-        """Whether a function of torch runs now, which is recorded as a whole."""
+        """Whether a torch function runs now, which the recorder records as one operation."""
         self.serial = 0
         self._real_names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
-        # the tensor stands beside its value, so that no other one is given its id meanwhile
+        # the entry keeps the tensor alive, so that no other tensor gets its id
         self._values: dict[int, tuple[Tensor, TapeValue]] = {}
         self._line: str | None = None
         self._unmapped: NeedsValues | None = None
-        """Why ``torch.vmap`` cannot be recorded, as it was found inside of it."""
+        """The error, found inside of ``torch.vmap``, for which the call cannot be recorded."""
         self._random = RandomState()
         self.storages: dict[int, tuple[int, str]] = {}
-        """The memory of the model's tensors: their places in the model, and their first names."""
+        """The storage of a model tensor → (its position in the model's order, its first name)."""
         for place, (name, tensor) in enumerate(stand_ins.items()):
             self.storages.setdefault(storage_of(tensor), (place, name))
             self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
@@ -130,15 +130,15 @@ class Recorder:
     # tensors and values
 
     def name(self, tensor: Tensor, value: TapeValue) -> None:
-        """From now on the tensor is that value of the program."""
+        """Maps the tensor to a value of the program."""
         self._values[id(tensor)] = tensor, value
 
     def value_of(self, tensor: Tensor) -> TapeValue:
         known = self._values.get(id(tensor))
-        # a tensor that no recorded operation has made
+        # no recorded operation has made this tensor
         if known is None:
             known = self._values[id(tensor)] = tensor, self._constant(tensor)
-        # An opaque call holds its operation by now, and does not return it: the next run traces through that call.
+        # The operation is now inside an opaque call that does not return it: the next run traces through that call.
         maker = known[1].maker
         if isinstance(maker, Operation) and maker.hidden_in is not None:
             path = maker.hidden_in
@@ -147,14 +147,14 @@ class Recorder:
         return known[1]
 
     def known(self, tensor: Tensor) -> TapeValue | None:
-        """The value that a tensor stands for, if it stands for any."""
+        """The program's value for a tensor, or None."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Whether a tensor is made of no inputs, parameters or random numbers: always the same."""
+        """Whether a tensor depends on no input, parameter, opaque call or random number, so that it never changes."""
         known = self.known(tensor)
         waiting = [known.maker] if known is not None else []
-        # back along what it was computed from, down to sources
+        # walks back through the operations that computed the tensor, to the sources
         while waiting:
             maker = waiting.pop()
             if isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random:
@@ -163,7 +163,7 @@ class Recorder:
         return known is not None
 
     def _constant(self, tensor: Tensor) -> TapeValue:
-        """A tensor that was met for the first time: a parameter by another reference, or a constant."""
+        """The value of a tensor that forward uses for the first time: a real parameter or buffer, or a constant."""
         if id(tensor) in self._real_names:
             return self.value_of(self._stand_ins[self._real_names[id(tensor)]])
         name = f"_constant{len(self.constants)}"
@@ -183,20 +183,20 @@ class Recorder:
         self.tape.append(Obstacle(str(refuse(fact, instead)), descend))
 
     def changes(self) -> frozenset[str]:
-        """The attributes that are not as they were, where that is watched."""
+        """The names of the attributes that differ from the snapshots in ``before``."""
         return frozenset(name for snapshot in self._before for name in snapshot.changes())
 
     # operations
 
     def call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Runs one torch function on fake tensors, and records it."""
+        """Runs one torch function on fake tensors, and records the call."""
         if self.paused:
             return function(*args, **kwargs)
         name = name_of(function)
         if name == "__iter__":
             return iter(self.call(Tensor.unbind, (args[0], 0), {}))
         if function in CHECKS and isinstance(args[0], Tensor):
-            return None  # an assertion on the values of tensors is not a part of the program
+            return None  # the program has no assertions on the values of tensors
         if function is Tensor.__bool__:
             certain = outcome(self.known(args[0]), self.tape)
             if certain is not None:
@@ -243,12 +243,12 @@ class Recorder:
         return leaf if name is None else self._stand_ins[name]
 
     def _recorded(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
-        # The function runs for its shapes; what it touches is seen one level below, by operator.
+        # The function runs for its shapes; TouchedMode sees, operator by operator, which memory the function touches.
         with self.touched.noting() as touched:
             result = self._run(function, args, kwargs)
         given = tensors((args, kwargs))
         written = frozenset(touched.writes & {storage_of(tensor) for tensor in given})
-        if not written:  # it may ask for a shape and the like, or return the very tensor that it was given
+        if not written:  # the function may only read a shape and the like, or return its argument
             same = any(tensor is result for tensor in given) and name_of(function) not in _SAME_TENSOR
             if same or not tensors(result):
                 return result
@@ -277,10 +277,10 @@ class Recorder:
         effects: Effects | None = None,
     ) -> Operation:
         self.check_random()
-        self.touched.note(touched)  # the calls around do what is done inside of them
+        self.touched.note(touched)  # the calls around this operation touch the same memory
         self.serial += 1
         place = place or self.place()
-        # something is computed in a part behind the boundary that seemed to be its end
+        # a checkpointed part computes something after the boundary that seemed to be its end
         ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
         if ended is not None:
             raise refuse(
@@ -288,17 +288,17 @@ class Recorder:
                 "computes both before and behind it",
                 _AT_THE_EDGE,
             )
-        result = pytree.tree_map(lambda leaf: leaf, result)  # forward may put other values into what it is given back
+        result = pytree.tree_map(lambda leaf: leaf, result)  # forward may change the containers in its copy
         operation = Operation(kind, target, args, kwargs, result, place, touched, self.serial, effects)
         self.tape.append(operation)
         return operation
 
     def on_line(self, line: str) -> AbstractContextManager[None]:
-        """While it is open, operations are recorded as if they stood on that line of the user's."""
+        """While this context is open, operations are recorded with ``line`` as the user's line."""
         return patched(self, "_line", line)
 
     def place(self) -> Surroundings:
-        """Where the model is now."""
+        """The user's line, the modes, the submodules and the checkpoints around the present operation."""
         line, modes = self._line or current_line(), ModesNow.of(self.autocasts[-1])
         return Surroundings(line, modes, dict(self.stack), self.checkpoints)
 
@@ -317,7 +317,7 @@ class Recorder:
         return leaf
 
     def check_random(self) -> None:
-        """Random numbers that were drawn since the last look, and not by an operation of torch."""
+        """Records an obstacle if code other than torch's operations drew random numbers since the last check."""
         if self.random_moved():
             instead = f"draw with torch (torch.rand(4)), pass the number in as an input, or {_INSIDE}"
             self.problem(DRAWN.format(where="in forward"), instead)
@@ -327,18 +327,18 @@ class Recorder:
             before, self._random = self._random, RandomState()
             return self._random != before
 
-    # checkpoints, and what is mapped over
+    # checkpoints, and torch.vmap
 
     def checkpointed(self, part: Checkpoint) -> AbstractContextManager[None]:
-        """What is recorded while it is open belongs to that checkpointed part."""
+        """While this context is open, recorded operations belong to that checkpointed part."""
         return patched(self, "checkpoints", (*self.checkpoints, part))
 
     @contextmanager
     def operators(self) -> Iterator[None]:
-        """While it is open, torch's operators are recorded in place of its functions.
+        """While this context is open, the recorder records torch's operators in place of torch's functions.
 
-        Inside of ``torch.vmap`` a function is given a stand-in for one row, and its operators all rows: as a mask is
-        made of positions. They are below autograd, so that gradients would be lost.
+        Inside of ``torch.vmap`` a torch function sees one row, and an operator sees all rows, as when a model makes a
+        mask of positions. Operators run below autograd, so the recorded graph would lose gradients.
         """
         with patched(self, "paused", True), _Operators(self):
             yield
@@ -346,41 +346,41 @@ class Recorder:
             raise self._unmapped
 
     def operator(self, operator: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Runs one operator on fake tensors, and records it."""
+        """Runs one operator on fake tensors, and records the call."""
         if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
-            # not raised here: torch.vmap's C++ code lets no exception through, and would end the process
+            # not raised here, as an exception through torch.vmap's C++ code would end the process
             self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
         return self._recorded(operator, args, kwargs)
 
     # boundaries
 
     def record_boundary(self, value: Any, name: str | None, gather: Gather | None) -> Any:
-        """The value behind a boundary; one at the very edge of a checkpointed part lies outside of it.
+        """The value after a boundary; a boundary at the edge of a checkpointed part lies outside of that part.
 
-        It is in front of ``checkpoint(layer, x)`` where nothing was computed in it yet, and behind it where nothing
-        will be any more, which ``append`` sees to.
+        A boundary comes before ``checkpoint(layer, x)`` if the layer has computed nothing yet. Otherwise it comes
+        after, and ``append`` refuses operations that follow within the layer.
         """
         begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
         self._ended |= dict.fromkeys((part for part in self.checkpoints if part in begun), name or "an unnamed one")
         behind = partial(self._behind, words(name, gather), gather is not None)
-        # the boundary itself belongs to no part, so that the graph can be cut there
+        # the boundary itself belongs to no checkpointed part, so that the graph can be cut there
         with patched(self, "checkpoints", ()):
             return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
 
     def _behind(self, options: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
-        """Tensors as they are behind a boundary."""
+        """New tensors for the values after a boundary."""
         self.boundaries += 1
         self.marks += 1
         if self.paused:
-            return given  # whoever is run for real now may not hold it
-        # a new tensor for each value: the old one stays a value of the stage before
+            return given  # ``marks`` shows that the submodule in rehearsal holds a boundary
+        # a new tensor for each value: the old tensor stays a value of the stage before
         with no_function_modes(), torch.enable_grad():
             behind = [tensor.view_as(tensor) for tensor in given]
         values = [self.value_of(tensor) for tensor in given]
         for tensor, value in zip(given, values, strict=True):
-            # a number that is gathered may be one of parameters alone, as ``logit_scale.exp()``, which stages compute
-            # behind the boundary: what is called as a whole does not show it
+            # a gathered number may depend on parameters alone, as ``logit_scale.exp()``, and then the stages compute
+            # it after the boundary; an opaque call does not show whether the number does
             maker = value.maker
             if gathers and tensor.numel() == 1 and isinstance(maker, Operation) and maker.kind == "call_module":
                 fact = f"what {maker.target} returns is one number, and is gathered"
@@ -393,7 +393,7 @@ class Recorder:
 
 
 class _Mode(TorchFunctionMode):
-    """Hands every torch function to the recorder; not those that run inside of one."""
+    """Hands every call of a torch function to the recorder, except calls inside of such a function."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -421,13 +421,13 @@ _AT_THE_EDGE = (
 )
 
 
-# --- Branches that go one way in every step ---
+# --- Branches that go the same way in every step ---
 
 
 def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bool | None:
-    """The truth of ``torch.rand([]) < bound`` where every number in [0, 1) gives the same; else None.
+    """The result of ``torch.rand([]) < bound`` if all numbers in [0, 1) give the same result; else None.
 
-    transformers' speech models and BART ask so with their ``layerdrop``, which is 0 where it is off.
+    transformers' speech models and BART compare so with their ``layerdrop``, where 0 means off.
     """
     compared = value.maker if value is not None else None
     if not isinstance(compared, Operation) or len(compared.args) != 2:
@@ -437,7 +437,7 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bo
     maker = drawn.maker if isinstance(drawn, TapeValue) else None
     if not is_less or type(bound) not in (int, float) or not isinstance(maker, Operation):
         return None
-    # what was drawn must still be there: nothing has written it since
+    # no operation may have written the drawn number since
     memory = storage_of(maker.result) if maker.target in (torch.rand, torch.rand_like) else None
     if memory is None or any(memory in entry.touched.writes for entry in tape if isinstance(entry, Operation)):
         return None

@@ -1,7 +1,7 @@
-"""Rehearsal: a submodule that looks at the values of tensors is run for real, once or twice, on made-up inputs.
+"""Rehearsal: a submodule that reads the values of tensors runs on real tensors, twice, with made-up inputs.
 
-It shows the shapes and types of the results, the memory that the call touches, and whether it draws random numbers.
-The model's own tensors are not touched: copies stand in for them.
+A rehearsal shows the results' shapes and dtypes, the storages that the call touches, and whether the call draws random
+numbers. The call uses copies of the model's tensors, so the model's own tensors stay unchanged.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The facts that a rehearsal shows. ``result``: the call's result, with a ``TensorLike`` for each tensor.
+    """The outcome of a rehearsal. ``result``: the call's result, with a ``TensorLike`` for each tensor.
 
-    ``touched``: the memory that the call uses of the model's tensors and of its arguments, by the identity of the
-    memory of their fake tensors. ``shares``: the place of a leaf of the result → the place of the tensor argument whose
-    memory it may share.
+    ``touched``: the storages of the model's tensors and of the arguments that the call uses, as ids of their fake
+    tensors' storages. ``shares``: the index of a leaf of the result → the index of the tensor argument whose storage
+    the leaf may share.
     """
 
     result: Any
@@ -46,9 +46,9 @@ def rehearse(
     module: nn.Module | None,
     real_of: Mapping[int, Tensor],
 ) -> Rehearsed:
-    """Runs ``function`` twice, on different made-up inputs; TraceError where what it returns differs in shape.
+    """Runs ``function`` twice, on different made-up inputs; TraceError if the shapes of the two results differ.
 
-    ``real_of``: the model's own tensors by the identity of the fake ones that are in its place now.
+    ``real_of``: the id of a fake tensor in the model → the model's real tensor.
     """
     given = tensors_in((args, kwargs))
     with outside():
@@ -57,21 +57,21 @@ def rehearse(
             run = functools.partial(_run, function, args, kwargs, module, real_of)
             first = run(0)
             second: Rehearsed | None = None
-            # how many rows or classes integers count is not known, and an index out of range is an error on the CPU;
-            # elsewhere it may end the process's use of the device, so that there they are 0 in both runs
+            # integers may be indices, whose range is unknown. An index out of range is an error on the CPU, but may
+            # make a GPU unusable for the process: so on a GPU the integers are 0 in both runs
             for highest in (3, 1) if all(leaf.is_cpu for leaf in given) else ():
                 with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
                     second = second or run(1, highest)
             second = second or run(1)
         finally:
             state.restore()
-    # Shapes and types must hold for all values: the stages behind are captured with them.
+    # Shapes and dtypes must be the same for all values, as the code after the call is captured with them.
     if first.result != second.result:
         raise TraceError("the shape of what it returns depends on the values of its inputs")
     shares = {**first.shares, **second.shares}
     if shares != {**second.shares, **first.shares}:
         raise TraceError("the values of its inputs decide which of them it returns; return a copy of it")
-    first.touched.add(second.touched)  # on other numbers it may go another way
+    first.touched.add(second.touched)  # other values may take another branch
     return replace(first, shares=shares)
 
 
@@ -85,7 +85,7 @@ def _run(
     highest: int = 0,
 ) -> Rehearsed:
     torch.manual_seed(seed)
-    copies: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the fake tensor: it, its copy
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # the id of a fake tensor → (the fake tensor, its copy)
 
     def copy_of(fake: Tensor) -> Tensor:
         if id(fake) not in copies:
@@ -100,7 +100,7 @@ def _run(
         with mode, mode.noting() as touched:
             result = function(*args, **kwargs)
         is_stateful = python is not None and python.has_changed()
-    # from the memory of copies to that of the fake tensors, by which the recorder knows the model
+    # the storage of a copy → the storage of the fake tensor, by which the recorder knows the model's tensors
     fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
     reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
     arguments = {storage_of(tensor): place for place, tensor in enumerate(given)}
@@ -121,12 +121,12 @@ def _described(leaf: Any) -> TensorLike | None:
 
 
 def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tensor:
-    """The model's own numbers, in the type of what stands for them; made up where this process has none.
+    """A copy of the model's own values, in the fake tensor's dtype; made-up values if this process has none.
 
-    That is normal numbers, in the second run larger ones, so that thresholds show (not so large that their exponentials
-    are sizes to reckon with); integers up to the ``highest``, all of them; for truth values ones, and then zeros.
+    Made-up floats are normal; the second run's are 3 times as large, so that thresholds show but exponentials
+    stay moderate. Made-up integers take all values from 0 to ``highest``. Bools are True, and False in the second run.
     """
-    if real is not None and not real.is_meta and not hasattr(real, "device_mesh"):  # nor on another rank or in shards
+    if real is not None and not real.is_meta and not hasattr(real, "device_mesh"):  # on this rank, not sharded
         made = real.detach().to(fake.dtype, copy=True)
     else:
         made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
@@ -139,13 +139,13 @@ def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tens
     if isinstance(fake, nn.Parameter):
         return nn.Parameter(made, requires_grad=fake.requires_grad)
     made.requires_grad_(fake.requires_grad)
-    # as the result of an operation: what autograd would let no one write in place is only a leaf
+    # a view, as autograd forbids in-place writes to a leaf, but not to an operation's result
     return made.view_as(made) if real is None and fake.requires_grad else made
 
 
 @contextlib.contextmanager
 def _copies_in(module: nn.Module, copy_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Copies of the real parameters and buffers in a module; its attributes are put back afterwards."""
+    """While this context is open, the module holds copies of its real parameters and buffers. Restores attributes."""
     snapshot = Snapshot(module)
     for part in module.modules():
         for table in (part._parameters, part._buffers):

@@ -1,4 +1,4 @@
-"""The tape: what one run of forward on fake tensors did, operation by operation, before a graph is made of it."""
+"""The tape: the list of operations that one run of forward on fake tensors did, from which a graph is made."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
-"""Types of the values that an argument may have, and that stand in the graph as they are."""
+"""Types of the plain values that an argument may have; a graph stores these values as constants."""
 
 
 @dataclass
 class Touched:
-    """What operations did to memory: storages read and written, by identity; whether random numbers were drawn.
+    """The ids of the storages that operations read and wrote, and whether they drew random numbers.
 
-    ``is_stateful``: whether Python changed attributes or drew numbers, so that a call may return another result next
-    time.
+    ``is_stateful``: whether Python code changed attributes or drew random numbers, so that the next call may return
+    another result.
     """
 
     reads: set[int] = field(default_factory=set)
@@ -48,11 +48,11 @@ class Touched:
 
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
-"""Arguments that normalisations write although not every schema says so."""
+"""Arguments that normalisation operators write, although some of their schemas do not say so."""
 
 
 class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what every operation touches; ``noting()`` gathers it for a part of the run."""
+    """Notes the memory that each operation touches; ``noting()`` collects the notes of a part of the run."""
 
     supports_higher_order_operators = True
 
@@ -62,7 +62,7 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[Touched]:
-        """The memory that is touched while it is open. Whatever is open around it has then touched it, too."""
+        """Collects the memory touched while this context is open; on exit, adds it to the context around."""
         around, self._now = self._now, Touched()
         try:
             yield self._now
@@ -71,7 +71,7 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now = around
 
     def note(self, touched: Touched) -> None:
-        """Notes what was learnt in another way than by watching operators, for all that is open now."""
+        """Adds touched memory that was found without watching operators to the open contexts."""
         self._now.add(touched)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +87,7 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now.reads |= storages
             if argument.is_write or argument.name in _RUNNING_STATISTICS:
                 self._now.writes |= storages
-        # attention has the tag, and draws only with a dropout_p that is not 0
+        # attention has the tag, but draws random numbers only if dropout_p is not 0
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
             self._now.draws_random = True
         return func(*args, **kwargs)
@@ -111,9 +111,9 @@ class ModesNow:
         return ModesNow(torch.is_grad_enabled(), autocast, region)
 
     def beside(self, around: ModesNow) -> Modes | None:
-        """What differs from the modes ``around``; None where nothing does."""
+        """The modes that differ from ``around``, or None if all are equal."""
         grad = self.grad if self.grad != around.grad else None
-        # autocast that is off on both sides changes nothing, whatever its type is
+        # autocast that is off on both sides has no effect, whatever its dtype
         autocast = tuple(
             mine
             for mine, theirs in zip(self.autocast, around.autocast, strict=True)
@@ -126,7 +126,7 @@ class ModesNow:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where an operation ran: the user's line, the modes, the submodules (path → class) and the checkpoints around."""
+    """The user's line, the modes, the submodules (path → class) and the checkpointed parts around an operation."""
 
     line: str
     modes: ModesNow
@@ -136,7 +136,7 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """One call of ``torch.utils.checkpoint.checkpoint``: its options, and where it began."""
+    """One call of ``torch.utils.checkpoint.checkpoint``: its options, and the surroundings of its start."""
 
     options: Mapping[str, Any]
     place: Surroundings
@@ -153,7 +153,7 @@ class NamedSource:
 
 @dataclass(eq=False)
 class Operation:
-    """One operation. ``args`` and ``kwargs`` hold a ``TapeValue`` for each tensor, ``result`` what it returned."""
+    """One operation. ``args`` and ``kwargs`` hold a ``TapeValue`` for each tensor, ``result`` the fake result."""
 
     kind: str
     target: Any
@@ -165,13 +165,13 @@ class Operation:
     serial: int
     effects: Effects | None = None
     kept: bool = False
-    """Whether it stays although nothing uses its result."""
+    """Whether the operation stays in the graph even if nothing uses its result."""
     writes: frozenset[int] = frozenset()
-    """The memory of its arguments that it writes."""
+    """The storages of its arguments that the operation writes."""
     hidden_in: str | None = None
-    """The submodule that is called as a whole, and that this operation was a part of."""
+    """The path of the opaque call that has replaced this operation on the tape."""
     stands_for: Mapping[Any, int] = field(default_factory=dict)
-    """Values of operations that are now inside of it, by key: their places in its result."""
+    """The key of a value that this call of a checkpointed part returns → the value's index in the call's result."""
 
     @property
     def values(self) -> Iterator[TapeValue]:
@@ -182,7 +182,7 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class TapeValue:
-    """One tensor of the program: where in which result it is."""
+    """One tensor of the program: its maker, and the tensor's path in the maker's result."""
 
     maker: Operation | NamedSource
     path: tuple[Any, ...] = ()
@@ -194,9 +194,9 @@ class TapeValue:
 
 @dataclass(frozen=True, eq=False)
 class Obstacle:
-    """What must not happen, unless it happened inside a submodule that is then called as a whole.
+    """An action of forward that the tracer refuses unless an opaque submodule's call contains the action.
 
-    ``descend``: the submodule that may not be called as a whole if that is to be mended.
+    ``descend``: the submodule that the next run must trace through to avoid the obstacle, if any.
     """
 
     message: str
@@ -204,10 +204,10 @@ class Obstacle:
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(keys that lead there, leaf) for everything in nested tuples, lists, mappings and slices."""
+    """(the keys of the path, leaf) for each leaf of nested tuples, lists, mappings and slices."""
     if isinstance(value, torch.Size):
         yield path, value
-    elif isinstance(value, slice):  # among arguments: x[start:], of tensors too
+    elif isinstance(value, slice):  # an argument x[start:], where start may be a tensor
         yield from paths((value.start, value.stop, value.step), path)
     elif isinstance(value, Mapping):
         for key, part in value.items():
@@ -224,8 +224,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """An argument with each leaf changed; tuples, named tuples, lists, dicts and slices stay what they are."""
-    # a graph takes a tuple of ints, and no torch.Size
+    """The argument with ``change`` applied to each leaf; tuples, named tuples, lists, dicts and slices stay such."""
+    # a graph accepts a tuple of ints, but no torch.Size
     if isinstance(value, torch.Size):
         return tuple(value)
     if isinstance(value, tuple):
@@ -241,7 +241,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an argument can stand in a graph: tensors and plain values in tuples, lists, dicts."""
+    """Whether a graph can hold the argument: tensors and plain values in tuples, lists, dicts and slices."""
     if isinstance(value, Mapping):
         return type(value) is dict and all(
             isinstance(key, (str, int)) and is_plain(part) for key, part in value.items()
@@ -253,7 +253,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (Tensor, *PLAIN))
 
 
-# --- How a call that a torch function mode has seen is written in a graph ---
+# --- The graph's nodes for calls that a torch function mode has seen ---
 
 _OPERATORS = {
     name: function
@@ -262,20 +262,20 @@ _OPERATORS = {
 }
 """``"__add__"`` → ``operator.add``, ``"__iadd__"`` → ``operator.iadd``, and so on."""
 _REVERSED = {f"__r{name[2:]}": function for name, function in _OPERATORS.items()}
-"""``"__rsub__"`` → ``operator.sub``, with its arguments the other way round. ``"__rdiv__"`` is what ``1 / x`` calls."""
+"""``"__rsub__"`` → ``operator.sub``, with swapped arguments. ``1 / x`` calls ``"__rdiv__"``."""
 _OPERATORS["__div__"] = _REVERSED["__rdiv__"] = operator.truediv
 _BY_FUNCTION = {getattr(Tensor, name): function for name, function in _OPERATORS.items() if hasattr(Tensor, name)}
-"""Some, such as ``Tensor.__pow__``, bear the name of another method."""
+"""Methods of Tensor → functions of operator. Some, as ``Tensor.__pow__``, have the ``__name__`` of another method."""
 
 Target = tuple[str, Any, Args, Kwargs]
 """(kind of node, target, args, kwargs)"""
 
 
 def target_of(function: Any, args: Args, kwargs: Kwargs) -> Target:
-    """The node for a call: Python's operators as such, methods by name, other functions as they are."""
+    """The node for a call: functions of ``operator`` for Python's operators, methods by name, other functions as is."""
     name = name_of(function)
-    # The order counts: __get__ is an attribute read; Tensor.__pow__ bears the name "pow"; 2 - x arrives as
-    # Tensor.__rsub__(x, 2), whose arguments are turned round.
+    # The order of the checks matters: __get__ reads an attribute; the __name__ of Tensor.__pow__ is "pow"; 2 - x
+    # arrives as Tensor.__rsub__(x, 2), whose arguments the graph swaps.
     if (attribute := accessed(function, "__get__")) is not None:
         return "call_function", getattr, (args[0], attribute), {}
     if isinstance(args[0] if args else None, Tensor) and function in _BY_FUNCTION:

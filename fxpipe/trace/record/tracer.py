@@ -1,6 +1,6 @@
-"""The record tracer: runs forward once on fake tensors, and keeps submodules that hold no boundary whole.
+"""The record tracer: runs forward on fake tensors, and keeps submodules that hold no boundary opaque.
 
-A submodule that is kept runs as in the model itself, with its hooks, its control flow and its activation checkpointing.
+An opaque submodule runs as in the model itself, with its hooks, its control flow and its activation checkpointing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import definition, line_of
 
 _FINE = 32
-"""Where nothing marks a cut, submodules of up to this part of the model's parameters are opaque."""
+"""Without a boundary, a submodule is opaque if its parameters have at most 1/32 of the bytes of the model's tensors."""
 
 
 def record(request: Request) -> Program:
-    """Captures a model by running it on fake tensors; TraceError for what cannot be recorded, with the user's line."""
+    """Captures a model by running it on fake tensors; TraceError, with the user's line, for code it cannot record."""
     assert request.example is not None
     refuse_objects(request.example)
     import_dynamo()
@@ -44,7 +44,7 @@ def record(request: Request) -> Program:
     plan = RunPlan()
     try:
         with within(request.autocast):
-            # each plan knows more than the one before: descend only grows, so this ends
+            # each plan adds to the plan before; descend only grows, so the loop ends
             while True:
                 found = _capture(request, plan)
                 if isinstance(found, Program):
@@ -55,13 +55,13 @@ def record(request: Request) -> Program:
 
 
 def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
-    """The program; or a better plan."""
+    """Runs forward by the plan, and returns the program, or a better plan."""
     _refuse_scripted(request.module)
     real = all_tensors(request.module)
     with fake_model(request.module, request.device, request.compute) as fake:
         untouched = [Snapshot(root) for root in request.roots]
         try:
-            # what forward sets in its first call alone, it does not change in the second
+            # attributes that forward sets in its first call alone stay unchanged in the second call
             earlier: list[SetAttribute] = []
             if plan.settled:
                 first = _RecordedRun(request, plan, fake, real, untouched)
@@ -78,7 +78,7 @@ def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
 
 
 class _RecordedRun:
-    """One run of forward."""
+    """One run of forward on fake tensors, with its recorder."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _RecordedRun:
     ) -> None:
         self._request, self._plan, self._real = request, plan, real
         stand_ins = {_known(fake, name, tensor): tensor for name, tensor in all_tensors(request.module).items()}
-        # a buffer of this name is on another rank; its numbers were kept while it was here
+        # a meta tensor is on another rank; request.numbers has the buffer's values from before it moved there
         numbers = {**real, **{name: kept for name, kept in request.numbers.items() if real[name].is_meta}}
         real_of = {id(tensor): numbers[name] for name, tensor in stand_ins.items()}
         self.recorder = Recorder(fake, real, stand_ins, before if plan.watch else ())
@@ -125,13 +125,13 @@ class _RecordedRun:
         self._flat, self._spec = pytree.tree_flatten(result)
 
     def better_plan(self, changed: Sequence[str], earlier: Sequence[SetAttribute]) -> RunPlan | None:
-        """None where the run has shown all; TraceError for what no other plan would mend.
+        """A better plan, or None if this run suffices; TraceError for a problem that no other plan solves.
 
-        ``changed``: the attributes that are not as they were. ``earlier``: those that the run beforehand has set.
+        ``changed``: the attributes that the run changed. ``earlier``: the attributes that the run beforehand set.
         """
         plan, recorder, calls = self._plan, self.recorder, self._calls
         problems = [entry for entry in recorder.tape if isinstance(entry, Obstacle)]
-        # What a better plan mends comes before what is refused: an obstacle may be a part of an opaque call next time.
+        # Better plans come before refusals: an obstacle may be inside of an opaque call in the next run.
         descend = {problem.descend for problem in problems if problem.descend is not None} - plan.descend
         if descend:
             return replace(plan, descend=plan.descend | descend)
@@ -143,7 +143,7 @@ class _RecordedRun:
             return replace(plan, limit=held // _FINE)
         model, opaque = self._request.module, tuple(f"{path}." for path in calls.whole)
         sets = [*earlier, *recorder.sets]
-        # opaque calls set theirs in every step, as in the model; what is set before it is read is a value of one call
+        # opaque calls set attributes in every step, as in the model; an attribute set before it is read is call-local
         excused = (recorder.set_inside - {change.name for change in sets}) | calls.in_call
         lost = [name for name in changed if name not in excused and not name.startswith(opaque)]
         if lost and not plan.watch:
@@ -156,7 +156,7 @@ class _RecordedRun:
         return None
 
     def program(self) -> Program:
-        """The program, once no better plan is needed."""
+        """The program of this run."""
         recorder, calls = self.recorder, self._calls
         opaque = {**calls.opaque, **self._regions.opaque}
         emitter = Emitter(self._request.module, opaque, recorder.storages, recorder.fake.bare)
@@ -187,7 +187,7 @@ _RESET = (
 
 
 def _known(fake: FakeModel, name: str, tensor: Tensor) -> str:
-    """The name of what stands in for a parameter or a buffer; TraceError for one that an earlier run has put there."""
+    """The name of the parameter or buffer that a fake tensor replaces; TraceError if forward put the tensor there."""
     if id(tensor) not in fake.names:
         raise TraceError(
             f"forward registers {name!r}, or sets it to a tensor of another shape; register it in __init__, with the "
@@ -206,7 +206,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 
 def _leaf(recorder: Recorder, leaf: Any) -> Any:
-    """A leaf of the model's result in the graph; a container that torch does not know is left out."""
+    """The graph's value for a leaf of the model's result; None for an object that is neither tensor nor plain value."""
     if isinstance(leaf, Tensor):
         return recorder.value_of(leaf)
     return leaf if isinstance(leaf, PLAIN) else None

@@ -1,1 +1,1 @@
-"""State: the parts of a model and of Python that a capture depends on, taken, compared and put back."""
+"""State: copies, compares and restores the parts of a model and of Python on which a capture depends."""

@@ -1,4 +1,4 @@
-"""Attributes that forward sets; the buffers among them, ``self.ema = 0.9 * self.ema + x``, a graph writes in place."""
+"""Attributes that forward sets. A graph writes the buffers among them in place: ``self.ema = 0.9 * self.ema + x``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import current_line
 
 MISSING: Any = object()
-"""Stands for an attribute that there is not."""
+"""Stands for an attribute that does not exist."""
 
 
 @contextlib.contextmanager
 def watching_attributes(
     paths: Mapping[int, str], takes: Callable[[nn.Module, str, Any, str], bool], own: CallAttributes
 ) -> Iterator[None]:
-    """While it is open, ``takes(module, name, value, path)`` hears of each attribute of the model that forward sets,
-    and ``own`` of each that it reads.
+    """While this context is open, calls ``takes(module, name, value, path)`` for each attribute of the model that
+    forward sets, and adds each attribute that forward reads to ``own.read``.
 
-    Unless that returns True, the attribute is set as ever. ``paths``: a submodule's path by the identity of its
-    ``__dict__``, which torch.export's stand-in for a module shares with it.
+    The attribute is set as usual unless ``takes`` returns True. ``paths``: the id of a submodule's ``__dict__`` → the
+    submodule's path; torch.export's stand-in for a module shares the module's ``__dict__``.
     """
     original, get = nn.Module.__setattr__, nn.Module.__getattribute__
 
-    # nn.Module.__getattr__, which finds parameters and submodules, is asked only after this
+    # Python calls nn.Module.__getattr__, which finds parameters and submodules, only after this function
     def noted(module: nn.Module, name: str) -> Any:
         own.read.add((id(object.__getattribute__(module, "__dict__")), name))
         return get(module, name)
@@ -46,28 +46,28 @@ def watching_attributes(
 
 
 class CallAttributes:
-    """Attributes that forward sets before it reads them: values of one call, as its local variables are. Afterwards the
-    model has what it had."""
+    """Attributes that forward sets before it reads them: values of one call, as local variables are. ``put_back``
+    restores the model's earlier values."""
 
     def __init__(self) -> None:
         self.read: set[tuple[int, str]] = set()
-        """What was read: the identity of a module's ``__dict__``, and a name."""
+        """The attributes that forward has read: (the id of a module's ``__dict__``, the name)."""
         self.taken: frozenset[tuple[int, str]] = frozenset()
-        """What was set before it was read."""
+        """The attributes that forward set before it read them."""
         self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
 
     def take(self, module: nn.Module, name: str, value: Any, is_constant: bool = False) -> bool:
-        """Whether this may be set. ``is_constant``: whether any call would set the same, so that forward may have
-        looked whether an earlier one has."""
+        """Whether forward may set the attribute. ``is_constant``: whether any call would set the same value, so that
+        forward may first have read whether an earlier call has set the attribute."""
         table = vars(module)
         key, before = (id(table), name), table.get(name, MISSING)
-        # the first value that it had is the one to put back
+        # put_back restores the value before the first assignment
         if key in self._before:
             return True
         if any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
             return False
-        # An attribute that is read first carries a value from the call before. One that was None, or absent, may be
-        # read first if every call would set the same: it is a cache.
+        # An attribute that is read first carries a value from the call before. An attribute that was None, or missing,
+        # may be read first if every call would set the same value: the attribute is a cache.
         is_read, was_nothing = key in self.read, before is None or before is MISSING
         if isinstance(value, (nn.Module, nn.Parameter)) or (is_read and not (is_constant and was_nothing)):
             return False
@@ -76,7 +76,7 @@ class CallAttributes:
         return True
 
     def put_back(self) -> None:
-        """The model has what it had before the call."""
+        """Restores the values that the attributes had before the call."""
         self.read.clear()
         while self._before:
             (_, name), (table, value) = self._before.popitem()
@@ -84,7 +84,7 @@ class CallAttributes:
 
 
 def put(table: dict[str, Any], name: str, value: Any) -> None:
-    """Gives a table the entry that it had, or none."""
+    """Sets a table's entry to the value, or removes the entry for ``MISSING``."""
     if value is MISSING:
         table.pop(name, None)
     else:
@@ -92,16 +92,16 @@ def put(table: dict[str, Any], name: str, value: Any) -> None:
 
 
 class AssignedBuffers:
-    """The buffers that forward has set. Whoever watches attributes hands them over."""
+    """The buffers that forward has set. The watcher of attributes calls ``assign`` for each."""
 
     def __init__(self) -> None:
         self._assigned: dict[tuple[int, str], tuple[dict[str, Any], Tensor, str]] = {}
-        """(the table that holds it, the tensor that it was, the user's line)"""
+        """(id of a ``_buffers`` table, name) → (the table, the buffer before, the user's line)"""
 
     def assign(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
-        """Whether a new tensor is set as a buffer: what reads it from now on gets that; the old is written at the end.
+        """Whether forward sets a buffer to a new tensor. Later reads get the new tensor; ``write`` copies it back.
 
-        ``path``: what the user calls the buffer. TraceError where the new tensor does not fit into the old one.
+        ``path``: the buffer's name in messages. TraceError if the new tensor has another shape or dtype than the old.
         """
         before = vars(module).get("_buffers", {}).get(name)
         if not isinstance(before, Tensor) or not isinstance(value, Tensor) or value is before:
@@ -117,7 +117,7 @@ class AssignedBuffers:
         return True
 
     def write(self, at: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
-        """Only now, since whoever has read the old tensor still holds it in the model. ``at``: as if on that line."""
+        """Copies the new tensors into the old buffers, at the end of forward. ``at``: sets the line of a copy."""
         with torch.no_grad():
             for (_, name), (table, before, line) in self._assigned.items():
                 if table[name] is not before:
@@ -125,21 +125,21 @@ class AssignedBuffers:
                         before.copy_(table[name])
 
     def put_back(self) -> None:
-        """The model holds the tensors that it held."""
+        """Puts the old tensors back into the model."""
         for (_, name), (table, before, _) in self._assigned.items():
             table[name] = before
         self._assigned.clear()
 
 
 class CaptureGuard:
-    """Watches one capture of a model, and of its loss function where that is a module. It refuses what the capture
-    gets wrong, and leaves the model and random state as they were.
+    """Watches one capture of a model, and of its loss function if that is a module. The guard refuses code that the
+    capture would record wrong, and restores the model and the random state.
 
-    ``has_regions``: whether a part of it runs for real in every step, and may read what forward sets.
+    ``has_regions``: whether the model has opaque regions, whose Python may read attributes that forward sets.
     """
 
     def __init__(self, request: Request) -> None:
-        self.roots = request.roots[::-1]  # a module in both is called as in the model
+        self.roots = request.roots[::-1]  # the model last, so that a module in both has its path in the model
         self.has_regions = bool(request.whole)
         self.paths = {id(vars(part)): path for root in self.roots for path, part in root.named_modules()}
         self.own, self.random = CallAttributes(), RandomState()
@@ -147,7 +147,7 @@ class CaptureGuard:
 
     @contextlib.contextmanager
     def preserving(self) -> Iterator[None]:
-        """Around the whole capture."""
+        """A context around the whole capture."""
         self.snapshots = {root: Snapshot(root) for root in self.roots}
         try:
             yield
@@ -158,8 +158,8 @@ class CaptureGuard:
 
     @contextlib.contextmanager
     def forward(self, patches: list[tuple[Any, str, Any]], instead: str) -> Iterator[None]:
-        """Around the call of the model. TraceError where it has changed attributes that it may not; ``instead``: the
-        remedy."""
+        """A context around the call of the model. TraceError if the call has changed attributes that it may not change;
+        ``instead``: the remedy in the message."""
         try:
             inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
             with contextlib.ExitStack() as stack:
@@ -168,7 +168,7 @@ class CaptureGuard:
                 stack.enter_context(watching_attributes(self.paths, self.take_attribute, self.own))
                 stack.enter_context(checkpoints_as(refuse_checkpoint, refuse_checkpoint))
                 yield
-            # before the comparison, which would find the attributes that forward may set
+            # before the comparison, which would report the attributes that forward may set
             self.own.put_back()
             for root, snapshot in self.snapshots.items():
                 refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), instead)
@@ -180,13 +180,13 @@ class CaptureGuard:
         return False
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
-        """Hears of an attribute that forward sets: see ``watching_attributes``."""
+        """Called for each attribute that forward sets: see ``takes`` of ``watching_attributes``."""
         raise NotImplementedError
 
 
 def _no_inference_mode(enter: Callable[[Any], None]) -> Callable[[Any], None]:
     def refused(block: torch.inference_mode) -> None:
-        if block.mode:  # torch itself leaves it here and there
+        if block.mode:  # torch itself enters inference_mode(False) here and there
             raise refuse("inference mode is entered inside forward, which is not recorded", "use torch.no_grad()")
         enter(block)
 

@@ -1,8 +1,8 @@
-"""Contents: the parts of a value that may change in place. They are compared from step to step, and put back.
+"""Contents: the parts of a value that may change in place. fxpipe compares them between steps, and restores them.
 
-Looked into are dicts, lists, tuples, sets and deques; the attributes of objects of users' classes, slots included; what
-a bound method or a ``functools.partial`` is bound to; NumPy's arrays, by their bytes. All else is compared by identity:
-tensors, modules, functions, and objects of classes of torch's and of Python's own library.
+The parts are the entries of dicts, lists, tuples, sets and deques; the attributes and slots of objects of users'
+classes; the function and arguments of bound methods and ``functools.partial``; the bytes of NumPy arrays. All other
+values are compared by identity: tensors, modules, functions, and objects of classes of torch and of Python's library.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 MOST, DEEP = 1000, 6
-"""So many values are compared of one attribute, the nearest first, and within so many others."""
+"""The most values that are compared in one attribute, the nearest first, and the most levels of nesting."""
 LARGE = 2**20
-"""The bytes of an array beyond which it is compared by identity."""
+"""The size in bytes above which an array is compared by identity."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -33,13 +33,13 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fx
 
 
 class _Reading(NamedTuple):
-    """How to read what values of a class hold: without calling what the class defines, which may raise anything."""
+    """How to read the parts of a class's values, without calls of the class's own methods, which may raise anything."""
 
     items: Callable[[Any], list[Any]] | None = None
-    """What a value contains, or is bound to; None where it is no container."""
+    """Returns the entries of a container, or the parts of a bound method and the like; None for other classes."""
     has_table: bool = False
     slots: tuple[types.MemberDescriptorType, ...] = ()
-    """As classes of attrs have, and a dataclass that is asked for them."""
+    """The slots of the class, as attrs and ``dataclass(slots=True)`` define them."""
 
     @property
     def is_leaf(self) -> bool:
@@ -51,7 +51,7 @@ class _Reading(NamedTuple):
     def attributes(self, value: Any) -> dict[str, Any]:
         found = dict(self.table(value))
         for slot in self.slots:
-            with contextlib.suppress(AttributeError):  # it has not been set
+            with contextlib.suppress(AttributeError):  # the slot is not set
                 found[slot.__name__] = slot.__get__(value)
         return found
 
@@ -61,7 +61,7 @@ class _Reading(NamedTuple):
 
 
 def _reading_of(cls: type, is_open: bool = False) -> _Reading:
-    """How to read values of a class. ``is_open``: also functions, and objects of torch's and Python's own classes."""
+    """How to read a class's values. ``is_open``: also read functions, and objects of classes of torch and Python."""
     if is_open and cls is types.FunctionType:
         return _Reading(captured_by)
     if cls is types.MethodType:
@@ -72,10 +72,10 @@ def _reading_of(cls: type, is_open: bool = False) -> _Reading:
         return _Reading()
     if any(base.__module__ == "numpy" and hasattr(base, "tobytes") for base in cls.__mro__):
         return _Reading(_numbers)
-    # the methods of the container itself are called: those of a class derived from it may do anything
+    # reads by the builtin container's methods, as a derived class's methods may do anything
     container: Any = next((base for base in _CONTAINERS if issubclass(cls, base)), None)
     items = None if container is None else _entries if container is dict else _iterated(container)
-    # what torch and Python keep in their objects is their own affair; users set the attributes of their own classes
+    # attributes that classes of torch and Python set are internal; users set the attributes of their own classes
     users = [base for base in cls.__mro__ if is_open or not is_library(base.__module__)]
     declared = [member for base in users if "__slots__" in vars(base) for member in vars(base).values()]
     slots = tuple(member for member in declared if isinstance(member, types.MemberDescriptorType))
@@ -87,7 +87,7 @@ open_reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(functool
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is torch's, SymPy's, NumPy's, fxpipe's or of Python's own library."""
+    """Whether a module belongs to torch, SymPy, NumPy, fxpipe or Python's standard library."""
     return module.partition(".")[0] in _LIBRARIES
 
 
@@ -97,7 +97,7 @@ def captured_by(function: Any) -> list[Any]:
 
 
 def _iterated(container: Any) -> Callable[[Any], list[Any]]:
-    return lambda value: [*container.__iter__(value)]  # list(value) would ask for the class's own __len__
+    return lambda value: [*container.__iter__(value)]  # list(value) would call the class's own __len__
 
 
 def _numbers(array: Any) -> list[Any]:
@@ -110,12 +110,12 @@ def _entries(table: dict[Any, Any]) -> list[Any]:
 
 
 def contents(value: Any) -> Any:
-    """A value, or, where it may be changed in place, a flat tuple of all that is in it."""
+    """The value itself, or, if the value can change in place, a flat tuple of all its parts."""
     if reading_of(type(value)).is_leaf:
         return value
     if type(value) is tuple and all(reading_of(type(item)).is_leaf for item in value):
         return value
-    # The number of parts stands in front of them, level by level: so no two values that differ give the same tuple.
+    # The number of a value's parts precedes them, level by level, so that different values give different tuples.
     found: list[Any] = []
     for part in walk(value):
         if part.parts is None:
@@ -126,8 +126,8 @@ def contents(value: Any) -> Any:
 
 
 class Inner(NamedTuple):
-    """A value within another. ``parts``: the values that it holds itself; None for a value that cannot change in
-    place, and for one that was met before, which comes as its number. ``is_entered``: whether its parts follow, too."""
+    """A value within another. ``parts``: its direct parts; None for a value that cannot change in place, and for
+    a repeated value, which is replaced by its number. ``is_entered``: whether the walk also yields the parts."""
 
     value: Any
     parts: list[Any] | None = None
@@ -135,9 +135,9 @@ class Inner(NamedTuple):
 
 
 def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[Inner]:
-    """A value and all that is in it, the nearest first, as far as ``MOST`` and ``DEEP``. ``read``: reads a class."""
+    """Yields a value and its parts, the nearest first, within ``MOST`` and ``DEEP``. ``read``: class → its reading."""
     level, seen, count = [value], dict[int, int](), 1
-    # Breadth first, since ``MOST`` ends it: forward reads what is near more often than what lies deep inside.
+    # Breadth first, since ``MOST`` ends the walk: forward reads near parts more often than deeply nested parts.
     for depth in range(DEEP + 1):
         below: list[Any] = []
         for inner in level:
@@ -145,7 +145,7 @@ def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[
             if reading.is_leaf:
                 yield Inner(inner)
             elif id(inner) in seen:
-                # two names for one object, or a cycle
+                # an object with two names, or a cycle
                 yield Inner(seen[id(inner)])
             else:
                 seen[id(inner)] = len(seen)
@@ -159,7 +159,7 @@ def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[
 
 
 def described_values(name: str, value: Any, deep: int = DEEP) -> Iterator[tuple[str, str]]:
-    """The name of each value in a value, and what it is: its ``repr``, or its class where that may be long."""
+    """Yields (name, description) of each part of a value: the ``repr`` of a plain value, else the class's name."""
     reading = reading_of(type(value))
     items = [] if reading.items is None else reading.items(value)
     keys: Any = range(len(items))
@@ -174,7 +174,7 @@ def described_values(name: str, value: Any, deep: int = DEEP) -> Iterator[tuple[
 
 
 def alike(first: Any, other: Any) -> bool:
-    """Whether two ``contents`` are the same."""
+    """Whether two results of ``contents`` are equal."""
     if first is other:
         return True
     if type(first) is not type(other):
@@ -186,7 +186,7 @@ def alike(first: Any, other: Any) -> bool:
 
 
 class Taken:
-    """What a value held itself, to be compared and put back."""
+    """The direct parts that a value had, to compare and to restore."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._reading = value, reading_of(type(value))
@@ -198,11 +198,11 @@ class Taken:
 
     @property
     def has_changed(self) -> bool:
-        """Not by a new attribute of an object that holds no tensor: that is found again, as
-        ``functools.cached_property`` does."""
+        """Whether the parts have changed. A new attribute without tensors, as ``functools.cached_property`` sets it,
+        does not count."""
         before, now = self._own, self._reading.attributes(self._value)
         kept = all(name in now and alike(value, now[name]) for name, value in before.items())
-        # a tensor that an object caches during a capture has no numbers, and so counts as a change
+        # a tensor that an object caches during a capture has no values, and so counts as a change
         new = (now[name] for name in now.keys() - before.keys())
         is_same = kept and alike(tuple(self._items), tuple(self._items_now()))
         return not is_same or any(isinstance(part.value, Tensor) for value in new for part in walk(value))
@@ -216,13 +216,13 @@ class Taken:
         for name in slots.keys() & own.keys():
             slots[name].__set__(value, own.pop(name))
         table = self._reading.table(value)
-        if table is not value:  # they are one in a mapping whose attributes are its items
+        if table is not value:  # both are the same dict in a mapping whose attributes are its items
             table.clear()
             table.update(own)
         if alike(tuple(items), tuple(self._items_now())):
             return
         if items and isinstance(items[-1], bytes) and hasattr(value, "tobytes"):
-            # in place, since others may hold the array
+            # in place, since other objects may hold the array
             value.flat = sys.modules["numpy"].frombuffer(items[-1], value.dtype)
         if not isinstance(value, (dict, list, set, deque)):
             return

@@ -1,7 +1,7 @@
 """Reads: the attributes, submodules and hooks of a model that a capture has read, and whether they have changed.
 
-A capture holds them as they were. So every call asks for the number of the state that the model is in. It is another
-state where something that was read has changed since, and then the model is captured anew, once for each state.
+A captured program depends on their values. So every call asks for the number of the model's present state. A change of
+any value that a capture has read is a new state, and fxpipe captures the model once for each state.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fxpipe.trace.patching import ASIDE, patched
 from fxpipe.trace.state.contents import alike, contents, described_values
 
 MOST = 16
-"""States that a model may be in: what changes with every step would be captured with every step."""
+"""The most states of a model: an attribute that changes with every step would need a capture in every step."""
 
 Key = tuple[int, str]
-"""The identity of a module's ``__dict__``, and a name that was asked for."""
+"""(the id of a module's ``__dict__``, the name of an attribute that was read)"""
 
 _OWN = frozenset({"training", "_parameters", "_buffers"})
-"""What a pattern has by itself, or a stage follows."""
+"""Attributes that a pattern includes already, or whose changes a stage follows."""
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[set[Key]]:
-    """While it is open, notes what captured code reads of any module; not what runs ``aside``."""
+    """Collects the attributes that captured code reads of any module while this context is open, except ``aside``."""
     noted: set[Key] = set()
     original = nn.Module.__getattribute__
 
@@ -52,15 +52,15 @@ class Reads:
     """The attributes that captures have read, with their values in each state that the model was captured in."""
 
     modules: Mapping[int, tuple[str, nn.Module]] = field(default_factory=dict)
-    """The identity of a module's ``__dict__`` → its path, and the module."""
+    """The id of a module's ``__dict__`` → (the module's path, the module)."""
     states: tuple[Mapping[Key, Any], ...] = (MappingProxyType({}),)
     buffers: Mapping[Key, Any] = field(default_factory=dict)
-    """The buffer that captures of any state have by a name; None for a name of no buffer."""
+    """The buffer of a name that captures of all states use; None for a name of no buffer."""
     sets: frozenset[Key] = frozenset()
-    """The attributes that forward sets before it reads them, in captures of any state."""
+    """The attributes that forward sets before it reads them, in the captures of all states."""
     computed_with: tuple[tuple[str, Tensor, int], ...] = ()
     number: int = 0
-    """The number of the state that the model was in when it was last looked at."""
+    """The number of the state in which the last check found the model."""
     glance: _Glance | None = None
 
     def with_capture(
@@ -71,16 +71,16 @@ class Reads:
         sets: frozenset[Key] = frozenset(),
         computed_with: Iterable[tuple[str, Tensor, int]] = (),
     ) -> Reads:
-        """The reads, with those of a capture of ``roots`` in the present state. ``live``: submodules that stages call
-        whole; ``sets``: what forward sets before it reads it; ``computed_with``: as in Program. TraceError for what is
-        set in some captures and read in others.
+        """These reads and those of a capture of ``roots`` in the present state. ``live``: the submodules that stages
+        call; ``sets``: the attributes that forward sets before it reads them; ``computed_with``: as in Program.
+        TraceError for an attribute that forward sets in some captures and reads in others.
         """
-        # a model with its loss function has the table of the model itself, which is the one to look into
+        # a model wrapped with its loss function shares the model's __dict__: the entry must be the model
         modules = dict(self.modules)
         for part in (part for root in roots for part in (plain_model(root), root)):
             for path, module in part.named_modules():
                 modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
-        # A stage calls these submodules for real: they read their attributes anew in every step.
+        # A stage runs the Python code of these submodules, which reads their attributes anew in every step.
         follows = {id(vars(part)) for module in live for part in module.modules()}
         wanted = [key for key in noted if key[0] in modules and key[0] not in follows and key not in sets]
         more = replace(
@@ -106,21 +106,21 @@ class Reads:
             )
 
     def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
-        """The buffers of these that a state dict has: a stage saves the tensors that were there."""
+        """The persistent buffers of these submodules: a stage's state dict saves the tensors of the capture."""
         for part in (part for module in live for part in module.modules()):
             if id(vars(part)) in self.modules:
                 names = part._buffers.keys() - part._non_persistent_buffers_set
                 yield from ((id(vars(part)), name) for name in names)
 
     def after_compile(self) -> Reads:
-        """The reads of the model as it is now: what compile itself has changed is no change."""
+        """The reads with the model's present values, so that changes by compile itself do not count."""
         state = {key: self._value(key) for key in self.states[self.number]}
         states = (*self.states[: self.number], state, *self.states[self.number + 1 :])
         return replace(self, states=states, buffers={key: self._buffer(key) for key in self.buffers}, glance=None)
 
     def at_present(self) -> Reads:
-        """The reads with the ``number`` of the state that the model is in now; RunError where it has been in too many
-        states, or has other buffers than captures have, or other numbers than they have computed with."""
+        """The reads with the ``number`` of the model's present state; RunError if the model had too many states, has
+        other buffers than the captures, or has new values in tensors whose values a capture has used."""
         for name, tensor, version in self.computed_with:
             if version_of(tensor) != version:
                 raise RunError(
@@ -130,13 +130,13 @@ class Reads:
                 )
         if self.glance is not None and self.glance.finds_nothing():
             return self
-        # Only behind the glance, which ends nearly every call: this compares attribute by attribute.
+        # This compares attribute by attribute, and so comes after the glance, which ends nearly every call.
         self._check_buffers()
         state = self.states[self.number]
         changed = self._changed(state)
         if changed is None:
             return replace(self, glance=_Glance({*state, *self.buffers}, self.modules))
-        # back in a state that was captured before, whose captures hold again
+        # the model may be in an earlier state again, whose captures are valid again
         captured = (number for number, state in enumerate(self.states) if self._changed(state) is None)
         number = next(captured, len(self.states))
         if number == MOST:
@@ -145,19 +145,19 @@ class Reads:
                 "with every change it is captured anew; give what changes from step to step to forward as an input, as "
                 "a 0-dimensional tensor"
             )
-        # the same attributes count in each state, with other values
+        # each state has the same attributes, with other values
         new = [{key: self._value(key) for key in state}] if number == len(self.states) else []
         return replace(self, states=(*self.states, *new), number=number, glance=None)
 
     def changed(self) -> str | None:
-        """The name of an attribute that has changed since the model was last looked at; None where none has."""
+        """The name of an attribute that has changed since the last check; None if no attribute has changed."""
         if self.glance is not None and self.glance.finds_nothing():
             return None
         key = self._changed(self.states[self.number])
         return None if key is None else self._name(key)
 
     def described(self) -> dict[str, str]:
-        """The name of each value that captures have read → the value as it is now."""
+        """The name of each value that captures have read → a description of the present value."""
         return dict(
             part for key in self.states[self.number] for part in described_values(self._name(key), self._present(key))
         )
@@ -165,7 +165,7 @@ class Reads:
     def _changed(self, state: Mapping[Key, Any]) -> Key | None:
         for key, value in state.items():
             now = self._present(key)
-            # most values are leaves, and the same object
+            # most values are leaves, and still the same object
             if now is not value and not alike(value, contents(now)):
                 return key
         return None
@@ -186,7 +186,7 @@ class Reads:
         return self.modules[key[0]][1]._buffers.get(key[1])
 
     def _present(self, key: Key) -> Any:
-        """The value, or the submodule, that a module has by a name; None for a name that it has not, or its class."""
+        """A module's own attribute or submodule of a name; None if only its class, or neither, has the name."""
         module = self.modules[key[0]][1]
         return vars(module).get(key[1], module._modules.get(key[1]))
 
@@ -195,7 +195,7 @@ class Reads:
 
 
 class LatestReads:
-    """The reads that the present call goes by, which ``run`` sets: regions that captures watch ask them for changes."""
+    """The reads of the present call. ``run`` sets them; the checks in opaque regions ask them for changes."""
 
     def __init__(self) -> None:
         self.reads = Reads()
@@ -206,16 +206,16 @@ class LatestReads:
 
 
 class _Glance:
-    """A quick look whether anything has changed since it was made: in a few calls for each module, since every step
-    asks. It may find a change that does not matter, and then all is compared.
+    """A fast check whether anything has changed since the check was made: a few calls for each module, as every step
+    runs the check. A change that it finds may not matter: then ``Reads`` compares all values.
     """
 
     def __init__(self, keys: Iterable[Key], modules: Mapping[int, tuple[str, nn.Module]]) -> None:
-        names: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by table
+        names: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by the table's id
         for place, name in keys:
             module = modules[place][1]
             own = vars(module)
-            # in the order in which torch looks for a name; where none has it, all three are watched
+            # in torch's order of lookup; if no table has the name, all three tables are watched
             tables: list[Mapping[str, Any]] = [own, module._modules, module._buffers]
             for table in tables:
                 names.setdefault(id(table), (table, set()))[1].add(name)
@@ -224,14 +224,14 @@ class _Glance:
             # the tables themselves may be replaced
             names[id(own)][1].update(("_modules", "_buffers"))
         self._held = []
-        values: dict[int, Any] = {}  # each once
+        values: dict[int, Any] = {}  # by id
         for table, wanted in names.values():
             held = {name: table.get(name) for name in wanted}
             self._held.append((table.get, tuple(held), tuple(held.values())))
             values |= {id(value): value for name, value in held.items() if name not in ("_modules", "_buffers")}
         inside = [(value, contents(value)) for value in values.values()]
         mutable = [(value, was) for value, was in inside if was is not value]
-        # most tables of hooks are empty, and to ask that is cheaper than for their contents
+        # most tables of hooks are empty: a test for emptiness is cheaper than a comparison of contents
         self._empty = [value for value, _ in mutable if type(value) in (dict, OrderedDict, list) and not value]
         self._filled = [(value, was) for value, was in mutable if type(value) not in (dict, OrderedDict, list) or value]
 

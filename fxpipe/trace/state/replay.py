@@ -1,4 +1,4 @@
-"""Replay: one computation run again from the same state, with the same random numbers; and whether it made the same."""
+"""Replay: runs a computation again from the same state, with the same random numbers, and compares the results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fxpipe.trace.request import Request
 
 Batch = Mapping[str, Any]
 MOST_DRAWS = 100_000
-"""A loop that draws until something comes up would never end on numbers that are always the same."""
+"""The most draws of a run: a loop that draws until a condition holds may never end, as all draws are the same."""
 _SEED = 2**31 - 1
 CONSTANT = 8.0
-"""What an operator is off by, in units in the last place of its largest number: it is itself a sum of many terms."""
+"""An operator's error, in units in the last place of its largest number: the operator itself may add many terms."""
 
 
 def gpus_of(modules: Sequence[nn.Module]) -> list[torch.device]:
-    """Those that hold tensors of modules."""
+    """The GPUs that hold parameters or buffers of the modules."""
     tensors = [tensor for module in modules for tensor in all_tensors(module).values()]
     return sorted({tensor.device for tensor in tensors if is_accelerator(tensor.device)}, key=str)
 
@@ -41,9 +41,8 @@ Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def without_reentrant_checkpoints(around: Around = contextlib.nullcontext) -> Iterator[None]:
-    """Functions given to a reentrant checkpoint, through which ``autograd.grad`` cannot go, run once and keep all.
-
-    As in torch, a function that is given no tensor that requires a gradient returns none that does.
+    """While this context is open, reentrant checkpoints, which ``autograd.grad`` refuses, run their function without
+    recomputation. As in torch, no result requires a gradient if no argument does.
     """
 
     def run(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
@@ -57,13 +56,12 @@ def without_reentrant_checkpoints(around: Around = contextlib.nullcontext) -> It
 
 @contextlib.contextmanager
 def checkpoints_that_keep(around: Around = contextlib.nullcontext) -> Iterator[None]:
-    """Functions given to any checkpoint run once and keep all: what runs a second time here would run a third.
-
-    ``around``: what each of them runs in.
+    """While this context is open, all checkpoints run their function without recomputation, as a replay would otherwise
+    run the function a third time. ``around``: makes the context of each function's run.
     """
 
     def only_run(*args: Any, **kwargs: Any) -> Iterator[None]:
-        """What torch runs before a checkpointed function, up to ``yield``, and behind it."""
+        """torch runs this generator up to ``yield`` before a checkpointed function, and the rest after the function."""
         with around():
             yield
 
@@ -73,7 +71,7 @@ def checkpoints_that_keep(around: Around = contextlib.nullcontext) -> Iterator[N
 
 
 def checkpoints_noted(note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """``note`` is called for each checkpoint, which runs as ever."""
+    """While this context is open, each checkpoint calls ``note`` and then runs as usual."""
 
     torchs = getattr(checkpointing, CHECKPOINT_GENERATOR), checkpointing.CheckpointFunction.apply
     return checkpoints_as(*(noting(note, run) for run in torchs))
@@ -81,9 +79,8 @@ def checkpoints_noted(note: Callable[[], None]) -> contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def same_draws(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Every operator that draws begins from one seed, and Python's and NumPy's generators anew in each module's call.
-
-    So numbers depend on what is drawn and not on what was drawn before: stages draw in another order than the model.
+    """While this context is open, each random operator starts from one seed, and each module's call resets Python's and
+    NumPy's generators. So random numbers do not depend on earlier draws: stages draw in another order than the model.
     """
     draws, start = _Draws(devices), RandomState()
 
@@ -100,7 +97,7 @@ def same_draws(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds every operator that draws."""
+    """Seeds the generators before each random operator."""
 
     supports_higher_order_operators = True
 
@@ -119,14 +116,14 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.count()
             own = kwargs.get("generator")
-            # anew for each operator: so neither the order of draws nor their number counts
+            # seeded for each operator, so that neither the order nor the number of earlier draws matters
             for generator in self._generators if own is None else [own]:
                 generator.manual_seed(_SEED)
         return func(*args, **kwargs)
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, and notes the coarsest type that they compute in."""
+    """Counts operators, and notes the least precise dtype among their results."""
 
     supports_higher_order_operators = True
 
@@ -142,27 +139,27 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def tolerance(self) -> float:
-        """Of a tensor's largest number: √n · u, by which n operators that round by u are off in all likelihood (Higham
-        and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019), times
-        ``CONSTANT``, and at most half of the digits."""
+        """The tolerance, relative to a tensor's largest number: ``CONSTANT`` · √n · u, the likely error of n operators
+        with unit roundoff u (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci.
+        Comput. 41(5), 2019), but at most √u, half of the digits."""
         return min(CONSTANT * math.sqrt(self._operators) * self._unit, math.sqrt(self._unit))
 
 
 @contextlib.contextmanager
 def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> Iterator[None]:
-    """The surroundings of a training step, or of an evaluation. What torch compiles runs uncompiled, and a reentrant
-    checkpoint, through which no gradient can be asked for, runs its function once. ``devices``: whose draws all begin
-    from one seed; None: no draws do."""
+    """A context with the modes of a training step, or of an evaluation. Compiled code runs uncompiled, and a reentrant
+    checkpoint, which ``autograd.grad`` refuses, runs its function once. ``devices``: the devices whose draws all start
+    from one seed; None: draws are not seeded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_reentrant_checkpoints())
-        # off here; the call of the model or of a stage turns on what the step has on
+        # autocast is off here; the call of the model or of a stage turns on the step's autocast
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
             stack.enter_context(same_draws(devices))
-        # the caller puts .data back, by a State
+        # the caller restores .data by a State
         for parameter in request.module.parameters() if request.compute is not None else ():
             if parameter.is_floating_point():
                 parameter.data = parameter.detach().to(request.compute)
@@ -170,7 +167,7 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
 
 
 def own(request: Request, batch: Batch) -> dict[str, Any]:
-    """The inputs of a capture, for a run that may write into them."""
+    """Copies of a capture's inputs, into which a run may write."""
     values = {name: batch[name] for name in request.inputs}
     if request.compute is not None:
         values = cast_batch(values, request.compute)
@@ -179,30 +176,30 @@ def own(request: Request, batch: Batch) -> dict[str, Any]:
     )
 
 
-# --- how far two tensors are apart; either may be None for zeros ---
+# --- differences of two tensors; None stands for zeros ---
 
 CLOSE = 4.0
-"""Units in the last place of a tensor's largest number that two runs may always differ by."""
+"""The difference that two runs may always have, in units in the last place of a tensor's largest number."""
 
 
 def in_double(value: Tensor | None, like: Tensor | None) -> Tensor:
-    """In double precision; nothing is zeros."""
+    """The value in double precision; zeros for None."""
     if value is None:
         value = torch.zeros(()) if like is None else torch.zeros_like(like)
-    # a difference of two close numbers has few digits left in their own type
+    # in its own dtype, a difference of two close numbers has few correct digits
     value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def differences(first: Tensor, other: Tensor) -> Tensor:
-    """Of each pair of numbers; none between two that are equal, or both nan."""
-    # inf - inf is nan, and would count as infinite
+    """The absolute difference of each pair of elements; 0 for two equal elements, and for two nans."""
+    # inf - inf is nan, which nan_to_num would make infinite
     same = (first == other) | (first.isnan() & other.isnan())
     return (first - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0)
 
 
 def gap(got: Tensor | None, wanted: Tensor | None) -> float:
-    """The largest difference; infinite where only one of them is finite, or shapes differ."""
+    """The largest difference of two elements; inf if only one of the two is finite, or if the shapes differ."""
     if _is_same(got, wanted):
         return 0.0
     first, other = in_double(got, wanted), in_double(wanted, got)
@@ -212,32 +209,32 @@ def gap(got: Tensor | None, wanted: Tensor | None) -> float:
 
 
 def largest(value: Tensor | None) -> float:
-    """The largest of the numbers that are finite, without its sign."""
+    """The largest absolute value among the finite elements; 0 without elements."""
     if value is None or not value.numel():
         return 0.0
     return in_double(value, None).abs().nan_to_num(0, 0).max().item()
 
 
 def unit(value: Tensor | None) -> float:
-    """A unit in the last place of 1, in its type."""
+    """A unit in the last place of 1, in the value's dtype; 0 for integers."""
     kind = torch.float64 if value is None else value.dtype
     return torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
 
 
 def is_close(got: Tensor | None, wanted: Tensor | None, tolerance: float | None = None) -> bool:
-    """Whether they are the same but for rounding. ``tolerance``: of the largest number."""
+    """Whether both are equal up to rounding. ``tolerance``: relative to the largest element of ``wanted``."""
     apart = gap(got, wanted)
     tolerance = CLOSE * unit(wanted) if tolerance is None else tolerance
-    return apart == 0 or apart <= tolerance * largest(wanted)  # 0 first: a largest of inf times 0 is nan
+    return apart == 0 or apart <= tolerance * largest(wanted)  # 0 first: inf times a tolerance of 0 is nan
 
 
 def is_repeated(again: Tensor, first: Tensor) -> bool:
-    """Whether a run has made the same again, to half of the digits: kernels on a GPU may round otherwise each time."""
+    """Whether two runs agree to half of the digits: GPU kernels may round differently in each run."""
     return is_close(again, first, math.sqrt(unit(first)))
 
 
 def _is_same(got: Tensor | None, wanted: Tensor | None) -> bool:
-    """Whether they are of one kind and equal, which is asked first: it takes no memory."""
+    """Whether both have the same dtype and layout and are equal. This check comes first, as it allocates nothing."""
     if got is None or wanted is None or got.dtype != wanted.dtype:
         return got is wanted
     return got.layout is wanted.layout is torch.strided and torch.equal(got, wanted)

@@ -1,4 +1,4 @@
-"""What a model was before a capture: finds what forward has changed, and puts it back."""
+"""Snapshots of a model before a capture: they find the changes that forward has made, and undo them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MISSING = object()
 
 
 class Snapshot:
-    """The attributes of a module and its submodules, the containers, objects and generators of random numbers in them,
-    and, unless ``tensors`` is False, the memory of their tensors."""
+    """A copy of the attributes of a module and its submodules: with the containers, objects and random generators in
+    them, and, unless ``tensors`` is False, the storages (not the values) of their tensors."""
 
     def __init__(self, module: nn.Module, tensors: bool = True) -> None:
         self._with_tensors = tensors
@@ -43,31 +43,31 @@ class Snapshot:
         for part in walk(value):
             if isinstance(part.value, Tensor):
                 self._keep(name, part.value)
-            # an object with several names is taken once, by the first of them
+            # an object with several names is copied once, under its first name
             elif part.parts is not None and id(part.value) not in self._taken:
                 self._taken[id(part.value)] = name, Taken(part.value)
             elif (ways := _generator(part.value)) is not None:
                 self._generators.setdefault(id(part.value), _GeneratorState(*ways, ways[0]()))
 
     def _keep(self, name: str, tensor: Tensor) -> None:
-        # Under a tracer each detach() costs a tenth of a millisecond or more, and there are snapshots for every call.
+        # Under a tracer each detach() takes a tenth of a millisecond or more, and every call makes a snapshot.
         if self._with_tensors and id(tensor) not in self._tensors:
             state = _TensorState(name, tensor, tensor.detach(), tensor.requires_grad, version_of(tensor))
             self._tensors[id(tensor)] = state
 
     def storages(self) -> dict[int, str]:
-        """The memory of every tensor that the model holds, and the tensor's name."""
+        """The storage of each tensor that the model holds → the tensor's name."""
         # reversed, so that the first name of a tensor stays
         found = {storage_of(state.tensor): state.name for state in reversed(self._tensors.values())}
         return {storage: name for storage, name in found.items() if storage}
 
     @property
     def has_generators(self) -> bool:
-        """Whether the model holds generators of random numbers: whether one has moved, ``changes`` does not show."""
+        """Whether the model holds random generators. ``changes`` does not report their draws; ``drawn`` does."""
         return bool(self._generators)
 
     def drawn(self) -> bool:
-        """Whether a generator of random numbers has moved that the model holds."""
+        """Whether the state of a random generator that the model holds has changed."""
         return any(state.get() != state.before for state in self._generators.values())
 
     def tensors(self) -> list[Tensor]:
@@ -75,7 +75,7 @@ class Snapshot:
         return [state.tensor for state in self._tensors.values()]
 
     def changes(self) -> Iterator[str]:
-        """The names of all that has changed, but for the numbers in tensors: see ``written``."""
+        """Yields the names of all changed attributes and tensors; for changed values of tensors see ``written``."""
         for path, now, before in self._attributes:
             for name in {**before, **now}:
                 if not alike(now.get(name, _MISSING), before.get(name, _MISSING)):
@@ -85,13 +85,13 @@ class Snapshot:
             yield from state.changes()
 
     def written(self) -> Iterator[str]:
-        """The names of the attributes, parameters and buffers in which a tensor was written, as far as autograd sees
-        it."""
+        """The names of the attributes, parameters and buffers with a tensor that was written, by the tensor's version
+        in autograd."""
         return (state.name for state in self._tensors.values() if version_of(state.tensor) != state.version)
 
     def restore(self) -> None:
-        """Puts everything back that ``changes`` can see, and generators."""
-        # In place: torch and the model hold these very tables. Tables before containers and tensors, which are in them.
+        """Undoes every change that ``changes`` can report, and restores random generators."""
+        # In place, as torch and the model refer to these tables. Tables come before the containers and tensors in them.
         for _, now, before in self._attributes:
             now.clear()
             now.update(before)
@@ -108,7 +108,7 @@ class _TensorState:
     name: str
     tensor: Tensor
     memory: Tensor
-    """Another tensor with the memory that the tensor has had."""
+    """An alias of the tensor, which keeps the tensor's storage at the time of the snapshot."""
     requires_grad: bool
     version: int
 
@@ -126,7 +126,7 @@ class _TensorState:
 
 
 class _GeneratorState(NamedTuple):
-    """Where a generator of random numbers stands, to be compared, and put back."""
+    """The state of a random generator, to compare and to restore."""
 
     get: Callable[[], Any]
     put: Callable[[Any], Any]
@@ -134,7 +134,7 @@ class _GeneratorState(NamedTuple):
 
 
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to ask where a generator of random numbers stands, and how to put it there; None for other values."""
+    """(the getter, the setter) of a random generator's state; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
@@ -150,8 +150,8 @@ def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 
 
 class State:
-    """All that running modules may change and that can be put back: see ``Snapshot``; the numbers in these tensors,
-    and where the global generators stand."""
+    """All state that a run of modules may change and that can be restored: the snapshots, the values of ``tensors``,
+    and the states of the global random generators."""
 
     def __init__(
         self, snapshots: Sequence[Snapshot], tensors: Iterable[Tensor], devices: Iterable[torch.device] = ()
@@ -161,19 +161,19 @@ class State:
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module], devices: Iterable[torch.device]) -> State:
-        """With the numbers in all tensors that modules hold."""
+        """The state of modules, with the values of all dense tensors that the modules hold."""
         snapshots = [Snapshot(module) for module in modules]
         tensors = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors()}
         plain = (tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized)
         return cls(snapshots, plain, devices)
 
     def bumped(self) -> frozenset[int]:
-        """The tensors that autograd has seen written since."""
+        """The ids of the tensors whose version has changed since."""
         return frozenset(id(numbers.tensor) for numbers in self.numbers if numbers.was_bumped)
 
     def restore(self, bumped: frozenset[int] = frozenset()) -> None:
-        """Puts all back. ``bumped``: the tensors that forward writes before autograd's eyes: so are they here, and a
-        graph that needs one as it was fails in place of taking other numbers."""
+        """Restores all state. ``bumped``: the ids of the tensors to restore by writes that raise their versions, as
+        forward's writes do: an autograd graph that saved such a tensor then fails, instead of using other values."""
         self._random.restore()
         for snapshot in self._snapshots:
             snapshot.restore()
@@ -182,13 +182,13 @@ class State:
                 # copy_() on the tensor raises its version, and on .data it does not
                 if id(tensor) in bumped:
                     tensor.copy_(copy)
-                # On a GPU a copy costs less than to wait for a comparison. An expanded tensor (stride 0) takes none.
+                # On a GPU a copy is faster than the wait for a comparison. An expanded tensor (stride 0) takes no copy.
                 elif (is_accelerator(tensor.device) and 0 not in tensor.stride()) or not torch.equal(tensor, copy):
                     tensor.data.copy_(copy)
 
 
 class Numbers(NamedTuple):
-    """A tensor as it was."""
+    """A tensor, and a copy of its values at the time of the snapshot."""
 
     tensor: Tensor
     copy: Tensor
@@ -196,7 +196,7 @@ class Numbers(NamedTuple):
 
     @property
     def was_bumped(self) -> bool:
-        """Whether autograd has seen that it was written: a batch norm writes its statistics behind its back."""
+        """Whether the tensor's version has changed. A batch norm's writes of its statistics do not count."""
         return version_of(self.tensor) != self.version
 
     @property
@@ -204,13 +204,13 @@ class Numbers(NamedTuple):
         return self.was_bumped or not torch.equal(self.tensor, self.copy)
 
     def differs(self) -> Tensor:
-        """Whether any bit differs: True or False on the tensor's device, for which the host does not wait."""
+        """Whether any bit differs, as a bool tensor on the tensor's device. The host does not wait for the device."""
         bits, others = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (self.tensor, self.copy))
         return (bits != others).any()
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's memory; 0 for a tensor that has none of its own, such as a sparse one."""
+    """The id of a tensor's storage; 0 for a tensor without a storage, such as a sparse tensor."""
     try:
         return storage_id(tensor)
     except (NotImplementedError, RuntimeError):

@@ -1,1 +1,1 @@
-"""``symbolic``: torch.fx's tracer, which needs no example batch, and keeps modules whole."""
+"""``symbolic``: torch.fx's tracer, which needs no example batch and takes torch.nn modules as leaves."""

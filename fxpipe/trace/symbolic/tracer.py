@@ -1,6 +1,6 @@
-"""The symbolic tracer: torch.fx's, needing no example batch; torch.nn modules stay whole.
+"""The symbolic tracer: torch.fx with torch.nn modules as leaves. It needs no example batch.
 
-What it would silently get wrong is refused where it happens.
+The tracer refuses, at the user's line, all code that torch.fx would silently record wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fxpipe.trace.user_line import calls_isinstance, current_line, is_users, lin
 
 
 def symbolic(request: Request) -> Program:
-    """Captures by calling forward on proxies; TraceError for what that cannot see, with the user's line."""
+    """Captures the model by calling forward on proxies; TraceError, with the user's line, where proxies fail."""
     tracer = _Tracer(request)
     try:
         with (
@@ -83,15 +83,15 @@ def _explain(error: Exception) -> str:
 
 
 class _Proxy(fx.Proxy):
-    """A value of the traced program, which records ``x += y`` and ``x[i] = y`` as the writes that they are."""
+    """A value of the traced program. It records ``x += y`` and ``x[i] = y`` as in-place writes."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """What ``isinstance`` asks for. Forward is answered for what the model holds; else the answer would be no."""
+        """The class that ``isinstance`` in user code sees: a model tensor's own; TraceError for any other value."""
         if not calls_isinstance():
             return type(self)
         node = vars(self).get("node")
-        if node is None or "class" not in node.meta:  # it is no tensor of the model's
+        if node is None or "class" not in node.meta:  # not a tensor of the model
             raise refuse(
                 "forward asks for the class of a value, as isinstance does, which a symbolic trace does not know",
                 "give an example batch (example_args=), so that another tracer can answer, or leave the question out",
@@ -99,7 +99,7 @@ class _Proxy(fx.Proxy):
         return node.meta["class"]
 
     def __hash__(self) -> int:
-        """Of code of the user's, which asks a set or a dict for a value, no answer would be right."""
+        """The proxy's own hash; TraceError if user code looks the value up in a set or dict, which would go wrong."""
         if is_users(sys._getframe(1).f_code.co_filename):
             raise refuse(
                 "forward looks a value up in a set or a dict, and a symbolic trace does not know the value",
@@ -116,17 +116,17 @@ class _Proxy(fx.Proxy):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_is_param", "_is_buffer"):  # which isinstance(x, nn.Parameter) asks for
+        if name in ("_is_param", "_is_buffer"):  # isinstance(x, nn.Parameter) reads these
             raise AttributeError(name)
         if "node" in vars(self) and name in self.node.meta.get("absent", ()):
-            return None  # of an object among the inputs: ``is None`` asks nothing of a proxy
+            return None  # an input object lacks this attribute: a proxy cannot answer ``is None``
         return _Attribute(self, name)
 
 
 class _Attribute(_Proxy, fx.proxy.Attribute):
-    """The value of ``x.T`` or ``x.data``, or the method ``x.add_`` that is about to be called.
+    """An attribute of a proxy: the value of ``x.T`` or ``x.data``, or a method such as ``x.add_`` before its call.
 
-    Its node is made where it is first used, in the grad mode in which it was asked for.
+    The first use creates its node, in the grad mode in which forward read the attribute.
     """
 
     def __init__(self, root: fx.Proxy, attr: str) -> None:
@@ -178,7 +178,7 @@ class _Tracer(fx.Tracer):
         return lambda: self.request.call(values), []
 
     def _input(self, name: str) -> Any:
-        """What stands for an input: a proxy, or a container of objects and, for each other leaf, a proxy."""
+        """The stand-in for an input: a proxy, or a container of fixed values and of proxies for all other leaves."""
         proxy = self.create_proxy("placeholder", name, (), {})
         if name not in self.request.holding or self.request.example is None:
             return proxy
@@ -199,11 +199,11 @@ class _Tracer(fx.Tracer):
         self.guard.check()
         if (kind, target) == ("call_method", "backward") or target is BACKWARD:
             refuse_backward()
-        # a node tells in which grad mode it was made, where that is not the one around the call
+        # node.meta holds the grad mode if it differs from the grad mode around the call
         node = super().create_node(kind, target, *args, **kwargs)
         if (grad := torch.is_grad_enabled()) != self.request.training:
             node.meta["modes"] = Modes(grad)
-        if kind != "placeholder":  # which no line of the user's makes
+        if kind != "placeholder":  # no line of user code makes a placeholder
             node.stack_trace = current_line()
         return node
 
@@ -213,7 +213,7 @@ class _Tracer(fx.Tracer):
     # modules
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # a module of the loss function is no submodule of the model, and is traced through
+        # modules of the loss function are no submodules of the model: the tracer traces through them
         known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
         if known and self.is_leaf_module(m, ""):
             self._refuse_swapped(m)
@@ -225,13 +225,13 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """torch.nn modules are leaves, unless they hold a user's module, where a boundary may be."""
+        """Whether the module is a leaf: a torch.nn module, but no nn.Sequential and none with a user's module in it."""
         return not isinstance(m, nn.Sequential) and all(
             part.__module__.startswith(("torch.nn", "torch.ao.nn")) for part in m.modules()
         )
 
     def _refuse_swapped(self, module: nn.Module) -> None:
-        """``torch.func.functional_call`` puts other tensors into a module for a call, and a stage would not."""
+        """TraceError if ``torch.func.functional_call`` swapped the module's tensors: a stage would use its own."""
         for part in module.modules():
             if _tensors_in(part) != self._held.get(id(part)):
                 raise refuse(
@@ -240,7 +240,7 @@ class _Tracer(fx.Tracer):
                 )
 
     def _refuse_hidden_cut(self, module: nn.Module) -> None:
-        """A torch.nn module is a leaf: a cut around it is right, one inside it would be lost."""
+        """TraceError for a cut inside a torch.nn module: the module is a leaf, so the trace would lose the cut."""
         for path in self.request.cuts:
             inner = self.request.module.get_submodule(path)
             if inner is not module and any(inner is part for part in module.modules()):
@@ -251,11 +251,11 @@ class _Tracer(fx.Tracer):
                 )
 
     def _keep_region(self, call: RegionCall) -> list[Any]:
-        """What stands for the tensors of any shape that an opaque call returns."""
+        """Proxies for the tensors that an opaque call returns, whatever their shapes."""
         returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
         node, path = returned.node, call.region.path
         self.effects[node.name] = call.effects
-        node.meta["val"] = tuple(call.seen.likes)  # by which it is reckoned where it cannot run
+        node.meta["val"] = tuple(call.seen.likes)  # the planner fakes the result from these if the call cannot run
         node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
         return [returned[place] for place in range(len(call.seen.likes))]
 
@@ -279,14 +279,14 @@ class _Tracer(fx.Tracer):
             name = self._names[id(tensor)] = f"_constant{len(self.constants)}"
             self.constants[name] = tensor
             self.guard.keep(tensor)
-        # one node for each tensor, by whatever name it is reached
+        # one node for each tensor, whichever of its names forward uses
         if name not in self._sources:
             self._sources[name] = self.create_node("get_attr", name, (), {})
             self._sources[name].meta["class"] = type(tensor)
         return self._sources[name]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        # torch.fx asks this for each attribute that forward reads of a module
+        # torch.fx calls this method for each module attribute that forward reads
         if isinstance(attr_val, Tensor) and id(attr_val) in self._names:
             name = self._names[id(attr_val)]
             if name not in parameter_proxy_cache:
@@ -306,7 +306,7 @@ class _Tracer(fx.Tracer):
 
 
 def _tensors_in(module: nn.Module) -> list[int]:
-    """The parameters and buffers that a module holds itself, by identity."""
+    """The ids of the module's own parameters and buffers, without those of submodules."""
     return [id(tensor) for table in (module._parameters, module._buffers) for tensor in table.values()]
 
 
@@ -319,11 +319,11 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
 
 
 Patch = tuple[Any, str, Any]
-"""(owner, name, what it is replaced by)"""
+"""(owner, attribute name, replacement)"""
 
 
 def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
-    """``torch.zeros(x.shape[0], 3)`` recorded: with sizes given one by one torch's parser knows no proxies."""
+    """Patches that record ``torch.zeros(x.shape[0], 3)``: torch's parser accepts no proxy among separate sizes."""
 
     def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
         def call(*sizes: Any, **kwargs: Any) -> Any:
@@ -337,7 +337,7 @@ def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
 
 
 class _SymbolicGuard(CaptureGuard):
-    """Watches one symbolic capture. ``check()`` is called as each node is recorded."""
+    """Watches one symbolic capture. The tracer calls ``check()`` before it records each node."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -346,13 +346,13 @@ class _SymbolicGuard(CaptureGuard):
 
     @contextlib.contextmanager
     def tracing(self, factories: list[Patch]) -> Iterator[None]:
-        """While it is open, what a capture gets wrong is refused."""
+        """While this context is open, code that a symbolic capture would record wrong raises TraceError."""
         grad_mode, self._autocast = torch.is_grad_enabled(), ambient_autocast()
         with self._state:
-            # The first operation under any dispatch mode imports torch._dynamo, which then keeps torch's functions
-            # as it finds them, for good: so now, before any of them is patched.
+            # The first operation under any dispatch mode imports torch._dynamo, which keeps references to torch's
+            # functions for the life of the process: this triggers the import before any function is patched.
             torch.empty(0)
-        torch.overrides.get_overridable_functions()  # and so this, or what patches hold would never go: all parameters
+        torch.overrides.get_overridable_functions()  # torch caches these: cached patches would hold all parameters
         patches = [
             *factories,
             (torch.autograd.Function, "apply", classmethod(_refuse_function)),
@@ -370,15 +370,15 @@ class _SymbolicGuard(CaptureGuard):
                 torch.set_grad_enabled(grad_mode)
 
     def computed_with(self) -> tuple[tuple[str, Tensor, int], ...]:
-        """The tensors of the model that the capture has computed with, and their versions: their numbers are fixed."""
+        """(name, tensor, version) of each model tensor whose values the capture has used, so that they are fixed."""
         return tuple((name, tensor, version_of(tensor)) for name, tensor in self._state.computed_with.values())
 
     def keep(self, tensor: Tensor) -> None:
-        """A tensor has become a constant of the program: from now on it may not be written either."""
+        """Forbids writes to a tensor that has become a constant of the program."""
         self._state.names.setdefault(storage_of(tensor), "a tensor that the program uses already")
 
     def check(self) -> None:
-        """Refuses autocast that was set without a block, and a draw of random numbers that nothing has recorded."""
+        """TraceError if forward set autocast without a ``with`` block, or drew random numbers that no node records."""
         if ambient_autocast() != self._autocast:
             _refuse_autocast()
         if RandomState() != self.random:
@@ -397,16 +397,16 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation on real tensors: refuses random ones, writes to what the model holds, and reads of its
-    parameters and buffers."""
+    """Sees every operation on real tensors. It refuses random operations, writes to the model's tensors, and
+    computations with the values of parameters and buffers."""
 
     def __init__(self, changing: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changing = changing
         self.names: dict[int, str] = {}
-        """Memory that may not be written, and what the user calls it."""
+        """Storage that forward may not write → the name of its tensor."""
         self.held: frozenset[int] = frozenset()
-        """The model's own of that."""
+        """The storages among ``names`` that belong to the model."""
         self.computed_with: dict[int, tuple[str, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -415,7 +415,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{func} draws random numbers while tracing, and they would be the same ever after",
                 "draw from a traced tensor (torch.randn_like(x), x.new_empty(4, 8).normal_())",
             )
-        # only real tensors come here: a proxy reaches no operator
+        # only real tensors get here: an operation on a proxy calls no operator
         for position, argument in enumerate(schema_of(func).arguments):
             value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
             for tensor in tensors_in(value):
@@ -428,7 +428,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"forward writes {self.names[storage]} while tracing, which would happen once",
                 "write it as self.<name>.add_(...), which is recorded, or outside of forward",
             )
-        # detach() and alias() compute nothing: the tensor that they return is checked where it is used
+        # detach() and alias() compute nothing: the check comes at the use of the tensor that they return
         if storage in self._changing and func not in _ALIASES:
             raise refuse(
                 f"forward computes with the values that {self.names[storage]} has while tracing, and the result would "
@@ -447,7 +447,7 @@ def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_autocast(self: Any = None) -> NoReturn:
-    """Even where it changes nothing now: ``enabled=False`` means something under the autocast of a later call."""
+    """Refuses any autocast block: even ``enabled=False``, without effect now, matters under a later call's autocast."""
     raise refuse("autocast is changed inside forward, which a symbolic trace cannot record", _AROUND)
 
 
