@@ -1,5 +1,4 @@
-"""Ranks: the rank that runs each action. A stage is on one rank, or on several, which take its micro-batches in
-turn."""
+"""Ranks: the rank of each action. A stage is on one rank, or on several, which take its micro-batches in turn."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class RankOf:
 def as_placement(
     wanted: Sequence[int | Sequence[int]], names: Sequence[str] = (), error: type[FxpipeError] = ScheduleError
 ) -> Placement:
-    """``wanted`` as tuples, a list of one rank as that rank. Raises ``error`` for no rank, and for a rank named
-    twice."""
+    """``wanted`` in tuples, a list of one rank as that rank. Raises ``error`` for no rank or a repeated rank."""
     placement: list[int | tuple[int, ...]] = []
     for name, place in zip(names or map(str, range(len(wanted))), wanted, strict=True):
         ranks = tuple(map(int, place)) if isinstance(place, Sequence) else (int(place),)

@@ -206,8 +206,7 @@ class StageGraph(Tabular):
         return tuple(stage.name for stage in self.stages)
 
     def groups(self, microbatches: int) -> tuple[int, ...]:
-        """Per stage, for how many of ``microbatches`` it runs at once; PartitionError if a group does not divide
-        them."""
+        """Per stage, the micro-batches of a group, of so many in all; PartitionError if groups do not divide these."""
         sizes = [1 if stage.gathered is None else stage.gathered.group or microbatches for stage in self.stages]
         for stage, size in zip(self.stages, sizes, strict=True):
             # a smaller group would compute another loss
