@@ -1,4 +1,4 @@
-"""``stage_boundary``: the one mark that users put into a model."""
+"""``stage_boundary``: the only mark that users put into a model."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Left(Protocol):
 
 
 class Deferred:
-    """What one micro-batch leaves for a stage's W: results of calls, the gradients that came back to them.
+    """The data that a micro-batch leaves for a stage's W: results of calls, and the gradients of these results.
 
     W differentiates all calls in one pass, the last call first, the order of autograd in a full backward. So a
     parameter that several calls use, or values computed from the parameter, has its sums in the same order.
@@ -153,7 +153,7 @@ def runs_hooks(module: nn.Module) -> bool:
 def _uses_each_once(*args: Any, **kwargs: Any) -> bool:
     """Whether attention makes one projection of each object among its queries, keys and values.
 
-    False for unbatched inputs, of which torch makes three views, and for queries that are only the keys or values.
+    False for unbatched inputs, of which torch makes three views, and if queries are keys or values, not both.
     """
     query, key, value = (*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
     return query.dim() == 3 and (key is value or len({id(query), id(key), id(value)}) == 3)

@@ -144,7 +144,7 @@ class LossKind(NamedTuple):
     metrics: tuple[str, ...]
 
     def check(self, earlier: LossKind, what: str) -> None:
-        """RunError if losses of this and an ``earlier`` kind cannot be added or compared. ``what``: the loss's unit."""
+        """RunError if losses of this and an ``earlier`` kind cannot be added up or compared. ``what``: their unit."""
         # their sum would depend on the order of the micro-batches
         if self.is_sum != earlier.is_sum:
             raise RunError(f"the loss is a fxpipe.Sum in one {what} and a mean in another; return the same kind always")

@@ -30,7 +30,7 @@ TENSOR = object()
 def unwritten(name: str, received: Any) -> Iterator[None]:
     """Raises RunError if the code inside writes a tensor of ``received``: in one process other users of the tensor
     would see the write, on several ranks they would not."""
-    # torch counts the writes into a tensor, but not into one made in inference mode
+    # torch counts the writes into a tensor, except a tensor made in inference mode
     leaves = [tensor for tensor in tensors_in(received) if not tensor.is_inference()]
     before = list(map(version_of, leaves))
     yield

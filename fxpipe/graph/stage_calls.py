@@ -67,7 +67,7 @@ class _KeepGradient(torch.autograd.Function):
     """Identity whose backward keeps the gradient, and passes none to the anchor.
 
     A leaf's ``.grad`` would do, but AccumulateGrad copies a gradient into its leaf's strides, and the next kernel
-    would no longer be the one that plain PyTorch runs.
+    would no longer be the kernel of plain PyTorch.
     """
 
     @staticmethod

@@ -24,7 +24,7 @@ class Op(enum.Enum):
 
 
 class Action(NamedTuple):
-    """What a stage does with a micro-batch, or with a group of them at once, one cell of a table.
+    """A stage's operation on a micro-batch, or on a group of micro-batches at once: a cell of a table.
 
     >>> str(Action(2, Op.F, 0)), str(Action(4, Op.F, 0, count=4))
     ('2F0', '4F0-3')
@@ -33,7 +33,7 @@ class Action(NamedTuple):
     stage: int
     """The stage's number. The stage may be on any rank."""
     op: Op
-    """Forward, the forward again, backward, or one half of a backward."""
+    """Forward, the forward again, backward, or half of a backward."""
     microbatch: int
     """The micro-batch's number, from 0; for a group, the number of its first micro-batch."""
     count: int = 1  # type: ignore[assignment]  # tuple has a method of this name, which no caller needs here

@@ -53,11 +53,11 @@ class Wait(NamedTuple):
 
 
 def compare(planned: Timeline, real: Timeline) -> Comparison:
-    """Returns where the time of a real step went, compared with its plan. Print the result.
+    """Compares the times of a real step with its plan. Print the result.
 
     Args:
         planned: ``schedule.simulate(...)`` of the same table, with costs in seconds;
-            ``real.schedule.simulate(real.costs)`` asks what scheduling alone would give at the measured costs.
+            ``real.schedule.simulate(real.costs)`` gives the times of the schedule alone at the measured costs.
         real: the result of ``ForwardBackward.timeline``.
 
     Raises:

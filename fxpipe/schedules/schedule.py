@@ -112,7 +112,7 @@ class Schedule:
         Args:
             path: the file.
             communication: False: the lines are aligned by step, with an empty cell where a rank idles. True: they have
-                a cell for every message, ``0SEND_F3`` on the rank that sends and ``1RECV_F3`` on the one that receives,
+                a cell for every message, ``0SEND_F3`` on the rank that sends and ``1RECV_F3`` on the receiver,
                 in an order in which a receive may be waited for.
 
         Raises:

@@ -193,7 +193,7 @@ def lower_bound(
     return max(bounds, default=0.0)
 
 
-# --- what stages hold ---
+# --- the micro-batches and bytes that stages hold ---
 
 
 def recomputed_in(schedule: Schedule) -> frozenset[Half]:

@@ -78,7 +78,7 @@ def store_all(problem: Problem) -> tuple[Row, ...]:
 
 def group_interleaved(problem: Problem) -> tuple[Row, ...]:
     """1F1B across groups: a stage d(s) from the sink warms up with K + d(s) − 1 forwards or more, the best found by
-    simulation at ``problem.costs``, within ``in_flight`` and ``memory`` where that is possible."""
+    simulation at ``problem.costs``, within ``in_flight`` and ``memory`` if possible."""
     _check(problem, "group_interleaved")
     return interleaved_groups(problem)
 

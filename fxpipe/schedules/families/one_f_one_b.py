@@ -93,7 +93,7 @@ def in_laps(problem: Problem) -> tuple[Row, ...]:
 
     A lap is ⌈D / v⌉ stages deep, p on Megatron's chain: v is the most stages of a rank, D the depth of ranks with v
     stages. A group has as many micro-batches. A rank warms up with two forwards for each stage after its last one, and
-    a group for each of its other stages; then one forward, one backward. Where that would deadlock, the waiting ranks
+    a group for each of its other stages; then one forward, one backward. If that would deadlock, the waiting ranks
     run further forwards.
     """
     most = max(len(stages) for stages in problem.stages_of)

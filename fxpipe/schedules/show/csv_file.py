@@ -104,7 +104,7 @@ def _actions(cell: str, place: int) -> list[Action]:
 
 def _placement(rows: Sequence[Sequence[Action]], name: str) -> Placement:
     """A stage is on the rank that has most of its actions, so that ``verify`` names a cell on a wrong rank. A stage is
-    on r ranks that take turns if each micro-batch is on one rank, the same for every r-th."""
+    on r ranks, in turns, if each micro-batch is on a single rank, and every r-th on the same rank."""
     found: dict[int, list[tuple[int, int]]] = {}  # stage → (micro-batch, or group, and rank) of its actions
     for rank, row in enumerate(rows):
         for action in row:

@@ -37,7 +37,7 @@ def html(timeline: Timeline) -> str:
 """
 
 
-# --- behind a cell of a notebook ---
+# --- the output of a notebook cell ---
 
 MOST_CELLS = 10_000
 """The most cells of a picture in a notebook, about 2 MB, which the notebook loads each time it opens."""

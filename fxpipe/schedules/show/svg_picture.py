@@ -160,7 +160,7 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
 
 
 def _cells(layout: PictureLayout) -> Iterator[str]:
-    """The cells of each rank, those of one fill together, and the numbers in them."""
+    """Draws the cells of each rank, grouped by fill, and the numbers in the cells."""
     gap, unit = _gap(layout), unit_of(layout.timeline)
     for rank, row in enumerate(ran(layout.timeline)):
         y = layout.y(rank)
@@ -236,7 +236,7 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
         yield f"M{left + inset:.2f} {y + inset:g}h{across:.2f}v{down:g}h-{across:.2f}z"
 
 
-# --- where the parts stand, in pixels ---
+# --- the positions of the parts, in pixels ---
 
 
 class PictureLayout:
