@@ -1,1 +1,1 @@
-"""Graph: the values that pass between packages, ``Program`` and ``StageGraph``, and what runs one stage."""
+"""Graph: ``Program`` and ``StageGraph``, which pass between packages, and the code that runs a stage."""

@@ -1,8 +1,8 @@
-"""Awaiting: a stage's forward that begins while its parameters are under way, and waits for each where it reads it.
+"""Awaiting: a stage's forward that begins before its parameters have arrived, and waits for each where it reads it.
 
-The code of a captured stage is a function of its module: ``self.layers.0(x)``, ``x * self.scale``. While it awaits
-parameters, a ``_Reader`` stands for ``self``: it waits for what it then hands out. So the code and the module stay as
-they are, and a forward that has nothing to await costs nothing.
+The code of a captured stage is a function of its module: ``self.layers.0(x)``, ``x * self.scale``. While the stage
+awaits parameters, a ``_Reader`` takes the place of ``self``, and waits for each attribute before it returns it. So the
+code and the module are not changed, and a forward that has nothing to await costs nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import fx, nn
 from fxpipe.graph.deferred import runs_hooks
 
 Waits = Mapping[int, Callable[[], object]]
-"""The identity of a parameter that is under way → what returns once it may be read, however often it is called."""
+"""The identity of a parameter under way → a function that returns once the parameter may be read, at each call."""
 
 _waits: ContextVar[Waits] = ContextVar("waits")
 
 
 class ReadsMore(nn.Module):
-    """A module that may read parameters which it does not hold."""
+    """A module that may read parameters that the module does not hold."""
 
 
 def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
-    """``call(*args)``; the stage that runs in it awaits its parameters, all of which are there when this returns."""
+    """Runs ``call(*args)``; the stage inside awaits its parameters, all of which have arrived when this returns."""
     token = _waits.set(waits)
     try:
         call(*args)
@@ -37,8 +37,8 @@ def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
 
 
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage's function, which waits for each parameter where it reads it. What is no captured code cannot: this waits
-    for all of them first."""
+    """Returns a stage's function that waits for each parameter where it reads it. Functions other than captured code
+    cannot do so: for these, all parameters are awaited first."""
     waits, module = _waits.get({}), getattr(function, "__self__", None)
     if waits and isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
         return types.MethodType(function.__func__, _Reader(module, waits))
@@ -53,7 +53,7 @@ def _wait(waits: Waits, keys: Iterable[int]) -> None:
 
 
 class _Reader:
-    """Stands for a graph's module, or for a module of the graph's own that stands for a dot in a name."""
+    """Replaces a graph's module, or a module of the graph's own that represents a dot in a name."""
 
     __slots__ = ("_module", "_waits")
 
@@ -65,7 +65,7 @@ class _Reader:
         if type(value) is nn.Module:
             return _Reader(value, self._waits)
         if isinstance(value, nn.Module):
-            # nobody knows what hooks read
+            # hooks may read any parameter
             unknown = runs_hooks(value) or any(isinstance(part, ReadsMore) for part in value.modules())
             _wait(self._waits, self._waits if unknown else map(id, value.parameters()))
         elif isinstance(value, nn.Parameter):

@@ -1,4 +1,4 @@
-"""``stage_boundary``: the one mark that users put into a model."""
+"""``stage_boundary``: the only mark that users put into a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Mode = Literal["batch", "global"]
 
 
 class Gather(NamedTuple):
-    """What a boundary gathers. ``mode``: the rows of a group of micro-batches, or those of every replica's, too.
+    """The rows that a boundary gathers. ``mode``: those of a group of micro-batches, or also those of every replica.
 
-    ``group``: how many micro-batches; None for all.
+    ``group``: the number of micro-batches in a group; None for all.
     """
 
     mode: Mode
@@ -27,9 +27,9 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class Gathered:
-    """A stage that runs once for a group of micro-batches. ``group``: how many of them; None for all.
+    """A stage that runs once for a group of micro-batches. ``group``: the number of micro-batches; None for all.
 
-    ``modes``: whose rows it is given, the group's own, or those of every replica.
+    ``modes``: whose rows the stage gets, the group's own, or those of every replica.
     """
 
     group: int | None
@@ -41,11 +41,11 @@ Recorder = Callable[[Any, str | None, Gather | None], Any]
 
 
 class _OfThread(threading.local):
-    """What boundaries meet in this thread: another one may run models while this one captures."""
+    """The state of boundaries in this thread: another thread may run models while this thread captures."""
 
     recorder: Recorder | None = None
     stage: str | None = None
-    """The stage whose code runs."""
+    """The name of the stage whose code runs."""
     ignored = False
 
 
@@ -55,21 +55,21 @@ _here = _OfThread()
 def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = None, group: int | None = None) -> T:
     """Marks a place where the model may be cut into pipeline stages.
 
-    Outside a capture the very same object comes back, at the cost of a function call. In a compiled model the
-    boundary costs nothing either: it decides where the graph is cut, and is then erased.
+    Outside a capture the call returns the very same object, at the cost of a function call. In a compiled model the
+    boundary costs nothing either: it decides where the graph is cut, and is then removed.
 
     Args:
-        value: a tensor, or any tuple, list, dict or dataclass that holds tensors: one boundary carries them all, and
-            what is no tensor passes through unchanged.
-        name: names the stage that the boundary opens, the code behind it.
-        gather: "batch": the stage behind it, and all that come after, run once for a group of micro-batches, on what
-            these send concatenated along ``batch_dim``; gradients are cut, and sent back to each. "global": and on
-            what those of every replica send, in the order of the data axis. None: once for each micro-batch.
-        group: how many micro-batches to a group, a divisor of their number; None: all of them.
+        value: a tensor, or any tuple, list, dict or dataclass that holds tensors: one boundary carries all of them, and
+            other values pass through unchanged.
+        name: the name of the stage that the boundary opens, the code after the boundary.
+        gather: "batch": this stage and all later stages run once for a group of micro-batches, on the micro-batches'
+            values concatenated along ``batch_dim``; gradients are split, and sent back to each. "global": also on the
+            values of all replicas, in the order of the data axis. None: once for each micro-batch.
+        group: the number of micro-batches in a group, a divisor of their total; None: all of them.
 
     Raises:
-        TraceError: the value is a number or a text (in a capture: it holds no tensor), the name is none, or what is to
-            be gathered is not said as above.
+        TraceError: the value is a number or a text (in a capture: it holds no tensor), or ``name``, ``gather`` or
+            ``group`` is invalid.
     """
     # nearly all calls end here: outside of a capture a boundary costs a function call
     return _record(value, name, gather, group) if _here.recorder or gather or group or type(value) in _PLAIN else value
@@ -100,7 +100,7 @@ def _record(value: T, name: str | None, mode: Mode | None, group: int | None) ->
 
 
 def checked_gather(given: str, mode: Any, group: Any) -> Gather | None:
-    """What a boundary gathers; TraceError, which begins with the fact ``given``, for what is no way to say it."""
+    """The ``Gather`` of a boundary; TraceError, which begins with the fact ``given``, if an argument is invalid."""
     if mode is None and group is not None:
         raise TraceError(f'{given} group={shown(group)} and no gather; write gather="batch" beside it, or "global"')
     if mode is not None and not (isinstance(mode, str) and mode in get_args(Mode)):
@@ -112,7 +112,7 @@ def checked_gather(given: str, mode: Any, group: Any) -> Gather | None:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """While it is open, boundaries met by this thread are handed to ``recorder(value, name, gather)``."""
+    """While the context is open, ``recorder(value, name, gather)`` gets the boundaries that this thread reaches."""
     before, _here.recorder = _here.recorder, recorder
     try:
         yield
@@ -121,7 +121,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 class running:  # a context manager; as a class, for it is around each call of a stage
-    """While it is open, code of a stage runs in this thread: a boundary in it that gathers raises, since it is lost."""
+    """While open, this thread runs code of a stage: a gathering boundary there raises, since it has no effect."""
 
     __slots__ = ("_before", "_stage")
 
@@ -137,7 +137,7 @@ class running:  # a context manager; as a class, for it is around each call of a
 
 @contextlib.contextmanager
 def ignored(on: bool = True) -> Iterator[None]:
-    """While it is open, boundaries mark nothing: a search decides where to cut."""
+    """While the context is open, boundaries mark nothing: a search decides where to cut."""
     before, _here.ignored = _here.ignored, on
     try:
         yield
@@ -148,13 +148,13 @@ def ignored(on: bool = True) -> Iterator[None]:
 def boundary(
     values: Sequence[Any], name: str | None = None, gather: Mode | None = None, group: int | None = None
 ) -> list[Any]:
-    """The operator that a boundary becomes in a captured graph: its values, each behind the cut.
+    """The operator of a boundary in a captured graph: returns its values, each after the cut.
 
-    Never executed after the split; here so that an uncut graph runs and prints.
+    Never runs after the split; the function exists so that an uncut graph runs and prints.
     """
     return list(values)
 
 
 def words(name: str | None, gather: Gather | None) -> tuple[Any, ...]:
-    """What a boundary's operator is given behind its values."""
+    """Returns the arguments of a boundary's operator that follow its values."""
     return (name,) if gather is None else (name, *gather)

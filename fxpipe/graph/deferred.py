@@ -1,9 +1,9 @@
-"""Deferred gradients: calls whose parameters' gradients are left to W, the second half of a backward.
+"""Deferred gradients: calls whose parameter gradients are left to W, the second half of a backward.
 
-Such a call runs on inputs cut off from autograd's graph, with the parameters as they are: so it has a graph of its own,
-a few nodes between its inputs and the parameters. I goes through it from its result to its inputs, and W, later, from
-the same result to the parameters. Autograd leaves out what nobody asks for, so that each of the two runs its own half
-of the kernels that a whole backward would.
+Such a call runs on inputs detached from autograd's graph, with the parameters unchanged: so the call has a graph of its
+own, a few nodes between its inputs and the parameters. I differentiates this graph from the call's result to its
+inputs, and W, later, from the same result to the parameters. Autograd skips gradients that nobody requests, so I and W
+each run their own half of the kernels of a full backward.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fxpipe.torch_compat import MODULE_TABLES, pytree
 
 
 class Left(Protocol):
-    """What a call of a compiled graph leaves for W."""
+    """The data that a call of a compiled graph leaves for W."""
 
     @property
     def kept(self) -> list[Tensor]:
-        """What it holds."""
+        """The tensors that it holds."""
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter with a gradient of it; called once."""
+        """Returns each parameter with a gradient; called once."""
 
 
 class Deferred:
-    """What one micro-batch leaves for a stage's W: results of calls, the gradients that came back to them.
+    """The data that a micro-batch leaves for a stage's W: results of calls, and the gradients of these results.
 
-    All of them go back in one pass, the last call first, as autograd takes them in a whole backward. So a parameter
-    that several calls use, or values made from it, has its sums in the same order.
+    W differentiates all calls in one pass, the last call first, the order of autograd in a full backward. So a
+    parameter that several calls use, or values computed from the parameter, has its sums in the same order.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Deferred:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """While I runs."""
+        """Marks the time while I runs."""
         self._open = True
         try:
             yield
@@ -55,7 +55,7 @@ class Deferred:
             self._open = False
 
     def check_open(self) -> None:
-        """RunError where it is not I that goes backward."""
+        """Raises RunError if a backward runs that is not I."""
         if not self._open:
             raise RunError(
                 "forward differentiates its own values, or somebody goes backward through a stage's output; a backward "
@@ -63,24 +63,24 @@ class Deferred:
             )
 
     def keep(self, roots: Sequence[GradientEdge], seeds: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """A result's gradients have come. RunError where it is forward itself that differentiates."""
+        """Records the gradients that arrived at a call's results. RunError if forward itself differentiates."""
         self.check_open()
         self._roots += roots
         self._seeds += seeds
         self._parameters |= {id(parameter): parameter for parameter in parameters}
 
     def leave(self, left: Left) -> None:
-        """A call has run whose W makes gradients by itself."""
+        """Records a call whose W makes gradients by itself."""
         self._left.append(left)
 
     def accumulate(self) -> None:
-        """W: adds the parameters' gradients to their ``.grad``; once."""
+        """Runs W: adds the parameters' gradients to their ``.grad``; once."""
         # the last call goes back first, as in a whole backward: so a parameter's sums have the same order
         made = [pair for left in reversed(self._left) for pair in left.gradients() if pair[0].requires_grad]
         roots = [*self._roots, *(get_gradient_edge(parameter) for parameter, _ in made)]
         seeds = [*self._seeds, *(gradient for _, gradient in made)]
         parameters = self._parameters | {id(parameter): parameter for parameter, _ in made}
-        # what is frozen by now is left out
+        # parameters that are frozen by now are left out
         ends = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self._roots, self._seeds, self._parameters, self._left = [], [], {}, []
         if roots and ends:
@@ -88,18 +88,18 @@ class Deferred:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What waits for W, of calls with a graph of their own the gradients alone."""
+        """The tensors that wait for W; of calls with a graph of their own, only the gradients."""
         return [*self._seeds, *(value for left in self._left for value in left.kept)]
 
 
 def deferring(function: Callable[..., Any], name: str, is_attention: bool = False) -> Callable[..., Any]:
-    """``function`` as a call whose parameters' gradients are left to W: an operator of a stage's graph.
+    """Returns ``function`` as a call whose parameter gradients are left to W: an operator of a stage's graph.
 
-    It is called with a ``Deferred``; a module to call in place of ``function``, or None; the parameters that it uses,
-    but for the module's; those of its arguments that are parameters, or made from these alone; and its arguments. Given
-    one value twice, it stays unchanged: autograd would add up what comes back in another order. So it does where hooks
-    were put on the module since: I and W would both call those that see gradients. ``is_attention``: of
-    ``nn.MultiheadAttention``, which makes one thing of queries, keys and values that are one object.
+    The call's arguments: a ``Deferred``; a module to call in place of ``function``, or None; the parameters used,
+    except the module's; the arguments that are parameters, or made only from parameters; and the function's arguments.
+    The call is not deferred if two of its arguments are the same tensor, since autograd would sum their gradients in
+    another order, or if the module has hooks by then, since I and W would both call hooks that see gradients.
+    ``is_attention``: of ``nn.MultiheadAttention``, which merges queries, keys and values that are the same object.
     """
 
     def call(
@@ -113,7 +113,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
     ) -> Any:
         run = function if module is None else module
         used = [*parameters, *(module.parameters() if module is not None else ())]
-        # the call stays in the stage's own graph where W would have nothing to do, or hooks would run twice
+        # the call stays in the stage's own graph if W would have nothing to do, or hooks would run twice
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in used)
         if not is_trained or (module is not None and runs_hooks(module)):
             return run(*args, **kwargs)
@@ -123,7 +123,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         given = {place: leaf for place, leaf in tensors.items() if id(leaf) not in stays}
         if not (_uses_each_once(*args, **kwargs) if is_attention else len(given) == len(set(map(id, given.values())))):
             return run(*args, **kwargs)
-        # cut off from the stage's graph: backward through the call ends here, and _Join leads on
+        # detached from the stage's graph: backward through the call ends here, and _Join continues
         cut = {id(leaf): leaf.detach().requires_grad_() for leaf in given.values()}
         for place, leaf in given.items():
             leaves[place] = cut[id(leaf)]
@@ -145,7 +145,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
 
 
 def runs_hooks(module: nn.Module) -> bool:
-    """Whether calls of it, or of a part of it, run hooks."""
+    """Whether calls of the module, or of a submodule, run hooks."""
     tables = [name for name in MODULE_TABLES if name.endswith("_hooks")]
     return any(vars(part)[table] for part in module.modules() for table in tables)
 
@@ -153,14 +153,14 @@ def runs_hooks(module: nn.Module) -> bool:
 def _uses_each_once(*args: Any, **kwargs: Any) -> bool:
     """Whether attention makes one projection of each object among its queries, keys and values.
 
-    Not of what is not batched, of which torch makes three views, nor of queries that are the keys or the values alone.
+    False for unbatched inputs, of which torch makes three views, and if queries are keys or values, not both.
     """
     query, key, value = (*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
     return query.dim() == 3 and (key is value or len({id(query), id(key), id(value)}) == 3)
 
 
 class _OwnGraph(NamedTuple):
-    """A call's own piece of autograd's graph, from its inputs, cut off, to where its backward begins."""
+    """A call's own part of autograd's graph, from its detached inputs to the roots of its backward."""
 
     deferred: Deferred
     parameters: Sequence[Tensor]
@@ -169,8 +169,8 @@ class _OwnGraph(NamedTuple):
 
 
 class _Join(torch.autograd.Function):
-    """Puts a call with a graph of its own into the stage's graph. The first argument only makes the result need a
-    gradient: what the call was given may need none."""
+    """Inserts a call with a graph of its own into the stage's graph. The first argument only makes the result require a
+    gradient, even if no argument of the call requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, own: _OwnGraph, made: Sequence[Tensor], *sources: Tensor) -> Any:
@@ -180,11 +180,11 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """I's part: the gradients of what the call was given."""
+        """Computes I's part: the gradients of the call's arguments."""
         own = ctx.own
         arrived = [(root, seed) for root, seed in zip(own.roots, gradients, strict=True) if seed is not None]
         roots, seeds = [root for root, _ in arrived], [seed for _, seed in arrived]
         own.deferred.keep(roots, seeds, own.parameters)
-        # W goes through the same graph later: what it needs of it stays
+        # W differentiates the same graph later, so the graph is retained
         found = own.entered and torch.autograd.grad(roots, own.entered, seeds, retain_graph=True, allow_unused=True)
         return None, None, None, *found

@@ -1,4 +1,4 @@
-"""Elsewhere: what stands on a rank for values that it does not have, such as a parameter of another rank's stage."""
+"""Elsewhere: placeholders on a rank for values that another rank has, such as a parameter of another rank's stage."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from fxpipe.errors import RunError
 from fxpipe.torch_compat import plain_results, pytree, wrapper
 
 _NOT_USED = frozenset({"detach", "alias", "_to_copy"})
-"""Operators that hand values on, of another type or to another device perhaps."""
+"""Operators that pass values on, perhaps in another type or on another device."""
 _MEMORY = "data_ptr numpy tolist storage share_memory_ __array__ __dlpack__ __format__ __reduce_ex__".split()
-"""Methods of a tensor that reach for its numbers past every dispatcher."""
+"""Methods of a tensor that read its values without any dispatcher."""
 
 
 class HeldElsewhere(RunError):
-    """Values were used that another rank has."""
+    """Raised by a use of values that another rank has."""
 
 
 class Elsewhere(Tensor):
-    """A tensor without values. What a tensor is (shape, type, device, ``requires_grad``) can be asked, and new ones be
-    made like it; any use of its values is a RunError that says ``why``: in ``no_grad``, through ``.data``, too.
+    """A tensor without values. Code may read its shape, type, device and ``requires_grad``, and make new tensors like
+    it; any use of its values raises a RunError that says ``why``: in ``no_grad``, and through ``.data``, too.
 
-    torch's own meta tensors would mix with real ones, and leave those unchanged. It says ``is_meta`` as they do, and
-    names the device that the values would be on. A copy of it, by ``copy.deepcopy``, is one as well.
+    torch's own meta tensors would mix with real tensors, and leave those unchanged. An ``Elsewhere`` has ``is_meta`` as
+    they do, and names the device that the values would be on. ``copy.deepcopy`` of an ``Elsewhere`` is another.
     """
 
     __torch_function__ = plain_results
     is_meta = property(lambda self: True)
     why: str
     memory: Tensor
-    """A meta tensor, whose storage stands for the one that it has elsewhere."""
+    """A meta tensor, whose storage represents the storage on the other rank."""
 
     @staticmethod
     def __new__(cls, memory: Tensor, why: str, device: torch.device) -> Self:
@@ -43,8 +43,8 @@ class Elsewhere(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, why: str, device: torch.device) -> Tensor:
-        """What stands for a tensor: of its kind, with its attributes."""
-        # a tensor that a user has put attributes on keeps them, such as a tag for weight decay
+        """Returns the placeholder of a tensor: of the tensor's kind, with its attributes."""
+        # a tensor keeps the attributes that a user has set, such as a tag for weight decay
         made: Tensor = cls(torch.empty_like(tensor.detach(), device="meta"), why, device)
         is_parameter = isinstance(tensor, nn.Parameter)
         made = nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
@@ -54,7 +54,7 @@ class Elsewhere(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, first = func.overloadpacket.__name__, args[0]
-        # new tensors made like this one are real: they have none of its values
+        # new tensors made like this one are real: they use none of its values
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
         if isinstance(first, Elsewhere):
             given = {"device": first.device, "dtype": first.dtype} | given
@@ -73,8 +73,8 @@ class Elsewhere(Tensor):
     @property
     def grad(self) -> Tensor | None:
         """None for ``nn.Module.zero_grad`` and optimizers, which skip it; HeldElsewhere for all other code."""
-        # A property is given the tensor alone, and both ask the same: nanoGPT's optimizer of model.parameters() must
-        # skip the parameter, and its clip_grad_norm_(model.parameters()) must not leave it out of the norm in silence.
+        # A property gets only the tensor, and both callers look the same: nanoGPT's optimizer of model.parameters()
+        # must skip the parameter, and its clip_grad_norm_(model.parameters()) must not silently omit it from the norm.
         frame = sys._getframe(1)
         passes_over = isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
         return None if passes_over or frame.f_globals["__name__"] == nn.Module.__module__ else self.refuse()
@@ -100,6 +100,6 @@ class Elsewhere(Tensor):
         return f"<{list(self.shape)}, {self.dtype}: {self.why}>"
 
 
-# by the class, and not by __torch_function__: these never reach a dispatcher
+# set on the class, not by __torch_function__: these methods never reach a dispatcher
 for _name in _MEMORY:
     setattr(Elsewhere, _name, Elsewhere.refuse)

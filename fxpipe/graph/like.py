@@ -1,4 +1,4 @@
-"""What stands for tensors of a batch, without their numbers, and for objects."""
+"""Descriptions of a batch's tensors, without their values, and of objects."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxpipe.graph.plain_data import admitted
 from fxpipe.torch_compat import pytree
 
 ITEMS = "num_items_in_batch"
-"""The input that Hugging Face's losses divide by in place of a micro-batch's own labels; float32, 0-dimensional."""
+"""The input that Hugging Face's losses divide by instead of a micro-batch's own labels; float32, 0-dimensional."""
 
 
 @admitted
 @dataclass(frozen=True)
 class TensorLike:
-    """What a tensor is, without its numbers. ``device``: its type only. ``stride``: of the whole batch's tensor."""
+    """A tensor's description, without values. ``device``: its type only. ``stride``: of the whole batch's tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,15 +43,15 @@ class TensorLike:
         return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
 
     def of_size(self, dim: int, size: int) -> TensorLike:
-        """A view of that size in a dimension, as ``Tensor.narrow`` makes it; of no dimension, the same."""
+        """A view with another size in a dimension, as ``Tensor.narrow`` makes it; a 0-dimensional tensor: itself."""
         own = range(len(self.shape))[dim] if self.shape else None
         return replace(self, shape=tuple(size if i == own else old for i, old in enumerate(self.shape)))
 
     def resized(self, dim: int, size: int) -> TensorLike:
-        """A tensor of that size in a dimension, dense if this one is; of no dimension, the same."""
+        """A tensor with another size in a dimension, dense if this one is; a 0-dimensional tensor: itself."""
         if not self.shape:
             return self
-        # Where the new size reaches the stride of an outer dimension, outer strides grow, or entries would overlap.
+        # If the new size reaches the stride of an outer dimension, outer strides grow, or elements would overlap.
         inside = self.stride[dim]
         larger = any(inside < step < inside * size for step in self.stride)
         stride = tuple(step * size if larger and step > inside else step for step in self.stride)
@@ -61,13 +61,13 @@ class TensorLike:
 @admitted
 @dataclass(frozen=True, repr=False)
 class ObjectLike:
-    """Stands for an object that holds tensors, or of whose value nothing is known. ``kind``: the name of its class."""
+    """Represents an object that holds tensors, or whose value is unknown. ``kind``: the name of its class."""
 
     kind: str
     is_data: bool = True
-    """Whether it holds tensors, or modules that do."""
+    """Whether the object holds tensors, or modules that hold tensors."""
     absent: tuple[str, ...] = ()
-    """The names of its attributes that are None, which code may ask for."""
+    """The names of the object's attributes that are None, which code may query."""
 
     def __repr__(self) -> str:
         return f"an object of class {self.kind}"
@@ -76,7 +76,7 @@ class ObjectLike:
 @admitted
 @dataclass(frozen=True, repr=False)
 class ObjectValue:
-    """Stands for an object that forward may branch on: objects of equal ``text`` are equal, on any rank."""
+    """Represents an object that forward may branch on: objects of equal ``text`` are equal, on any rank."""
 
     text: str
 
@@ -85,11 +85,11 @@ class ObjectValue:
 
 
 WORD = TensorLike((), torch.bool, (), "cpu", False)
-"""Stands for a string of the inputs in a program for any strings: code that looks at one finds none."""
+"""Represents a string of the inputs in a program for any strings: code that looks for a string finds none."""
 
 
 def cast_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``batch`` with its floating-point tensors in ``dtype``; everything else, a count of items too, unchanged."""
+    """``batch`` with its floating-point tensors in ``dtype``; other values, and a count of items, unchanged."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

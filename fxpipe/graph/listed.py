@@ -1,7 +1,7 @@
-"""Listed: a list of tensors, of any length, that an opaque region returns, as one value of a capture.
+"""Listed: a list of tensors, of any length, that an opaque region returns, as a single value of a capture.
 
-Code behind the region that concatenates the list is given one tensor, the region's own ``torch.cat``, and holds for
-any number of entries. Code that looks at an entry, or at how many there are, is given them, and holds for that number.
+Code after the region that concatenates the list gets a single tensor, the region's own ``torch.cat``, and is valid for
+any number of entries. Code that looks at an entry, or at their number, gets the entries, and is valid for that number.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from fxpipe.torch_compat import pytree
 
 @dataclass
 class ListOfTensors:
-    """What a capture knows of one list. ``kind``: list or tuple. ``dims``: of each of its tensors. ``opened``: whether
-    forward looks at entries."""
+    """The facts that a capture knows of a list. ``kind``: list or tuple. ``dims``: the dimensions of each of its
+    tensors. ``opened``: whether forward looks at entries."""
 
     kind: type[Any]
     count: int
     dims: int
     line: Callable[[], str]
-    """The line of the user's that runs now."""
+    """Returns the user's source line that runs now."""
     opened: bool = False
     opened_at: str = ""
     joined: bool = False
-    """Whether forward concatenates it."""
+    """Whether forward concatenates the list."""
     unpacked: bool = False
     """Whether forward is written for that number of entries, as in ``cos, sin = rotary(x)``."""
 
     def open(self) -> None:
-        """Notes that the number of entries is a part of the capture."""
+        """Records that the number of entries is a part of the capture."""
         if not self.opened:
             self.opened, self.opened_at = True, self.line()
 
     @property
     def uses(self) -> list[bool]:
-        """Whether forward uses all in one, then each."""
+        """Whether forward uses the concatenation, followed by whether it uses each entry."""
         return [self.joined, *[self.opened] * self.count]
 
     def flat(self, value: Any) -> list[Tensor | None] | None:
-        """The tensors that the code behind uses: all in one, then each; None for another kind or number of entries."""
-        # an entry that nobody looks at is not handed on: the number of entries may then change
+        """The tensors that later code uses: the concatenation, then each entry; None for another kind or number."""
+        # unused entries are not passed on: the number of entries may then change
         of_kind = type(value) is self.kind and all(isinstance(entry, Tensor) for entry in value)
         if not of_kind or not value or (self.opened and len(value) != self.count):
             return None
@@ -56,19 +56,19 @@ class ListOfTensors:
         return [joined, *(value if self.opened else [None] * self.count)]
 
     def stands_for(self, tensors: Sequence[Any]) -> Any:
-        """What a capture is given in place of the list."""
+        """Returns the value that a capture gets in place of the list."""
         return (_List if self.kind is list else _Tuple).of(self, tensors[0], tensors[1:])
 
 
 def can_be_joined(value: Any) -> bool:
-    """Whether it is a list or tuple of tensors, described, that ``torch.cat`` takes."""
+    """Whether a value is a list or tuple of described tensors that ``torch.cat`` can concatenate."""
     if type(value) not in (list, tuple) or not all(isinstance(entry, TensorLike) and entry.shape for entry in value):
         return False
     return len({(entry.shape[1:], entry.dtype, entry.device) for entry in value}) == 1
 
 
 def joined(entries: Sequence[TensorLike]) -> TensorLike:
-    """What ``torch.cat`` makes of them."""
+    """Returns the description of their ``torch.cat``."""
     first = entries[0]
     shape = sum(entry.shape[0] for entry in entries), *first.shape[1:]
     stride = torch.empty(shape, device="meta").stride()
@@ -76,7 +76,7 @@ def joined(entries: Sequence[TensorLike]) -> TensorLike:
 
 
 class _Member:
-    """What is in a ``Listed`` for C code, which iterates over no list: a function of torch is given the tensors."""
+    """The entry of a ``Listed`` that C code sees, which does not call ``__iter__``: torch functions get the tensors."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ class _Member:
 
 
 class Listed:
-    """The list, or tuple, that code behind a region is given while it is captured."""
+    """The list, or tuple, that the code after a region gets while it is captured."""
 
     listing: ListOfTensors
     whole: Any
@@ -93,13 +93,13 @@ class Listed:
 
     @classmethod
     def of(cls, listing: ListOfTensors, whole: Any, entries: Sequence[Any]) -> Any:
-        """``whole``: stands for all entries in one tensor, as long as forward changes none."""
+        """Returns a list or tuple. ``whole``: all entries in a single tensor, as long as forward changes no entry."""
         made = cls([_Member() for _ in entries])  # type: ignore[call-arg]
         made.listing, made.whole, made.entries = listing, whole, listing.kind(entries)
         return made
 
     def opened(self) -> Any:
-        """The plain list of its entries, of which the capture then has the number."""
+        """Returns the plain list of entries; the capture is then for this number of entries."""
         self.listing.open()
         return self.entries
 
@@ -147,11 +147,11 @@ _CATS = (torch.cat, torch.concat, torch.concatenate)
 
 
 def with_tensors(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What a function of torch is given, with tensors in place of a ``Listed``: one for all its entries, where it
-    concatenates them."""
+    """Returns the arguments of a torch function with tensors in place of each ``Listed``: the concatenation if the
+    function concatenates the entries, otherwise the entries."""
     if not any(isinstance(value, Listed) for value in (*args, *kwargs.values())):
         return args, kwargs
-    # torch.cat along the first dimension is what the region did already; anything else needs the entries
+    # the region has already run torch.cat along the first dimension; any other function needs the entries
     first = args[0] if args else kwargs.get("tensors")
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
     if function in _CATS and isinstance(first, Listed) and first.whole is not None and dim in (0, -first.listing.dims):

@@ -1,4 +1,4 @@
-"""What a model may return as its loss, and how micro-batch losses become the loss of a step."""
+"""Loss: the results that a model may return as its loss, and how micro-batch losses become the loss of a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxpipe.validation import is_number, shown
 
 
 class Sum(NamedTuple):
-    """A loss given as a sum and the number of items that it is over.
+    """A loss as a sum, and the number of items in the sum.
 
     Loss and gradients of a step are then Σ total / Σ count over all micro-batches and the data axis: exactly those of
-    the whole batch, whatever was masked where. Where the inputs alone decide the count (labels, masks, sizes), the
-    backward begins with 1 / Σ count; else gradients are divided behind it, and parameters may have no hooks.
+    the whole batch, however items are masked. If the inputs alone decide the count (labels, masks, sizes), the backward
+    begins with 1 / Σ count; otherwise gradients are divided after the backward, and parameters may have no hooks.
     """
 
     total: Tensor
@@ -30,15 +30,15 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Counting:
-    """Counts what a ``Sum`` is over, by inputs alone. ``names``: of the inputs; ``function``: None where they do not
-    decide it."""
+    """Counts the items of a ``Sum`` from the inputs alone. ``names``: the names of the inputs; ``function``: None if
+    the inputs do not decide the count."""
 
     names: tuple[str, ...]
     function: Callable[..., Any] | None
 
     @torch.no_grad()
     def of(self, batch: Mapping[str, Any], beside: Tensor) -> Tensor:
-        """The items of a micro-batch, as a number like ``beside``; the host does not wait for it."""
+        """Returns the number of items in a micro-batch, as a tensor like ``beside``; the host does not wait for it."""
         assert self.function is not None
         count = self.function(*(batch[name] for name in self.names))
         _check_count(count)
@@ -46,9 +46,9 @@ class Counting:
 
 
 class MicrobatchLoss(NamedTuple):
-    """One micro-batch's loss. ``count`` is None for a mean, the number of items for a ``Sum``.
+    """The loss of a micro-batch. ``count`` is None for a mean, the number of items for a ``Sum``.
 
-    ``metrics``: the other scalars that came with it, numbers or 0-dimensional tensors.
+    ``metrics``: the other scalars that the model returned with the loss, numbers or 0-dimensional tensors.
     """
 
     value: Tensor
@@ -57,7 +57,7 @@ class MicrobatchLoss(NamedTuple):
 
 
 def read_loss(result: Any) -> MicrobatchLoss:
-    """Finds the loss in what a model returned; RunError where there is none."""
+    """Finds the loss in a model's result; RunError if the result has no loss."""
     metrics: dict[str, Any] = {}
     loss = result
     if isinstance(result, Mapping):
@@ -84,7 +84,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
 
 
 def _loss_fn_for(result: Any) -> str:
-    """What to write for the first number in a container that a model returned."""
+    """Returns the code of ``loss_fn=`` for the first number in a container that a model returned."""
     items = result.items() if isinstance(result, Mapping) else enumerate(result if isinstance(result, tuple) else ())
     found = (
         key for key, value in items if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
@@ -93,7 +93,7 @@ def _loss_fn_for(result: Any) -> str:
 
 
 def _check_count(count: Any) -> None:
-    # a tensor's number is not looked at: the host would wait for the device
+    # a tensor's value is not read: the host would wait for the device
     is_tensor = isinstance(count, Tensor)
     if not (count.numel() == 1 and not count.is_complex() if is_tensor else is_number(count) and count >= 0):
         raise RunError(f"fxpipe.Sum has count={shown(count)}; it is a number of items, or a tensor with one")
@@ -105,7 +105,7 @@ def _check_count(count: Any) -> None:
 
 
 def loss_in(result: Any) -> Any:
-    """The loss alone, a number or a ``Sum``; RunError where there is none."""
+    """Returns only the loss, a number or a ``Sum``; RunError if the result has no loss."""
     loss = read_loss(result)
     return loss.value if loss.count is None else Sum(loss.value, loss.count)
 
@@ -117,35 +117,35 @@ def _is_metric(value: Any) -> bool:
 
 
 def metric_dtype(loss: torch.dtype) -> torch.dtype:
-    """The type of the metrics beside a loss of that type: a count of items needs more than half precision."""
+    """Returns the dtype of metrics for a loss of that dtype: a count of items needs more than half precision."""
     return torch.promote_types(loss, torch.float32)
 
 
 def _number(value: Any, beside: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number, or a tensor with one, as a 0-dimensional tensor on the same device, free of what it came from."""
+    """Returns a number, or a tensor of one element, as a detached 0-dimensional tensor on the device of ``beside``."""
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(beside.device, dtype)
-    return torch.full_like(beside, float(value), dtype=dtype)  # torch.tensor would copy it, and wait
+    return torch.full_like(beside, float(value), dtype=dtype)  # torch.tensor would copy the number, and wait
 
 
 def root_weight(part: MicrobatchLoss, share: float, per_item: Tensor | None) -> float | Tensor:
-    """The gradient that a micro-batch's loss is given, whose share of the step's weight is ``share``. ``per_item``: of
-    a ``Sum``, 1 / the items of the step, where they were counted ahead."""
+    """Returns the gradient at which a micro-batch's backward begins. ``share``: the micro-batch's share of the step's
+    weight. ``per_item``: for a ``Sum``, 1 / the items of the step, if they were counted ahead."""
     if part.count is None:
         return share
     return 1.0 if per_item is None else per_item
 
 
 class LossKind(NamedTuple):
-    """What is the same in all losses that are added up. ``metrics``: the names of those that come with it."""
+    """The properties that all added losses must share. ``metrics``: the names of the metrics that come with a loss."""
 
     is_sum: bool
     dtype: torch.dtype
     metrics: tuple[str, ...]
 
     def check(self, earlier: LossKind, what: str) -> None:
-        """RunError where this and an ``earlier`` one cannot be added up, or compared. ``what``: each is the loss of."""
-        # added up, they would give a number that depends on the order of the micro-batches
+        """RunError if losses of this and an ``earlier`` kind cannot be added up or compared. ``what``: their unit."""
+        # their sum would depend on the order of the micro-batches
         if self.is_sum != earlier.is_sum:
             raise RunError(f"the loss is a fxpipe.Sum in one {what} and a mean in another; return the same kind always")
         if self.dtype != earlier.dtype:
@@ -163,7 +163,7 @@ class LossKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossPart:
-    """What a micro-batch adds: its loss times its share, or the total and count of its ``Sum``; and its metrics."""
+    """The part of a micro-batch: its loss times its share, or the total and count of its ``Sum``; and its metrics."""
 
     value: Tensor
     count: Tensor | None
@@ -171,10 +171,10 @@ class LossPart:
 
 
 class StepLoss:
-    """The micro-batch losses of one step, on their device, added up without waiting for it.
+    """The micro-batch losses of a step, on their device, added without a wait for the device.
 
-    A mean is weighted: Σ loss_i · (w_i / Σw), added up in micro-batch order, Σw being over all replicas. A ``Sum`` is
-    Σ total and Σ count.
+    A mean is weighted: Σ loss_i · (w_i / Σw), added in micro-batch order, with Σw over all replicas. A ``Sum`` is Σ
+    total and Σ count.
     """
 
     def __init__(self) -> None:
@@ -183,12 +183,12 @@ class StepLoss:
 
     @property
     def kind(self) -> LossKind:
-        """That of those with weight; where there are none, of the last."""
+        """The kind of the micro-batches with weight; if none has weight, the kind of the last micro-batch."""
         return self._kind or LossKind(False, torch.float32, ())
 
     @property
     def is_known(self) -> bool:
-        """Whether there was any micro-batch."""
+        """Whether any micro-batch was added."""
         return self._kind is not None
 
     @property
@@ -197,9 +197,9 @@ class StepLoss:
         return not self._parts
 
     def add(self, part: MicrobatchLoss, share: float, microbatch: int | None = None) -> Tensor | None:
-        """Adds a micro-batch whose share of the step's weight is ``share``; returns what it has added.
+        """Adds a micro-batch whose share of the step's weight is ``share``; returns the added loss.
 
-        One without weight, whose numbers may be NaN, adds nothing. RunError where it is of another kind than others.
+        A micro-batch without weight, whose values may be NaN, adds nothing. RunError if its kind is another.
         """
         kind = LossKind(part.count is not None, part.value.dtype, tuple(part.metrics))
         if self.is_empty:
@@ -208,7 +208,7 @@ class StepLoss:
             return None  # 0 * NaN would be NaN
         kind.check(self.kind, "micro-batch")
         value = part.value.detach()
-        value = value.clone() if kind.is_sum else value * share  # no alias of what the user's code holds
+        value = value.clone() if kind.is_sum else value * share  # no alias of a tensor that the user's code holds
         count = _number(part.count, part.value, torch.float64) if kind.is_sum else None
         dtype = metric_dtype(kind.dtype)
         metrics = {name: _number(metric, part.value, dtype) * share for name, metric in part.metrics.items()}
@@ -217,7 +217,7 @@ class StepLoss:
 
     @staticmethod
     def of_ranks(losses: Sequence[StepLoss]) -> StepLoss:
-        """Those of a step whose micro-batches have their losses on several ranks."""
+        """Returns the losses of a step whose micro-batches have their losses on several ranks."""
         known = [loss for loss in losses if loss.is_known]
         if len(known) < 2:
             return known[0] if known else losses[0]
@@ -227,12 +227,12 @@ class StepLoss:
         for loss in weighty:
             loss.kind.check(whole.kind, "micro-batch")
             whole._parts |= loss._parts
-        # in the order of the micro-batches, as plain PyTorch adds them up
+        # in the order of the micro-batches, as plain PyTorch adds
         whole._parts = dict(sorted(whole._parts.items()))
         return whole
 
     def value(self) -> Tensor:
-        """The replica's part of the loss, a mean."""
+        """Returns the replica's part of a mean loss."""
         return _added([part.value for part in self._parts.values()])
 
     def metrics(self) -> dict[str, Tensor]:
@@ -240,15 +240,15 @@ class StepLoss:
         return {name: _added([part.metrics[name] for part in parts]) for name in (parts[0].metrics if parts else ())}
 
     def numbers(self, metrics: tuple[str, ...], device: torch.device) -> Tensor:
-        """The replica's part of [loss, or total of a ``Sum``; its count, or 0; metrics ...], float64."""
+        """Returns the replica's part of [loss, or total of a ``Sum``; its count, or 0; metrics ...] in float64."""
         if self.is_empty:
             return torch.zeros(2 + len(metrics), dtype=torch.float64, device=device)
         counts = [part.count for part in self._parts.values() if part.count is not None]
         return _row(LossPart(self.value(), _added(counts) if counts else None, self.metrics()), metrics)
 
     def rows(self, metrics: tuple[str, ...], microbatches: int, device: torch.device) -> Tensor:
-        """The same for each micro-batch, 0 where it has no weight or is another rank's: what ``of_rows`` reads."""
-        # one row each, so that the sum over ranks adds zeros to it, and rounds nothing
+        """A row of ``numbers`` per micro-batch, 0 if it has no weight or is on another rank: ``of_rows`` reads this."""
+        # a row each, so that the sum over ranks only adds zeros to it, and rounds nothing
         rows = torch.zeros(microbatches, 2 + len(metrics), dtype=torch.float64, device=device)
         for microbatch, part in self._parts.items():
             rows[microbatch] = _row(part, metrics)
@@ -256,7 +256,7 @@ class StepLoss:
 
     @staticmethod
     def of_rows(kind: LossKind, rows: Tensor) -> StepLoss:
-        """The losses of a step, from the sum of the ``rows`` of its ranks."""
+        """Returns the losses of a step from the sum of its ranks' ``rows``."""
         step, dtype = StepLoss(), metric_dtype(kind.dtype)
         step._kind = kind
         for microbatch, row in enumerate(rows):
@@ -272,8 +272,8 @@ def _row(part: LossPart, metrics: tuple[str, ...]) -> Tensor:
 
 
 def _added(numbers: Sequence[Tensor]) -> Tensor:
-    """Their sum, one after another."""
-    # one after another: torch.stack(...).sum() adds in another order
+    """Returns the sum of the numbers, added one after another."""
+    # torch.stack(...).sum() would add in another order
     total = numbers[0].clone()
     for number in numbers[1:]:
         total.add_(number)

@@ -1,4 +1,4 @@
-"""Modes: gradients on or off, and autocast, as they stand where an operation runs; and a model's evaluation mode."""
+"""Modes: the state of gradients and autocast where an operation runs; and a model's evaluation mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxpipe.torch_compat import default_device
 
 
 class Autocast(NamedTuple):
-    """The state of autocast on one type of device. ``cache``: whether a weight is cast once in a region."""
+    """The state of autocast on a type of device. ``cache``: whether a region casts a weight only once."""
 
     device: str
     enabled: bool
@@ -28,9 +28,9 @@ class Autocast(NamedTuple):
 
 @dataclass(frozen=True)
 class Modes:
-    """What forward has changed around an operation; None and () stand for what holds around the call.
+    """The modes that forward has changed around an operation; None and () mean the modes around the call.
 
-    ``region`` numbers the ``with`` blocks of a capture, so that two blocks of the same modes remain two.
+    ``region`` numbers the ``with`` blocks of a capture, so that two blocks of the same modes remain two blocks.
     """
 
     grad: bool | None = None
@@ -41,9 +41,9 @@ class Modes:
 @admitted
 @dataclass(frozen=True)
 class Ambient:
-    """The settings of torch around a call that forward can ask for: a kind of batch is captured once for each.
+    """The settings of torch around a call that forward can query: a kind of batch is captured once for each of them.
 
-    Whether gradients are on is no part of it: in a step they are, in an evaluation not.
+    Whether gradients are enabled is not included: they are in a step, and are not in an evaluation.
 
     ``settings``: the values of ``SETTINGS``, in their order.
     """
@@ -56,7 +56,7 @@ class Ambient:
         return Ambient(ambient_autocast(), tuple([ask() for ask in SETTINGS.values()]))
 
     def difference(self, other: Ambient) -> str:
-        """The first setting that differs, with both values; "" where none does."""
+        """Returns the first setting that differs, with both values; "" if no setting differs."""
         if self.autocast != other.autocast:
             return f"autocast, {list(self.autocast)} and {list(other.autocast)}"
         pairs = zip(SETTINGS, self.settings, other.settings, strict=True)
@@ -71,11 +71,11 @@ SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         **ATTENTION,
     }
 )
-"""Settings that forward can ask torch for, beside autocast, by the call that asks."""
+"""Settings of torch, other than autocast, that forward can query, by the call that queries them."""
 
 
 def ambient_autocast() -> tuple[Autocast, ...]:
-    """Autocast as it is now on each type of device where it is on."""
+    """Returns the current state of autocast on each type of device where it is enabled."""
     return tuple(
         Autocast(device, True, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
         for device in kinds()
@@ -85,7 +85,7 @@ def ambient_autocast() -> tuple[Autocast, ...]:
 
 @contextlib.contextmanager
 def within(autocast: Sequence[Autocast]) -> Iterator[None]:
-    """A region of autocast of its own, with a cache of its own, on each of the devices."""
+    """Enters an autocast region of its own, with its own cache, on each of the devices."""
     with contextlib.ExitStack() as stack:
         for region in autocast:
             stack.enter_context(torch.autocast(region.device, region.dtype, region.enabled, cache_enabled=region.cache))
@@ -94,7 +94,7 @@ def within(autocast: Sequence[Autocast]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it is open, the model is in evaluation mode."""
+    """Sets the model to evaluation mode while the context is open."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -107,15 +107,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class _Entered(threading.local):
     def __init__(self) -> None:
         self.stacks: list[contextlib.ExitStack] = []
-        """What this thread has entered and not left yet."""
+        """The modes that this thread has entered and not left yet."""
 
 
 _entered = _Entered()
 
 
 def enter_modes(grad: bool | None, autocast: Sequence[tuple[str, bool, torch.dtype, bool]]) -> contextlib.ExitStack:
-    """Enters the modes that a ``Modes`` says; an operator of a stage's graph. ``leave_modes`` of the result leaves."""
-    # noted before anything is entered: where that fails, modes_restored leaves what was
+    """Enters the modes of a ``Modes``; an operator of a stage's graph. ``leave_modes`` of the result leaves them."""
+    # recorded before any mode is entered: if entering fails, modes_restored leaves the modes entered so far
     stack = contextlib.ExitStack()
     _entered.stacks.append(stack)
     stack.enter_context(within([Autocast(*region) for region in autocast]))
@@ -125,13 +125,13 @@ def enter_modes(grad: bool | None, autocast: Sequence[tuple[str, bool, torch.dty
 
 
 def leave_modes(stack: contextlib.ExitStack) -> None:
-    """Leaves what ``enter_modes`` entered; an operator of a stage's graph."""
+    """Leaves the modes that ``enter_modes`` entered; an operator of a stage's graph."""
     _entered.stacks.remove(stack)
     stack.close()
 
 
 class modes_restored:  # a context manager; as a class, for it is around each call of a stage
-    """Modes that a stage's graph enters inside are left afterwards, also where an error comes between."""
+    """Leaves, at its end, the modes that a stage's graph entered inside, also if an error is raised."""
 
     __slots__ = ("_before",)
 

@@ -1,4 +1,4 @@
-"""Opaque call: code of the user's that runs for real in every step, Python and all, as one call in a stage."""
+"""Opaque call: the user's own Python code, which runs in every step as a single call in a stage."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PLAIN_LEAF = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
-"""Types of what may enter or leave a region beside tensors."""
+"""Types of the values, other than tensors, that may enter or leave a region."""
 TENSOR = object()
-"""Stands for a tensor among the leaves of a value: of what a region is given, or returns; of a result."""
+"""Represents a tensor among the leaves of a region's arguments or results."""
 
 
 @contextmanager
 def unwritten(name: str, received: Any) -> Iterator[None]:
-    """RunError where what is inside writes a tensor among those ``received``: in one process the others that use it
-    would see that, on several ranks they would not."""
-    # torch counts the writes into a tensor, but not into one made in inference mode
+    """Raises RunError if the code inside writes a tensor of ``received``: in one process other users of the tensor
+    would see the write, on several ranks they would not."""
+    # torch counts the writes into a tensor, except a tensor made in inference mode
     leaves = [tensor for tensor in tensors_in(received) if not tensor.is_inference()]
     before = list(map(version_of, leaves))
     yield
@@ -47,10 +47,10 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 class Structure:
-    """A value without its tensors: its container, and what is no tensor in it.
+    """A value without its tensors: its container, and its leaves that are no tensors.
 
-    A list of tensors that are described, and can be concatenated, is one leaf, a ``ListOfTensors``. Among ``tensors``
-    are then all of them in one, and behind that each. ``line``: see there.
+    A list of described tensors that can be concatenated is one leaf, a ``ListOfTensors``. ``tensors`` then has the
+    concatenation of the list, followed by each of its tensors. ``line``: see ``ListOfTensors``.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Structure:
     def filled(
         self, tensors: Sequence[Any], lists: Callable[[ListOfTensors, list[Any]], Any] = ListOfTensors.stands_for
     ) -> Any:
-        """The value with these in place of its tensors. ``lists``: what stands for a list, with its tensors."""
+        """Returns the value with these tensors in place of its own. ``lists``: returns the value for a list."""
         given = iter(tensors)
 
         def fill(leaf: Any) -> Any:
@@ -83,10 +83,10 @@ class Structure:
         return pytree.tree_unflatten(list(map(fill, self.leaves)), self.spec)
 
     def of_another(self, value: Any) -> list[Tensor | None] | None:
-        """The tensors of a value of this structure, None for one that the capture does not use; None for another
-        structure."""
+        """Returns the tensors of a value of this structure, with None for a tensor that the capture does not use; None
+        if the value has another structure."""
         try:
-            # a container of transformers', rebuilt, has its entries in the order of its fields, as the structure has
+            # a rebuilt container of transformers has its entries in the order of its fields, as the structure has
             parts = self.spec.flatten_up_to(pytree.tree_map(lambda leaf: leaf, value))
         except ValueError:
             return None
@@ -94,8 +94,8 @@ class Structure:
         return None if None in found else list(chain.from_iterable(found))  # type: ignore[arg-type]
 
     def foreign(self, known: Container[int] = ()) -> Any:
-        """What of it can stand in no program, an object say; ``TENSOR`` where there is nothing. ``known``: the
-        identities of objects that can."""
+        """Returns a leaf that cannot be in a program, such as an object; ``TENSOR`` if there is none. ``known``: the
+        identities of objects that can be in a program."""
         others = (leaf for leaf in self.leaves if leaf is not TENSOR and not isinstance(leaf, PLAIN_LEAF))
         return next((leaf for leaf in others if id(leaf) not in known), TENSOR)
 
@@ -104,7 +104,7 @@ class Structure:
 
 
 def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
-    """Those in a part of a value; None where a leaf of the structure stands for no such part."""
+    """Returns the tensors in a part of a value; None if the part does not match the structure's leaf."""
     if isinstance(leaf, ListOfTensors):
         return leaf.flat(part)
     if leaf is TENSOR:
@@ -113,7 +113,7 @@ def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
 
 
 def opaque_calls(module: Any) -> Iterator[OpaqueCall]:
-    """The calls of opaque regions that a module holds, also in a part that is checkpointed."""
+    """Yields the calls of opaque regions that a module holds, also those in a checkpointed part."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
     return (part for part in parts if isinstance(part, OpaqueCall))
 
@@ -124,18 +124,18 @@ def has_opaque_calls(module: Any) -> bool:
 
 
 class SizeCheck(Protocol):
-    """What the code behind a call takes for granted of what it returns."""
+    """A check of the results of a call, on whose sizes the code after the call relies."""
 
     def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
-        """RunError where it is not so. ``sizes``: of other tensors."""
+        """Raises RunError if the check fails. ``sizes``: the sizes of other tensors."""
 
 
 class OpaqueCall(ReadsMore):
-    """One call of an opaque region: the tensors that it is given, flat, to those that it returns, flat.
+    """A call of an opaque region, from flat argument tensors to flat result tensors.
 
-    ``owner``, ``method``: what runs. ``parts``: the modules that it uses. ``given``, ``returned``: what the call was
-    seen to be given, and to return, a ``TensorLike`` for each tensor; how many, and what beside them, is a part of the
-    capture.
+    ``owner``, ``method``: the module and the method that run. ``parts``: the modules that the method uses. ``given``,
+    ``returned``: the arguments and results at capture, with a ``TensorLike`` for each tensor; the number of tensors,
+    and all other values, are part of the capture.
     """
 
     def __init__(
@@ -152,20 +152,20 @@ class OpaqueCall(ReadsMore):
         self.parts._modules.update(parts)
         self.name, self.method = name, method
         self.attributes: frozenset[tuple[str, str]] = frozenset()
-        """Those that a region sets, of the ones that it sets or reads: (the path of their module, their name)."""
+        """The attributes that a region sets, of those that it sets or reads: (the path of their module, their name)."""
         self.varies = True
-        """Whether what it returns may have other sizes in each step."""
-        self._owner = (owner,)  # in a tuple, or nn.Module would make it a part of this one
+        """Whether the results may have other sizes in each step."""
+        self._owner = (owner,)  # in a tuple, or nn.Module would register it as a submodule
         self._given, self._returned = given, returned
         self.guard: SizeCheck | None = None
-        """What is checked of what it returns, with sizes that it is given behind its tensors."""
+        """The check of the results, and of the sizes that follow the tensors among the arguments."""
         self.of_one_type = False
-        """Whether what comes behind it was captured for the types of what it returned."""
+        """Whether the code after the call was captured for the types of its results."""
         self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What is checked of what it changes."""
+        """The check of the changes that the call makes."""
 
     def forward(self, *given: Any) -> tuple[Any, ...]:
-        # behind the tensors come the sizes that the guard is about
+        # the sizes for the guard follow the tensors
         count = self._given.leaves.count(TENSOR)
         tensors, sizes = given[:count], given[count:]
         args, kwargs = self._given.filled(tensors)
@@ -191,23 +191,23 @@ class OpaqueCall(ReadsMore):
 
     @property
     def uses(self) -> list[bool]:
-        """Whether the code behind uses each of the tensors that it returns, by the capture that is done."""
+        """Whether the code after the call uses each result tensor, according to the finished capture."""
         leaves = (leaf for leaf in self._returned.leaves if leaf is TENSOR or isinstance(leaf, ListOfTensors))
         return [use for leaf in leaves for use in (leaf.uses if isinstance(leaf, ListOfTensors) else [True])]
 
     @property
     def opened(self) -> list[ListOfTensors]:
-        """The lists that it returns of which forward looks at entries."""
+        """The returned lists whose entries forward looks at."""
         return [leaf for leaf in self._returned.leaves if isinstance(leaf, ListOfTensors) and leaf.opened]
 
     @property
     def owner(self) -> nn.Module:
-        """The submodule, or the one whose method it is."""
+        """The submodule that is called, or the module whose method is called."""
         return self._owner[0]
 
     @property
     def is_method(self) -> bool:
-        """Whether a method runs of its owner, which then is no part of this module."""
+        """Whether the call runs a method of its owner; then the owner is no submodule of this module."""
         return self.method != "__call__"
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ class OpaqueCall(ReadsMore):
                 "behind it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, "
                 'call compile there, too; or write tracer="symbolic", which follows types'
             )
-        # record and export have chosen operators by type, device and dimensions; symbolic has not looked
+        # the tracers record and export chose operators by type, device and dimensions; symbolic did not look at these
         moved = tensor.device.type != seen.device and seen.device != "meta"
         if self.of_one_type and (moved or tensor.dim() != len(seen.shape)):
             raise RunError(

@@ -1,4 +1,4 @@
-"""Operators: functions that a stage's graph calls and that are fxpipe's own."""
+"""Operators: fxpipe's own functions that a stage's graph calls."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fxpipe.torch_compat import pytree
 
 
 def handoff(value: Any) -> Any:
-    """A value on its way to another stage, as a node of its own in the autograd graph.
+    """Returns a value for another stage, as a node of its own in the autograd graph.
 
-    Autograd adds up the gradients of a value in descending order of its uses. With one such node for each stage
-    that uses the value, made where that use stands in the program, the order stays that of plain PyTorch.
+    Autograd adds the gradients of a value in descending order of its uses. With such a node for each stage that uses
+    the value, made at the place of that use in the program, the order is that of plain PyTorch.
     """
-    with torch.enable_grad():  # it may stand in a part of forward that is without
+    with torch.enable_grad():  # forward may have disabled gradients here
         return pytree.tree_map(
             lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value
         )
 
 
 def private(value: Any) -> Any:
-    """A copy that the stage may write into: what it received, or the caller's batch, stays as it was."""
-    # a compiler makes its own choice of kernels, and cannot look into how memory lies
+    """Returns a copy that the stage may write into: the received value, or the caller's batch, is not changed."""
+    # a compiler chooses its own kernels, and cannot trace code that examines memory layout
     copy = torch.clone if torch.compiler.is_compiling() else _Duplicate.apply
     return pytree.tree_map_only(Tensor, copy, value)
 
 
 class _Duplicate(torch.autograd.Function):
-    """A clone that keeps strides and alignment, which decide the last bit of what is computed from it."""
+    """A clone with the same strides and alignment, on which the last bit of computed results depends."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

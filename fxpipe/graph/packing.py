@@ -1,4 +1,4 @@
-"""Wire: a value of any shape as bytes and a description of them, and back with the very same strides."""
+"""Wire: converts a value of any shape into bytes and their description, and back with the very same strides."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fxpipe.errors import RunError
 from fxpipe.graph.plain_data import admitted
 from fxpipe.torch_compat import pytree
 
-_LINE = 64  # bytes of a cache line, to which torch aligns what it allocates
+_LINE = 64  # bytes of a cache line, to which torch aligns its memory
 
 
 @admitted
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor without its numbers. ``device`` is its type only."""
+    """The description of a tensor without its values. ``device`` is its type only."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -29,9 +29,9 @@ class TensorMeta:
     requires_grad: bool
     device: str
     shift: int = field(compare=False)
-    """Bytes from a cache line's begin to its first element: matrix products depend on it, in their last bit."""
+    """Bytes from a cache line's start to the first element: the last bit of matrix products depends on them."""
     is_part: bool = field(compare=False)
-    """Whether it is a part of larger memory, at a place of which its shape shows nothing."""
+    """Whether the tensor is a part of larger memory, at an offset that its shape does not show."""
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
@@ -40,13 +40,13 @@ class TensorMeta:
 
     @cached_property
     def span(self) -> int:
-        """Elements of memory from the first one to the last one, gaps included."""
+        """Elements of memory from the first element to the last, gaps included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether it travels without its gaps, which it may have only where no two elements share memory."""
-        # from the smallest stride up: each dimension must begin behind all that the smaller ones reach
+        """Whether the tensor is sent without its gaps; gaps are removed only if no two elements share memory."""
+        # from the smallest stride up: each dimension's stride must be at least the extent of the smaller ones
         end = 1
         for step, size in sorted((step, size) for size, step in zip(self.stored, self.stride, strict=True) if size > 1):
             if step < end:
@@ -56,7 +56,7 @@ class TensorMeta:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """The bytes that are sent."""
         if 0 in self.shape:
             return 0
         return (math.prod(self.stored) if self.is_packed else self.span) * self.dtype.itemsize
@@ -64,29 +64,29 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Meta:
-    """A value without its numbers: its container, and a TensorMeta or the value itself for each leaf."""
+    """A value's description: its container, and for each leaf a TensorMeta, or the leaf itself if no tensor."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
     @property
     def tree(self) -> Any:
-        """The container itself, with its leaves' descriptions in it, as it is sent to other ranks."""
+        """The container itself, with the leaves' descriptions in it, as it is sent to other ranks."""
         return pytree.tree_unflatten(self.leaves, self.spec)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """The bytes that are sent."""
         return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, TensorMeta))
 
     @property
     def is_of_its_place(self) -> bool:
-        """Whether shapes may not describe all of it: it has part of larger memory, or a value that is no tensor."""
+        """Whether shapes may not describe all of it: a tensor is part of larger memory, or a leaf is no tensor."""
         return any(leaf.is_part if isinstance(leaf, TensorMeta) else leaf is not None for leaf in self.leaves)
 
     @staticmethod
     def of(tree: Any, sender: str) -> Meta:
-        """The description that ``sender``, "rank 3", has sent as a tree; RunError where it describes no value."""
+        """The description that ``sender``, "rank 3", has sent as a tree; RunError if the tree describes no value."""
         leaves, spec = pytree.tree_flatten(tree)
         for leaf in leaves:
             if isinstance(leaf, TensorMeta) and not _is_sound(leaf):
@@ -95,7 +95,7 @@ class Meta:
 
 
 def _is_sound(meta: TensorMeta) -> bool:
-    """Whether a tensor can be of this description: it says what memory is taken."""
+    """Whether a tensor can have this description, which decides how many bytes are allocated."""
     sizes = (*meta.shape, *meta.stride, meta.shift) if type(meta.shape) is type(meta.stride) is tuple else (None,)
     return (
         all(type(size) is int and 0 <= size < 2**63 for size in sizes)
@@ -109,7 +109,7 @@ def _is_sound(meta: TensorMeta) -> bool:
 
 
 class PlainMeta:
-    """A single tensor that travels unchanged, without gaps or a second look: what nearly all messages are."""
+    """A single tensor that is sent unchanged, without gaps or further checks: nearly all messages."""
 
     __slots__ = ("_as_told", "_device", "_dtype", "_shape", "_shift", "requires_grad")
 
@@ -120,7 +120,7 @@ class PlainMeta:
 
     @staticmethod
     def of(meta: Meta, device: torch.device) -> PlainMeta | None:
-        """None for any other value. Both ends decide the same."""
+        """Returns the description; None for any other value. Both ends decide the same."""
         # contiguous, and aligned to its own elements: its bytes are its memory, and both ends see the same kernel
         leaf = meta.leaves[0] if meta.spec.is_leaf() and meta.leaves else None
         if not isinstance(leaf, TensorMeta) or leaf.dtype not in _PLAIN or 0 in leaf.shape:
@@ -130,7 +130,7 @@ class PlainMeta:
         return PlainMeta(leaf, device) if is_contiguous and is_aligned and leaf.device == device.type else None
 
     def fits(self, value: Any) -> bool:
-        """Whether a value is like the one that was described."""
+        """Whether a value is like the described tensor."""
         return (
             type(value) is Tensor
             and value.layout is torch.strided
@@ -139,7 +139,7 @@ class PlainMeta:
         )
 
     def allocate(self) -> Tensor:
-        """Memory for one that is about to arrive."""
+        """Returns memory for a tensor that is about to arrive."""
         if not self._shift:
             return torch.empty(self._shape, dtype=self._dtype, device=self._device)
         ahead = self._shift // self._dtype.itemsize
@@ -148,16 +148,16 @@ class PlainMeta:
 
 
 _PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}
-"""Types that every transport takes."""
+"""The dtypes that every transport supports."""
 
 
 def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
-    """(description, one flat uint8 tensor per tensor that is not empty); a tensor without gaps is not copied.
+    """Returns (description, one flat uint8 tensor per nonempty tensor); a tensor without gaps is not copied.
 
-    ``known``: the description of an earlier value like this one, whose sizes need not be computed again.
+    ``known``: the description of an earlier, similar value, whose sizes need not be computed again.
     """
     leaves, spec = pytree.tree_flatten(value)
-    # a description that is equal to the earlier one is replaced by it: that has its sizes computed already
+    # an equal earlier description replaces the new one: it has its sizes computed already
     before = known.leaves if known is not None and len(known.leaves) == len(leaves) else (None,) * len(leaves)
     metas, buffers = [], []
     for leaf, earlier in zip(leaves, before, strict=True):
@@ -170,7 +170,7 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
                 "indices and values, or .to_dense()"
             )
         tensor = leaf.detach().resolve_conj().resolve_neg()
-        # a view of larger memory shows nothing of its place there, and so is described each time
+        # a view of larger memory does not show its offset there, so it is described each time
         shape, stride = tuple(tensor.shape), tensor.stride()
         reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         is_part = 0 not in shape and reach * tensor.itemsize < tensor.untyped_storage().nbytes()
@@ -185,7 +185,7 @@ def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
 
 
 def _flat(tensor: Tensor, meta: TensorMeta) -> Tensor:
-    """The bytes of a tensor: its memory from end to end, or its elements in index order."""
+    """Returns the bytes of a tensor: its memory from end to end, or, if packed, its elements in index order."""
     if meta.is_packed:
         flat = tensor.as_strided(meta.stored, meta.stride).contiguous().view(-1)
     else:
@@ -194,25 +194,25 @@ def _flat(tensor: Tensor, meta: TensorMeta) -> Tensor:
 
 
 def allocate(meta: Meta, device: torch.device) -> list[Tensor]:
-    """Buffers on ``device`` for a value that is about to arrive."""
+    """Returns buffers on ``device`` for a value that is about to arrive."""
     return [_empty(leaf.nbytes, leaf, device) for leaf in meta.leaves if isinstance(leaf, TensorMeta) and leaf.nbytes]
 
 
 def unpack(meta: Meta, buffers: list[Tensor]) -> Any:
-    """The value, on the device that it came from, each tensor a leaf that requires a gradient if the original did."""
+    """The value, on its sender's type of device; each tensor is a leaf that requires a gradient if the original did."""
     remaining = iter(buffers)
     leaves = [_rebuild(leaf, remaining) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
     return pytree.tree_unflatten(leaves, meta.spec)
 
 
 def duplicate(tensor: Tensor) -> Tensor:
-    """A copy without a gradient that lies in memory as the original does, so that the next kernel is the same one."""
+    """Returns a copy without a gradient, with the original's memory layout, so that the same kernel runs on it."""
     meta, memory = pack(tensor)
     copies = allocate(meta, tensor.device)
     for copy, original in zip(copies, memory, strict=True):
         copy.copy_(original)
     duplicated: Tensor = unpack(meta, copies)
-    return duplicated.data  # no view of its memory any more, or autograd would not let it be written
+    return duplicated.data  # no longer a view of its memory, or autograd would forbid writes
 
 
 def _rebuild(meta: TensorMeta, buffers: Iterator[Tensor]) -> Tensor:
@@ -222,7 +222,7 @@ def _rebuild(meta: TensorMeta, buffers: Iterator[Tensor]) -> Tensor:
     flat = next(buffers)
     if flat.device.type != meta.device:
         flat = flat.to(meta.device)
-    # the gaps hold whatever was there: nobody reads them
+    # the gaps hold arbitrary bytes, which are never read
     if meta.is_packed:
         spread = _empty(meta.span * meta.dtype.itemsize, meta, flat.device)
         _as_stored(spread, meta).copy_(flat.view(meta.dtype).view(meta.stored))
@@ -235,5 +235,5 @@ def _as_stored(memory: Tensor, meta: TensorMeta) -> Tensor:
 
 
 def _empty(nbytes: int, meta: TensorMeta, device: torch.device | str) -> Tensor:
-    """Memory that stands to a cache line as the original did."""
+    """Returns memory with the original's offset from a cache line."""
     return torch.empty(meta.shift + nbytes, dtype=torch.uint8, device=device)[meta.shift :]

@@ -1,8 +1,8 @@
-"""Plain data: values as bytes and back, without pickle. What comes from another rank is data: none of its code runs.
+"""Plain data: values as bytes and back, without pickle. Messages from other ranks are data: no code in them runs.
 
-The bytes are JSON, and what JSON lacks is a list that begins with a word: ``["tuple", 1, 2]``. A message names classes
-and brings none: they are the receiver's own, fxpipe's values that were admitted, containers that pytree knows, enums
-and named tuples that are imported already. Making one of them calls no code but a registered container's.
+The bytes are JSON; types that JSON lacks are lists that begin with a word: ``["tuple", 1, 2]``. A message names classes
+and defines none: the receiver's own are used, admitted dataclasses of fxpipe, containers that pytree knows, and
+imported enums and named tuples. Making such a value calls only code of registered containers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpipe.torch_compat import pytree
 T = TypeVar("T")
 
 MOST_BYTES = 64 * 2**20
-"""No message is longer. What it is made into in memory takes some ten times as much, at most."""
+"""The most bytes of a message. The decoded value takes at most about ten times as many bytes of memory."""
 
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
@@ -39,20 +39,20 @@ _admitted: dict[str, type] = {}
 
 
 def admitted(cls: type[T]) -> type[T]:
-    """Decorates a frozen dataclass of fxpipe's own that may stand in messages; they name it by its name alone."""
+    """Decorates a frozen dataclass of fxpipe that messages may contain; messages name the class by its name alone."""
     _admitted[cls.__name__] = cls
     return cls
 
 
 def encode(value: Any) -> bytes:
-    """``value`` as bytes; RunError, which says what to write instead, where something in it is no plain data."""
+    """Returns ``value`` as bytes; RunError, with an alternative, if a part of the value is no plain data."""
     try:
         message = json.dumps(_told(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     except RecursionError:
         raise RunError(
             "containers that are nested so deeply, or hold themselves, cannot be sent to other ranks"
         ) from None
-    except ValueError as error:  # a whole number of thousands of digits
+    except ValueError as error:  # an integer of thousands of digits
         raise RunError(f"a value cannot be sent to other ranks: {error}") from None
     if len(message) > MOST_BYTES:
         raise RunError(
@@ -63,13 +63,13 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes, sender: str) -> Any:
-    """The value again; RunError where ``sender``, "rank 3", has sent no such message, or what it had to say instead."""
+    """Returns the value; RunError if ``sender``, "rank 3", has sent no such message, or a refusal in its place."""
     try:
         parts = json.loads(message.decode("utf-8", "surrogatepass"))
         if not isinstance(parts, list) or parts[0] != _REFUSED:
             return _made(parts)
         refusal = str(parts[1])
-    except Exception as error:  # whatever such parts make a constructor raise
+    except Exception as error:  # any error that a constructor raises for invalid parts
         raise RunError(
             f"{sender} has sent what is no description of a value ({type(error).__name__}: {error}); run the same "
             "program on every rank, with the same versions of Python, torch and fxpipe"
@@ -78,7 +78,7 @@ def decode(message: bytes, sender: str) -> Any:
 
 
 def encode_for_all(value: Any) -> bytes:
-    """``value`` as bytes; where it is no plain data a message that all who decode it raise, for they wait for one."""
+    """``value`` as bytes; if it is no plain data, a message that raises at all ranks that decode it, as they wait."""
     try:
         return encode(value)
     except RunError as error:
@@ -86,7 +86,7 @@ def encode_for_all(value: Any) -> bytes:
 
 
 def check_length(length: int, sender: str) -> int:
-    """The length that a message has by its sender, before memory is taken for it; RunError where it is none."""
+    """Returns the message length that the sender announces, before memory is allocated; RunError if it is invalid."""
     if not 0 <= length <= MOST_BYTES:
         raise RunError(
             f"{sender} announces a description of {length:,} bytes, and none has more than {MOST_BYTES:,}; run the "
@@ -96,20 +96,20 @@ def check_length(length: int, sender: str) -> int:
 
 
 def digest_of(words: Iterable[str]) -> int:
-    """A number for a text, the same in every process."""
+    """Returns a number for a text, the same in every process."""
     return number_of(" ".join(words).encode())
 
 
 def number_of(data: bytes) -> int:
-    """A number that fits an int64, which ranks exchange in place of the data."""
+    """Returns a number that fits an int64, which ranks exchange in place of the data."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
-# --- a value → what JSON has
+# --- a value → JSON
 
 
 def _told(value: Any) -> Any:
-    # by the exact class: a subclass may hold more than its base, which would be lost
+    # by the exact class: a subclass may hold more than its base, and that would be lost
     cls = type(value)
     if cls in _AS_THEY_ARE:
         return value
@@ -136,7 +136,7 @@ def _told(value: Any) -> Any:
     )
 
 
-# --- and back
+# --- JSON → a value
 
 
 def _made(parts: Any) -> Any:
@@ -147,7 +147,7 @@ def _made(parts: Any) -> Any:
     word, *rest = parts
     if word in _MAKERS:
         return _MAKERS[word]([_made(part) for part in rest])
-    # names are looked up in what this process has; nothing is imported for a message
+    # names are looked up among this process's classes; nothing is imported for a message
     name, values = rest[0], [_made(part) for part in rest[1:]]
     if word == "constant":
         return _CONSTANTS[name]
@@ -162,7 +162,7 @@ def _made(parts: Any) -> Any:
     if word == "enum" and isinstance(cls, enum.EnumMeta):
         return cls.__members__[values[0]]
     if word == "named" and cls is not None and issubclass(cls, tuple) and len(cls._fields) == len(values):
-        return tuple.__new__(cls, values)  # past a __new__ of the class's own
+        return tuple.__new__(cls, values)  # without the class's own __new__
     raise ValueError(f"{word} {name} of {len(values)} parts")
 
 
@@ -181,7 +181,7 @@ _PLAIN: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[list[Any]], A
     ),
     torch.device: (lambda value: [shared_name(value)], lambda parts: by_shared_name(*parts)),
 }
-"""Class → the parts of a value of it, and the value of these parts."""
+"""Class → a function from a value to its parts, and a function from the parts to the value."""
 _MAKERS = {cls.__name__: make for cls, (_, make) in _PLAIN.items()}
 
 
@@ -190,13 +190,13 @@ def _fields(cls: Any) -> list[str]:
 
 
 def _registered(name: str) -> list[type]:
-    """The containers of that name that pytree knows."""
+    """Returns the containers of that name that pytree knows."""
     known = (cls for cls in pytree.SUPPORTED_NODES if isinstance(cls, type))
     return [cls for cls in known if f"{cls.__module__}:{cls.__qualname__}" == name]
 
 
 def _imported(name: str) -> type | None:
-    """The class of that name in a module that is imported, found without running code of it."""
+    """Returns the class of that name in an imported module, found without running code of the module; else None."""
     module, _, path = name.partition(":")
     # through __dict__: getattr could call a module's __getattr__, or a descriptor
     found: Any = sys.modules.get(module)

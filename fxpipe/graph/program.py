@@ -1,4 +1,4 @@
-"""``Program``: a captured model as one graph, and what is asked of its nodes. Frozen."""
+"""``Program``: a captured model as a single graph, and queries about its nodes. Frozen."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fxpipe.graph.question import Answers
 from fxpipe.torch_compat import CHECKS, pytree
 
 SizeGuard = Callable[[Sequence[Any]], bool]
-"""Given something with ``size()``, ``stride()`` and ``storage_offset()`` for each tensor among the inputs, in order."""
+"""A function of the inputs' tensors, in order, each a value with ``size()``, ``stride()`` and ``storage_offset()``."""
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
-"""The names in ``operator`` behind ``x += y`` and its like: each writes its first argument, and returns it."""
+"""The names in ``operator`` of ``x += y`` and similar: each function writes its first argument, and returns it."""
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What a call of an opaque module does beside computing its result, as a capture saw it.
+    """The effects of a call of an opaque module other than its result, as a capture saw them.
 
-    ``reads``, ``writes``: the model's parameters and buffers that it uses, and those of them that it writes, by name.
-    ``shares``: the places, among the tensors that it is given, of those whose memory its result shares.
-    ``is_rehearsed``: whether it was run on made-up numbers, since its code looks at the values of tensors.
+    ``reads``, ``writes``: the names of the model's parameters and buffers that the call uses, and of those that it
+    writes. ``shares``: the indices of the tensor arguments whose memory the result shares. ``is_rehearsed``: whether
+    the capture ran the call on made-up values, since its code looks at the values of tensors.
     """
 
     reads: tuple[str, ...] = ()
@@ -40,9 +40,9 @@ class Effects:
 
 @dataclass(frozen=True)
 class Program:
-    """A captured model: an fx graph, the module whose parameters it names, and what the passes found out.
+    """A captured model: an fx graph, the module whose parameters the graph names, and the results of the passes.
 
-    Facts about nodes are kept by node name, so that a pass which copies the graph keeps them.
+    Facts about nodes are stored by node name, so that a pass that copies the graph keeps them.
     """
 
     module: nn.Module
@@ -51,40 +51,40 @@ class Program:
     tracer: str = ""
     """The tracer's name."""
     refusals: tuple[tuple[str, str], ...] = ()
-    """The tracers that were tried before it, and why they could not capture the model."""
+    """The tracers that were tried before, and why they could not capture the model."""
     result: pytree.TreeSpec | None = None
-    """How the flat values that the graph returns make the model's result; None: they are the result as they stand."""
+    """The structure that makes the graph's flat results the model's result; None: they are the result."""
     opaque: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules that the graph calls and that are no submodules of the model, by the names under which it calls them."""
+    """Modules that the graph calls and that are no submodules of the model, by their names in the graph."""
     effects: Mapping[str, Effects] = field(default_factory=dict)
-    """What calls of opaque modules do, by node name."""
+    """The effects of calls of opaque modules, by node name."""
     holds_for: SizeGuard | None = None
-    """For what sizes of its inputs' leaves it holds, where some are symbolic; None: for those of its capture alone."""
+    """The sizes of input leaves for which the program holds, if some are symbolic; None: those of its capture."""
     fixed_sizes: str = ""
-    """Of which sizes that were to be symbolic forward makes numbers of Python's, and on which lines, in words."""
+    """A text that says which symbolic sizes forward converts into Python numbers, and on which lines."""
     answers: Answers = ()
-    """What forward has asked about its inputs, and the answers for which the program holds."""
+    """The questions of forward about its inputs, and the answers for which the program is valid."""
     sets: frozenset[tuple[int, str]] = frozenset()
-    """The attributes that forward sets before it reads them: the identity of a module's ``__dict__``, and a name."""
+    """The attributes that forward sets before it reads them: (the identity of a module's ``__dict__``, a name)."""
     computed_with: tuple[tuple[str, Tensor, int], ...] = ()
-    """Tensors of the model, no parameters or buffers, whose numbers the capture has computed with: their names, they,
-    and how often they had been written in place."""
+    """Tensors of the model, neither parameters nor buffers, with whose values the capture has computed: their names,
+    the tensors, and how often they had been written in place."""
     copied: frozenset[str] = frozenset()
-    """Nodes that every stage needing them computes for itself."""
+    """The names of nodes that every stage that needs them computes for itself."""
     written: tuple[frozenset[str], ...] = ()
-    """Groups of nodes that share storage which some node writes."""
+    """Groups of nodes that share storage, if some node writes that storage."""
     first: Program | None = None
-    """The first capture of the model, if this is a later one: it has the first's stages, and what that writes is
-    written."""
+    """The first capture of the model, if this is a later capture: it has the first's stages, and treats the tensors
+    that the first writes as written."""
     stage_of: Mapping[str, int] = field(default_factory=dict)
     """Node name → stage, in topological order of the stages; copied nodes have none."""
     stage_names: tuple[str, ...] = ()
     gathered: Mapping[int, Gathered] = field(default_factory=dict)
-    """The stages that run once for a group of micro-batches."""
+    """The stages that run once for a group of micro-batches, by number."""
 
     @property
     def nodes(self) -> Reversible[Node]:
-        """The graph's, in order; a pass may insert some while it goes through them."""
+        """The graph's nodes, in order; a pass may insert nodes while it iterates over them."""
         return self.graph.nodes
 
     @property
@@ -92,7 +92,7 @@ class Program:
         return tuple(str(node.target) for node in self.nodes if node.op == "placeholder")
 
     def attribute(self, named: str | Node) -> Any:
-        """What a ``get_attr`` or ``call_module`` node names; or the attribute of that name."""
+        """Returns the attribute that a ``get_attr`` or ``call_module`` node names, or the attribute of that name."""
         target = named if isinstance(named, str) else str(named.target)
         if target in self.constants:
             return self.constants[target]
@@ -103,7 +103,7 @@ class Program:
 
     @property
     def output_stage(self) -> int | None:
-        """The last stage that makes a part of the result; None where no stage does."""
+        """The last stage that makes a part of the result; None if no stage does."""
         makers = [self.stage_of.get(made_by(node).name) for node in self.graph.output_node().all_input_nodes]
         return max((stage for stage in makers if stage is not None), default=None)
 
@@ -111,7 +111,7 @@ class Program:
         return replace(self, **changes)
 
     def with_own_graph(self) -> Program:
-        """The same program with a copy of the graph, which a pass may change: node names stay."""
+        """Returns the program with a copy of the graph, which a pass may change; node names do not change."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         return self.replace(graph=graph)
@@ -130,30 +130,30 @@ def is_boundary(node: Node) -> bool:
 
 
 def is_boundary_value(node: Node) -> bool:
-    """Whether ``node`` is one value behind a boundary: ``getitem(boundary, i)``."""
+    """Whether ``node`` is a result of a boundary: ``getitem(boundary, i)``."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     return isinstance(source, Node) and is_boundary(source)
 
 
 def gather_of(marker: Node) -> Gather | None:
-    """What a boundary gathers; None where it is an ordinary one."""
+    """Returns the ``Gather`` of a boundary; None for an ordinary boundary."""
     return Gather(*marker.args[2:]) if len(marker.args) > 2 else None  # type: ignore[arg-type]
 
 
 def before_boundary(node: Node) -> Node:
-    """The value in front of the boundary that ``node`` is a value behind of."""
+    """Returns the argument of a boundary whose result is ``node``."""
     marker, index = node.args
     value: Node = marker.args[0][index]  # type: ignore[union-attr, index, assignment]
     return value
 
 
 def made_by(node: Node) -> Node:
-    """The node that makes a value: what is in front of all boundaries that ``node`` stands behind."""
+    """Returns the node that computes a value: the value before all boundaries that it passed through."""
     return made_by(before_boundary(node)) if is_boundary_value(node) else node
 
 
 def readers(value: Node) -> Iterator[Node]:
-    """Who uses a value, through boundaries too."""
+    """Yields the nodes that use a value, also through boundaries."""
     for user in value.users:
         if not is_boundary(user):
             yield user
@@ -164,39 +164,39 @@ def readers(value: Node) -> Iterator[Node]:
 
 
 def is_compute(node: Node) -> bool:
-    """Whether ``node`` does something: no input, parameter, boundary or output."""
+    """Whether ``node`` computes something: it is no input, parameter, boundary or output."""
     return node.op.startswith("call_") and not is_boundary(node) and not is_boundary_value(node)
 
 
 def is_assertion(node: Node) -> bool:
-    """Whether ``node`` only raises an error where its operand is false."""
+    """Whether ``node`` only raises an error if its operand is false."""
     return node.target in CHECKS
 
 
 def called_in(node: Node) -> tuple[str, ...]:
-    """The submodules that a node was called in, outermost first."""
+    """Returns the names of the submodules in which a node was called, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(path for path, _ in stack.values() if path)
 
 
 def where(node: Node) -> str:
-    """The user's source line of a node, as `` (model.py:12: y = x + 1)``; empty where it is not known."""
+    """Returns the user's source line of a node, as `` (model.py:12: y = x + 1)``; empty if unknown."""
     *_, last = ("", *_FRAME.findall(node.stack_trace or ""))
     return last and f" ({last[0]}: {last[1]})"
 
 
 _FRAME = re.compile(r"^ *(File .*)\n? *(.*)$", re.MULTILINE)
-"""A line of a traceback, and the code in the line behind it."""
+"""A line of a traceback, and the code in the next line."""
 
 
-# --- the module of a graph, whose submodules and tensors bear the model's names, but where these are taken ---
+# --- the module of a graph, whose submodules and tensors have the model's names, unless these are taken ---
 
 _TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
-"""What ``fx.GraphModule`` has itself: ``graph``, ``code``, ``meta``, ``recompile``."""
+"""The attributes of ``fx.GraphModule`` itself: ``graph``, ``code``, ``meta``, ``recompile``."""
 
 
 def graph_module(root: Mapping[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A module that runs a graph on what its nodes name in ``root``.
+    """Returns a module that runs a graph on the values that its nodes name in ``root``.
 
     >>> model = nn.ModuleDict({"graph": nn.Linear(2, 2), "class": nn.Linear(2, 2)})
     >>> graph = fx.Graph()
@@ -212,8 +212,8 @@ def graph_module(root: Mapping[str, Any], graph: fx.Graph, class_name: str) -> f
 
 
 def _names(targets: Iterable[str]) -> dict[str, str]:
-    """For each target one that a graph's module can have, and its generated code can write."""
-    # all paths, of owners too: a new name must be none of them
+    """Returns, for each target, a name that a graph's module can have, and that its generated code can contain."""
+    # all paths, of owners too: a new name must differ from all of them
     known = {tuple(target.split(".")[:end]) for target in targets for end in range(1, target.count(".") + 2)}
     found: dict[str, str] = {}
     for target in targets:
@@ -227,14 +227,14 @@ def _names(targets: Iterable[str]) -> dict[str, str]:
     return found
 
 
-# --- sizes of inputs, which every rank knows, whatever it was given ---
+# --- sizes of inputs, which every rank knows, whichever inputs it gets ---
 
 Step = tuple[Callable[[Any, Any], Any], Any]
 """``getitem`` or ``getattr``, and its second argument: a step into a container."""
 
 
 class SizeOf(str):
-    """The name of such a number, as ``images[0].shape[2]``: which input, the steps to its tensor, the dimension."""
+    """The name of an input's size, as ``images[0].shape[2]``: the input, the steps to its tensor, the dimension."""
 
     input: str
     steps: tuple[Step, ...]
@@ -242,7 +242,7 @@ class SizeOf(str):
 
     @staticmethod
     def asked(node: Node) -> SizeOf | None:
-        """What a node that asks for a size asks for; None where that is no input's."""
+        """Returns the size that a node queries; None if it is no size of an input."""
         source, dim = node.args
         steps: list[Step] = []
         while isinstance(source, Node) and source.target in (operator.getitem, getattr):
@@ -256,7 +256,7 @@ class SizeOf(str):
         return made
 
     def of(self, inputs: Mapping[str, Any]) -> int:
-        """The number. ``inputs``: by name, with tensors or what is like them."""
+        """Returns the size. ``inputs``: by name, with tensors or their descriptions."""
         value = inputs[self.input]
         for step, key in self.steps:
             value = step(value, key)

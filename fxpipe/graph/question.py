@@ -21,9 +21,9 @@ Answers = tuple[tuple[str, Answer], ...]
 
 @dataclass(frozen=True)
 class Question:
-    """``if attention_mask.all():``, asked of a micro-batch: the graph from its inputs to the value, and the line.
+    """``if attention_mask.all():``, for a micro-batch: the graph from the inputs to the value, and the line.
 
-    ``before``: the answers after which forward asks it; after others it may not even be defined.
+    ``before``: the answers after which forward asks this question; after others the question may not even be defined.
     """
 
     key: str
@@ -32,27 +32,27 @@ class Question:
     before: Answers
     inputs: tuple[str, ...]
     sizes: tuple[tuple[str, int, int, int], ...]
-    """(input, which of its leaves, dimension, size) of those for which alone the graph holds."""
+    """(input, index of its leaf, dimension, size) of the only sizes for which the graph is valid."""
     run: nn.Module = field(compare=False, repr=False)
     kind: Kind = "truth"
     autocast: tuple[Autocast, ...] = ()
     compute: torch.dtype | None = None
-    """The type that floating-point inputs are cast to beforehand."""
+    """The dtype to which floating-point inputs are cast beforehand."""
     writes: bool = False
-    """Whether the graph writes into tensors, be it of copies."""
+    """Whether the graph writes into tensors, even only into copies."""
 
     def answer(self, values: Mapping[str, Any]) -> Answer | None:
-        """The answer for a micro-batch; None where an input of the question is not among ``values``, or is of another
-        size."""
+        """Returns the answer for a micro-batch; None if an input of the question is missing in ``values``, or has
+        another size."""
         given = {name: values.get(name) for name in self.inputs}
         leaves = {name: pytree.tree_leaves(value) for name, value in given.items()}
-        # the graph that answers holds for these sizes alone, as captures do
+        # the graph is valid only for these sizes, as captures are
         fits = (leaves[name][place].shape[dim] == size for name, place, dim, size in self.sizes)
         if any(value is None for value in given.values()) or not all(fits):
             return None
         cast = pytree.tree_map_only(Tensor, self._cast, [*given.values()])
         with torch.no_grad(), within(self.autocast):
-            value = self.run.forward(*cast)[0]  # a call would print what fails for batches of other kinds
+            value = self.run.forward(*cast)[0]  # a call would print errors for batches of other kinds
         of_kind: dict[Kind, Callable[[Any], Answer]] = {"truth": bool, "number": int, "list": _as_tuples}
         return of_kind[self.kind](value)
 
@@ -67,10 +67,10 @@ def _as_tuples(value: Any) -> Any:
 
 
 class Unanswered(FxpipeError):
-    """A capture needs to know of the inputs what has not been asked before: ``key`` says what, the same on all ranks.
+    """A capture needs an unanswered fact about the inputs. ``key`` identifies the fact, the same on all ranks.
 
-    ``question``: by which that is answered; None where descriptions with Python's values answer it. ``numbers``:
-    whether it may ask for numbers."""
+    ``question``: the question whose answer is needed; None if descriptions with Python's values answer. ``numbers``:
+    whether the capture may ask for numbers."""
 
     def __init__(self, key: str, line: str, numbers: bool, question: Question | None = None) -> None:
         super().__init__(f"what is captured depends on the inputs' values ({key})\n{line}")

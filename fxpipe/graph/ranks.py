@@ -1,4 +1,4 @@
-"""Ranks: which rank runs an action. A stage is on one rank, or on several, which take its micro-batches in turn."""
+"""Ranks: the rank of each action. A stage is on one rank, or on several, which take its micro-batches in turn."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from fxpipe.errors import FxpipeError, ScheduleError
 
 Placement = tuple[int | tuple[int, ...], ...]
-"""Per stage its rank, or its ranks: micro-batch i, or group i of a gathered stage, is on the (i mod r)-th of r."""
+"""Per stage, its rank or its r ranks: micro-batch i, or group i of a gathered stage, is on the (i mod r)-th."""
 
 
 @dataclass(frozen=True)
 class RankOf:
-    """(stage, micro-batch) → the rank that runs it, or the group that it belongs to."""
+    """(stage, micro-batch) → the rank that runs the micro-batch, or its group, at the stage."""
 
     ranks: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
-    """Of a group, per stage."""
+    """The number of micro-batches in a group, per stage."""
 
     @staticmethod
     def of(placement: Placement, groups: Mapping[int, int]) -> RankOf:
@@ -32,7 +32,7 @@ class RankOf:
 def as_placement(
     wanted: Sequence[int | Sequence[int]], names: Sequence[str] = (), error: type[FxpipeError] = ScheduleError
 ) -> Placement:
-    """The same in tuples, a list of one rank as that rank. Raises ``error`` for no rank, and for one named twice."""
+    """``wanted`` in tuples, a list of one rank as that rank. Raises ``error`` for no rank or a repeated rank."""
     placement: list[int | tuple[int, ...]] = []
     for name, place in zip(names or map(str, range(len(wanted))), wanted, strict=True):
         ranks = tuple(map(int, place)) if isinstance(place, Sequence) else (int(place),)
@@ -46,7 +46,7 @@ def as_placement(
 
 
 def ranks_of(place: int | tuple[int, ...]) -> tuple[int, ...]:
-    """All ranks of a stage, in the order in which they take its micro-batches."""
+    """Returns all ranks of a stage, in the order in which they take its micro-batches."""
     return place if isinstance(place, tuple) else (place,)
 
 
@@ -55,10 +55,10 @@ def rank_count(placement: Placement) -> int:
 
 
 def named(place: int | tuple[int, ...]) -> str:
-    """In words: "rank 2", "ranks 0, 1"."""
+    """Returns a text: "rank 2", "ranks 0, 1"."""
     return f"rank {place}" if isinstance(place, int) else f"ranks {', '.join(map(str, place))}"
 
 
 def replicated(placement: Placement) -> tuple[int, ...]:
-    """The stages that are on several ranks."""
+    """Returns the stages that are on several ranks."""
     return tuple(stage for stage, place in enumerate(placement) if isinstance(place, tuple))

@@ -17,27 +17,29 @@ from fxpipe.torch_compat import gradient_edge, plain_apply, pytree, run_backward
 
 @dataclass(slots=True)
 class Saved:
-    """What a forward leaves for its backward: the arrivals' gradients to be, and where backward begins.
+    """The data that a forward leaves for its backward: the nodes that collect input gradients, and the roots of
+    backward.
 
-    ``arrivals``: for each input the node that collects its gradient, exactly as autograd hands it over; None where it
-    gets none; of a container those of its leaves, and how they make it. ``roots``: for each output its
-    autograd edge, None where it needs no gradient, or those of the tensors in a container. An edge does not keep the
-    tensor itself: once it has been sent, its memory is free unless autograd saved it.
-    ``deferred``: what its backward leaves for W, where it is the first of two halves.
+    ``arrivals``: for each input, the node that collects its gradient, exactly as autograd passes it; None if the input
+    gets no gradient; for a container, the nodes of its leaves, and its structure. ``roots``: for each output, its
+    autograd edge, None if it needs no gradient; for a container, the list of its tensors' edges. An edge does not keep
+    the tensor itself: once sent, the tensor's memory is free unless autograd saved it. ``deferred``: the data that the
+    backward leaves for W, if it is the first of two halves.
     """
 
     arrivals: list[Any]
     roots: list[_Edge | list[_Edge]]
     deferred: Deferred | None = None
     seed: Tensor | None = None
-    """The gradient of a scalar loss, once it is known."""
+    """The gradient of a scalar loss, once known."""
 
     def take_root(self, output: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Lets backward begin at ``output``, a scalar, times ``weight``; it is the last output, or was found in it.
+        """Makes backward begin at ``output``, a scalar, times ``weight``. ``output`` is the last output, or was found
+        in it.
 
-        The seed is its own: the gradient of a parameter may share memory with it.
+        The seed is a new tensor: a parameter's gradient may share memory with the seed.
         """
-        # a container's leaves were roots; of them the loss alone is one
+        # the container's leaves were roots; now only the loss is a root
         if isinstance(self.roots[-1], list):
             self.roots[-1] = edges(output)
         self.seed = torch.empty((), dtype=output.dtype, device=output.device)
@@ -48,12 +50,12 @@ _Edge = GradientEdge | None
 
 
 def _enter(value: Any) -> tuple[Any, Any]:
-    """An input to compute with, cut from where it came from; and what collects its gradient."""
+    """Returns a detached input to compute with, and the node that collects its gradient."""
     if isinstance(value, Tensor):
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value.detach(), None
         entered = _keep_gradient(_ANCHOR, value.detach())
-        return entered, entered.grad_fn  # the node, and not the tensor, whose memory is free once nobody uses it
+        return entered, entered.grad_fn  # the node, not the tensor, whose memory is freed with its last user
     leaves, spec = pytree.tree_flatten(value)
     if spec.is_leaf():
         return value, None
@@ -62,17 +64,17 @@ def _enter(value: Any) -> tuple[Any, Any]:
 
 
 class _KeepGradient(torch.autograd.Function):
-    """Identity whose backward keeps the gradient, and hands none on to the anchor.
+    """Identity whose backward keeps the gradient, and passes none to the anchor.
 
     A leaf's ``.grad`` would do, but AccumulateGrad copies a gradient into its leaf's strides, and the next kernel
-    would no longer be the one that plain PyTorch runs.
+    would no longer be the kernel of plain PyTorch.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradient = None
-        return value  # of which autograd makes a view
+        return value  # autograd makes a view of it
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -82,16 +84,16 @@ class _KeepGradient(torch.autograd.Function):
 
 _keep_gradient = plain_apply(_KeepGradient)
 _ANCHOR = torch.empty(0, device="cpu").requires_grad_()
-"""The leaf of autograd's graph at which the backward of every arrival ends. No gradient ever comes to it."""
+"""The leaf of autograd's graph at which the backward of every input ends. The anchor never gets a gradient."""
 
 
 class Forward:
     """``forward(*inputs) -> (outputs, saved)``.
 
     ``inputs`` are the stage's batch inputs and received values, in the order of ``names``; a received tensor that
-    requires a gradient gets one from ``Backward``. ``outputs`` are the values for other stages, in the order of
-    ``outputs``, and on the output stage the model's result as well. ``print()`` shows the code. ``in_halves``: whether
-    its backward is to leave the gradients of parameters to W; the function then takes a ``Deferred`` first.
+    requires a gradient gets its gradient from ``Backward``. ``outputs`` are the values for other stages, in the order
+    of ``outputs``, and on the output stage the model's result as well. ``print()`` shows the code. ``in_halves``:
+    whether the backward leaves the parameters' gradients to W; the function then takes a ``Deferred`` first.
     """
 
     def __init__(
@@ -126,8 +128,8 @@ class Forward:
 class Backward:
     """``backward(saved, gradients) -> input gradients``; parameters accumulate into ``.grad``, or else in ``weights``.
 
-    ``gradients`` has an entry for each output: a tensor (or a container shaped like the output), or None where
-    nothing came back; ``True`` stands for the seed of a scalar loss. The result has an entry for each input.
+    ``gradients`` has an entry for each output: a tensor (or a container shaped like the output), or None if no gradient
+    came back; ``True`` means the seed of a scalar loss. The result has an entry for each input.
     """
 
     def __init__(self, name: str, names: Sequence[str], outputs: Sequence[str]) -> None:
@@ -147,7 +149,7 @@ class Backward:
         return list(map(_gradient, saved.arrivals))
 
     def weights(self, deferred: Deferred) -> None:
-        """W: what a backward has left for it, where the forward was one ``in_halves``."""
+        """Runs W: the gradients that a backward has deferred, if the forward ran ``in_halves``."""
         try:
             deferred.accumulate()
         except RuntimeError as error:
@@ -165,7 +167,8 @@ class Backward:
     def apart(
         self, saved: Saved, gradients: Sequence[Any], parameters: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor | None]]:
-        """The same, with the parameters' gradients given back and not accumulated: (input gradients, theirs)."""
+        """As a call, but returns the parameters' gradients and does not accumulate them: (input gradients, parameter
+        gradients)."""
         roots, seeds = _begin(saved, gradients)
         # through the anchor, autograd runs the nodes that collect the arrivals' gradients
         ends = [*parameters, *([_ANCHOR] if any(arrival is not None for arrival in saved.arrivals) else ())]
@@ -187,7 +190,7 @@ class Backward:
 
 
 def _gradient(arrival: Any) -> Any:
-    """What an input got, shaped like it; None where no tensor of it got any."""
+    """Returns the gradient of an input, shaped like the input; None if no tensor of the input got a gradient."""
     if not isinstance(arrival, tuple):
         return None if arrival is None else arrival.gradient
     arrivals, spec = arrival
@@ -196,10 +199,10 @@ def _gradient(arrival: Any) -> Any:
 
 
 def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """Where a stage's backward begins, and with which gradients."""
+    """Returns the roots of a stage's backward, and their gradients."""
     roots: list[GradientEdge] = []
     seeds: list[Tensor | None] = []
-    # the last user first: where one tensor is several outputs, this is the order in which autograd adds up
+    # the last user first: if one tensor is several outputs, this is autograd's order of summation
     for output, gradient in zip(reversed(saved.roots), reversed(gradients), strict=True):
         if gradient is None or output is None:
             continue
@@ -216,8 +219,8 @@ def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], 
 
 
 def edges(output: Any) -> _Edge | list[_Edge]:
-    """Where the backward of an output begins: a tensor's autograd edge, None where it needs no gradient; of a container
-    a list of them."""
+    """Returns the roots of an output's backward: a tensor's autograd edge, None if it needs no gradient; for a
+    container, a list of edges."""
     if isinstance(output, Tensor):
         return gradient_edge(output) if output.requires_grad else None
     leaves = pytree.tree_leaves(output)
@@ -225,7 +228,7 @@ def edges(output: Any) -> _Edge | list[_Edge]:
 
 
 def shapes_of(value: Any) -> Any:
-    """Nested tuples, lists and mappings with its shape in place of each tensor, and None for what is none."""
+    """Returns nested tuples, lists and mappings with the shape of each tensor, and None for each other leaf."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, Mapping):
@@ -234,10 +237,7 @@ def shapes_of(value: Any) -> Any:
 
 
 def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool, whole: str = "") -> None:
-    """RunError where a submodule that record calls as a whole returns other shapes than it was captured with.
-
-    ``is_rehearsed``: whether its code looks at the values of tensors; ``whole``: the name of an opaque region.
-    """
+    """Raises RunError if a submodule that the tracer record calls as a whole returns other shapes than at capture."""
     found = shapes_of(result)
     if found != captured:
         instead = (

@@ -1,4 +1,4 @@
-"""``StageGraph``: a program cut into stages, and the values that pass between them. Frozen."""
+"""``StageGraph``: a program that is cut into stages, and the values that pass between the stages. Frozen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fxpipe.validation import Expected, check, is_list, is_mapping, is_text, is_
 @admitted
 @dataclass(frozen=True, order=True)
 class Edge:
-    """One value on its way from the stage that makes it to one stage that uses it."""
+    """A value that passes from the stage that makes it to a stage that uses it."""
 
     source: int
     target: int
@@ -40,48 +40,48 @@ class Edge:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: a function from batch inputs and received values to the values that other stages need."""
+    """A stage: a function from batch inputs and received values to the values that other stages need."""
 
     index: int
     name: str
     module: nn.Module | Callable[..., Any]
     function: Callable[..., tuple[Any, ...]]
-    """``function(*inputs)`` returns one value per outgoing edge, and on the output stage the model's result, or the
-    leaves of it where ``result`` says how they make it."""
+    """``function(*inputs)`` returns a value per outgoing edge, and on the output stage the model's result, or its
+    leaves if ``result`` has its structure."""
     inputs: tuple[str | Edge, ...]
-    """A batch input by name, a ``SizeOf`` one, or the edge that a value arrives on; the order of the arguments."""
+    """In the order of the arguments: a batch input by name, a ``SizeOf``, or the edge on which a value arrives."""
     outputs: tuple[Edge, ...]
     returns_result: bool
     tensors: Mapping[str, Tensor]
-    """Its parameters and buffers, by the model's own names."""
+    """The stage's parameters and buffers, by the model's own names."""
     draws_random: bool
     runs_python: bool = False
-    """Whether code of the user's runs in it, which may draw Python's and NumPy's random numbers."""
+    """Whether the stage runs the user's own code, which may draw Python's and NumPy's random numbers."""
     has_backward: bool = False
-    """Whether it, or a stage before it, has something to train."""
+    """Whether the stage, or a stage before it, has a trainable parameter."""
     result: pytree.TreeSpec | None = None
     deferring: Callable[..., tuple[Any, ...]] | None = None
-    """``function`` for tables that split its backward into I and W. It takes a ``Deferred`` in front of its inputs,
-    which collects the gradients of parameters for W. None where the stage cannot be split."""
+    """``function`` for tables that split the stage's backward into I and W. It takes a ``Deferred`` before its inputs,
+    which collects the gradients of parameters for W. None if the stage's backward cannot be split."""
     in_input: tuple[str, ...] = ()
-    """The parameters whose gradients are made in I, though the table has a W."""
+    """The parameters whose gradients I makes, even if the table has a W."""
     gathered: Gathered | None = None
-    """Of a stage that runs once for several micro-batches: how many, and whose rows."""
+    """For a stage that runs once for several micro-batches: how many, and whose rows. None for other stages."""
     ways: tuple[Mode | None, ...] = ()
-    """How each input is gathered then; None where the stage before runs for the same group."""
+    """How a gathered stage gathers each input; None if the input's stage runs for the same group."""
     varies: bool = False
-    """Whether shapes of its values, or which of them need a gradient, may differ between calls for inputs of one shape.
-    A description is then sent ahead of each value; so do the stages behind it, unless what they make is known."""
+    """Whether shapes of the stage's values, or which values need a gradient, may differ between calls for inputs of one
+    shape. Each value is then sent after its description; so are later stages' values, unless known."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
-        """One value per outgoing edge, and on the output stage the model's result."""
-        # nn.Module.__call__ costs more than a small graph's forward, and does nothing where there are no hooks
+        """Returns a value per outgoing edge, and on the output stage the model's result."""
+        # nn.Module.__call__ costs more than a small graph's forward, and is needed only for hooks
         function, hooks = self.function, self._hooks
         return self._returned(function if hooks is None or any(hooks) else function.forward, inputs)  # type: ignore[attr-defined]
 
     @cached_property
     def _hooks(self) -> Sequence[Mapping[int, Any]] | None:
-        """The tables of hooks of a graph's module."""
+        """The hook tables of a graph's module; None for other functions."""
         return hook_tables(self.function) if isinstance(self.function, fx.GraphModule) else None
 
     def _returned(self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -93,12 +93,12 @@ class Stage:
 
     @property
     def batch_inputs(self) -> tuple[str, ...]:
-        """The inputs that its rank must be given."""
+        """The batch inputs that the stage's rank must get."""
         return tuple(name for name in self.inputs if isinstance(name, str) and not isinstance(name, SizeOf))
 
     @property
     def sizes(self) -> tuple[SizeOf, ...]:
-        """The sizes of inputs that it is given."""
+        """The sizes of batch inputs that the stage gets."""
         return tuple(name for name in self.inputs if isinstance(name, SizeOf))
 
     @property
@@ -107,12 +107,12 @@ class Stage:
 
     @property
     def held(self) -> set[int]:
-        """Its tensors, by identity: of the names of a tied one each capture may take another."""
+        """The identities of the stage's tensors: each capture may use another name of a tied tensor."""
         return {id(tensor) for tensor in self.tensors.values()}
 
     @property
     def input_names(self) -> list[str]:
-        """What its inputs are called: batch inputs as the model calls them, values as their makers do."""
+        """The names of the stage's inputs: the model's names of batch inputs, and the makers' names of values."""
         return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class Stage:
 
     @cached_property
     def forward_in_halves(self) -> Forward:
-        """The forward of a micro-batch whose backward the table splits into I and W; ``forward`` without a split."""
+        """The forward for a backward that the table splits into I and W; ``forward`` if it cannot be split."""
         function, plain = self.deferring, self.forward
         if function is None:
             return plain
@@ -151,21 +151,21 @@ class StageGraph(Tabular):
     inputs: tuple[str, ...]
     """The model's inputs, in call order."""
     module: nn.Module
-    """The whole model, whose names the stages' parameters bear."""
+    """The whole model, which defines the names of the stages' parameters."""
     placement: Placement = ()
-    """The pipe rank of each stage, or its ranks, once they are decided."""
+    """The pipe rank, or ranks, of each stage, once decided."""
     bytes_of: Mapping[Edge, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Bytes of each edge's value for one micro-batch, once a step has shown them."""
+    """The bytes of each edge's value for one micro-batch, once a step has shown them."""
     origin: str = ""
-    """Where the graph comes from: which tracer, or the user's callables."""
+    """The origin of the graph: the tracer, or the user's callables."""
     recomputed: frozenset[str] = frozenset()
     """The names of the stages whose forward runs again for their backward."""
     labels: str = ""
-    """Whether the batch's labels are counted, for a reader."""
+    """A text that says whether the batch's labels are counted."""
     written: frozenset[str] = frozenset()
-    """The parameters and buffers that a capture saw forward write, in training or evaluation."""
+    """The names of parameters and buffers that forward wrote during a capture, in training or evaluation."""
     counting: Counting | None = None
-    """How the items of the loss are counted, where it is known to be a ``Sum``."""
+    """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -174,7 +174,7 @@ class StageGraph(Tabular):
 
     @cached_property
     def sizes(self) -> frozenset[SizeOf]:
-        """The sizes of inputs that stages are given."""
+        """The sizes of batch inputs that stages get."""
         return frozenset(size for stage in self.stages for size in stage.sizes)
 
     @property
@@ -192,7 +192,7 @@ class StageGraph(Tabular):
         return tuple(sorted({tuple(stages) for stages in users.values() if len(stages) > 1}))
 
     def ranks(self, stage: int) -> tuple[int, ...]:
-        """The pipe ranks of a stage, once they are decided, in the order in which they take its micro-batches."""
+        """Returns the pipe ranks of a stage, once decided, in the order in which they take its micro-batches."""
         return ranks_of(self.placement[stage])
 
     @property
@@ -206,10 +206,10 @@ class StageGraph(Tabular):
         return tuple(stage.name for stage in self.stages)
 
     def groups(self, microbatches: int) -> tuple[int, ...]:
-        """For each stage how many of so many micro-batches it runs for at once; PartitionError where none can be."""
+        """Per stage, the micro-batches of a group, of so many in all; PartitionError if groups do not divide these."""
         sizes = [1 if stage.gathered is None else stage.gathered.group or microbatches for stage in self.stages]
         for stage, size in zip(self.stages, sizes, strict=True):
-            # a group of fewer micro-batches would be another loss
+            # a smaller group would compute another loss
             if microbatches % size:
                 raise PartitionError(
                     f"stage {stage.name!r} gathers groups of {size} micro-batches, which do not divide the "
@@ -219,17 +219,17 @@ class StageGraph(Tabular):
 
     @property
     def gathers(self) -> dict[int, int | None]:
-        """Stage → how many micro-batches it runs for at once, None for all; of those that gather."""
+        """Gathered stage → for how many micro-batches it runs at once, None for all."""
         return {stage.index: stage.gathered.group for stage in self.stages if stage.gathered is not None}
 
     @property
     def sees_replicas(self) -> bool:
-        """Whether a stage is given the rows of other replicas."""
+        """Whether a stage gets the rows of other replicas."""
         return any("global" in stage.ways for stage in self.stages)
 
     def with_backward(self) -> StageGraph:
-        """The same graph; each stage has a backward if it, or one before it, has a trainable parameter now."""
-        # the stages are in topological order: those before each one are decided already
+        """The graph in which a stage has a backward if it, or an earlier stage, has a trainable parameter now."""
+        # the stages are in topological order: earlier stages are decided already
         stages: list[Stage] = []
         for stage in self.stages:
             trains = any(parameter.requires_grad for parameter in stage.parameters.values())
@@ -239,11 +239,11 @@ class StageGraph(Tabular):
 
     @property
     def held(self) -> set[int]:
-        """The tensors that stages use, by identity."""
+        """The identities of the tensors that stages use."""
         return {key for stage in self.stages for key in stage.held}
 
     def with_tensors_of_module(self) -> StageGraph:
-        """The same graph; its stages hold the tensors that now bear their names in the module."""
+        """Returns the graph whose stages hold the tensors that now have their names in the module."""
         held = all_tensors(self.module)
         stages = [replace(stage, tensors={name: held[name] for name in stage.tensors}) for stage in self.stages]
         return replace(self, stages=tuple(stages))
@@ -295,26 +295,26 @@ class StageGraph(Tabular):
         edges: Sequence[tuple[str, str]],
         inputs: Mapping[str, Sequence[str]],
     ) -> StageGraph:
-        """A stage graph from the user's own callables, for models that nothing can trace: each stage is opaque.
+        """Returns a stage graph from the user's callables, for models that no tracer can capture: each stage is opaque.
 
-        A stage is called with its batch inputs and then, in the order of ``edges``, with what the stages before it
-        returned. Exactly one stage has no edge out of it: it returns the loss.
+        A stage is called with its batch inputs, followed, in the order of ``edges``, by the results of the stages
+        before it. Exactly one stage has no outgoing edge: this stage returns the loss.
 
-        Parameters are named ``<stage name>.<name in the module>``. A function that holds parameters outside of a
-        module cannot be seen to have any; give a module.
+        Parameters are named ``<stage name>.<name in the module>``. fxpipe does not find parameters that a function
+        holds outside of a module; pass a module.
 
         Args:
             stages: name → module or function, in any order.
             edges: (from, to) pairs of names.
-            inputs: stage name → the batch inputs that it takes; the model's inputs are these, in order of first
-                mention.
+            inputs: stage name → the batch inputs that the stage takes; the model's inputs are all of these, in order
+                of first mention.
 
         Raises:
             PartitionError: a name is no stage or cannot be one, a stage cannot be called, an edge is given twice, the
                 edges form a cycle, or not exactly one stage returns the loss.
         """
         check(PartitionError, _KINDS, stages=stages, edges=edges, inputs=inputs)
-        # an edge's value is called after the stage that makes it: a callable returns one value
+        # an edge's value has the name of its source stage: a callable returns one value
         order = _ordered(list(stages), edges)
         index = {name: place for place, name in enumerate(order)}
         for name in inputs:
@@ -362,7 +362,7 @@ def _size(gathered: Gathered) -> str:
 
 
 def _made_in_input(stage: Stage) -> str:
-    """Which gradients of parameters I makes, and not W."""
+    """Returns a text that says which parameters' gradients I makes instead of W."""
     names, sizes = stage.in_input, {name: parameter.numel() for name, parameter in stage.parameters.items()}
     shown_names = ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
     share = sum(map(sizes.__getitem__, names)) / sum(sizes.values())
@@ -378,7 +378,7 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: (
             is_mapping(value)
             and all(map(is_text, value))
-            and all(callable(call) and not isinstance(call, type) for call in value.values())  # no class
+            and all(callable(call) and not isinstance(call, type) for call in value.values())  # not a class
         ),
         "a dict name -> module or function",
     ),
@@ -394,8 +394,8 @@ _KINDS: Mapping[str, Expected] = {
 
 
 def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Every parameter and buffer, by every name that it bears, each behind ``prefix``."""
-    # nn.Module's own: torch's checkpoint_wrapper leaves a part out of names where it is asked itself
+    """Returns every parameter and buffer, by each of its names, after ``prefix``."""
+    # nn.Module's own methods: those of torch's checkpoint_wrapper omit a part of the names
     return {
         **dict(nn.Module.named_parameters(module, prefix, remove_duplicate=False)),
         **dict(nn.Module.named_buffers(module, prefix, remove_duplicate=False)),
@@ -403,7 +403,7 @@ def all_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 
 
 def own_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
-    """The parameters and buffers that a node names, or that what it calls holds or is seen to use, by name."""
+    """The parameters and buffers, by name, that a node names, or that its module holds or is seen to use."""
     name = str(node.target)
     if node.op == "get_attr":
         return {} if name in program.constants else {name: program.attribute(name)}
@@ -415,15 +415,15 @@ def own_tensors(program: Program, node: fx.Node) -> dict[str, Tensor]:
 
 
 def first_names(module: nn.Module) -> dict[int, str]:
-    """The identity of each parameter and buffer → the first name that it bears."""
+    """Returns a dict: the identity of each parameter and buffer → its first name."""
     return {id(tensor): name for name, tensor in reversed(all_tensors(module).items())}
 
 
 def _fan_out(call: Callable[..., Any], uses: int, name: str, given: int) -> Callable[..., tuple[Any, ...]]:
-    """``call`` with its one value handed to ``uses`` stages, or returned as the result where there are none.
+    """Returns ``call`` with its value passed to ``uses`` stages, or returned as the result if no stage uses it.
 
-    What comes from other stages, behind the ``given`` inputs of the batch, it may not write: in one process the others
-    that use it would see that, on several ranks they would not.
+    ``call`` may not write values of other stages, which follow the ``given`` batch inputs: in one process other users
+    would see the write, on several ranks they would not.
     """
 
     def function(*inputs: Any) -> tuple[Any, ...]:
@@ -450,5 +450,5 @@ def _ordered(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str
 
 
 def bytes_in(value: Any) -> int:
-    """Bytes of all tensors in ``value``."""
+    """Returns the bytes of all tensors in ``value``."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))

@@ -1,4 +1,4 @@
-"""Topological order: Kahn's, where several could be next the one that begins first."""
+"""Topological order: Kahn's algorithm; of several groups that could be next, the group that begins first."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T", bound=Hashable)
 
 
 def topological_order(first: Mapping[T, int], after: Mapping[T, Collection[T]]) -> dict[T, int]:
-    """Group → its number in the order. ``first``: the place where each begins, each another; ``after``: who waits for
-    it. Groups that wait for each other, and those behind them, are left out."""
-    # how many of those before it each still waits for; a heap gives the earliest that waits for none
+    """Returns group → its number in the order. ``first``: the place at which each group begins, all different.
+    ``after``: the groups that wait for each. Groups in a cycle, and groups after these, are omitted."""
+    # how many groups each group still waits for; a heap gives the earliest group that waits for none
     missing = Counter(target for targets in after.values() for target in targets)
     ready: list[tuple[int, Any]] = [(place, group) for group, place in first.items() if not missing[group]]
     heapq.heapify(ready)

@@ -1,4 +1,4 @@
-"""With loss: a model and the parameters of its loss function, which are trained as the model's, as one module."""
+"""With loss: a model, and the parameters of its loss function, which are trained with it, as a single module."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from fxpipe.errors import RunError
 
 LOSS_FN = "loss_fn"
-"""What the loss function is called among the model's submodules."""
+"""The name of the loss function among the model's submodules."""
 
 
 def loss_module(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
-    """The module that a loss function is, or is a method of."""
+    """Returns the module that a loss function is, or whose method it is; None if it is neither."""
     function: Any = loss_fn
     while isinstance(function, functools.partial):
         function = function.func
@@ -24,10 +24,10 @@ def loss_module(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
 
 
 class WithLoss(nn.Module):
-    """Stands for a model, and is called as it is; ``loss_fn`` is one submodule more.
+    """Replaces a model, and is called like the model; ``loss_fn`` is an additional submodule.
 
-    It shares the model's table of attributes, so that what is set, read or replaced here or there is one and the same.
-    The model itself knows nothing of the loss function: its forward may loop over its submodules.
+    It shares the model's ``__dict__``, so that both have the same attributes, whichever sets or replaces them. The
+    model itself does not have the loss function: its forward may loop over its submodules.
     """
 
     __slots__ = (LOSS_FN, "model")
@@ -46,9 +46,9 @@ class WithLoss(nn.Module):
 
 
 def with_loss(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module:
-    """The model, with its loss function where that is a module with trainable parameters that the model has not.
+    """Returns the model, with its loss function if that is a module with trainable parameters that the model lacks.
 
-    RunError where the model has something else of that name.
+    RunError if the model has another attribute of that name.
     """
     loss, owned = loss_module(loss_fn), set(model.parameters())
     if loss is None or not any(p.requires_grad and p not in owned for p in loss.parameters()):
@@ -68,5 +68,5 @@ def with_loss(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model without its loss function's parameters."""
+    """Returns the model without its loss function's parameters."""
     return model.model if isinstance(model, WithLoss) else model

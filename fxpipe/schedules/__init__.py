@@ -1,6 +1,6 @@
-"""``SCHEDULES``: the families. A family is a pure function from a stage graph to rows of actions.
+"""``SCHEDULES``: the schedule families. A family is a pure function from a stage graph to rows of actions.
 
-To add one: write ``family(problem) -> rows`` in a file of ``families/``, and give it a row in the table.
+To add a family, write ``family(problem) -> rows`` in a file of ``families/``, and add a row to the table.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
         "zb_v": zb_v,
     }
 )
-"""Name → family. Each takes any stage graph and any placement; but for ``store_all``, ``group_interleaved`` and
-``cached``, which want a gathered stage, and ``zb_v``, which wants a chain on a placement that folds."""
+"""Name → family. Each family takes any stage graph and placement, except ``store_all``, ``group_interleaved`` and
+``cached``, which need a gathered stage, and ``zb_v``, which needs a chain on a placement that folds."""
 
 
 def build(
@@ -57,30 +57,30 @@ def build(
     gather_cost: tuple[float, float] | None = None,
     recompute: Sequence[bool] | None = None,
 ) -> Schedule:
-    """The verified schedule of that family for a bare stage graph.
+    """Returns the verified schedule of a family for a bare stage graph.
 
     Args:
         family: a name out of ``SCHEDULES``, or a function of the same kind.
         edges: pairs of stage numbers.
-        microbatches: how many.
-        placement: the rank of each stage; None: a rank for each. A stage on several, (0, 1, 2), runs micro-batch i, or
-            group i of a gathered one, on the (i mod r)-th of its r ranks, beside their other stages.
-        stages: how many; None: as many as ``placement`` has, or as ``edges`` mention.
-        backward: whether each stage has one; None: all do.
+        microbatches: the number of micro-batches.
+        placement: the rank of each stage; None: a rank for each. A stage on r ranks, (0, 1, 2), runs micro-batch i, or
+            group i if it is gathered, on the (i mod r)-th of these ranks, in addition to their other stages.
+        stages: the number of stages; None: as many as ``placement`` has, or as ``edges`` mention.
+        backward: whether each stage has a backward; None: all stages have.
         names: the stages' names; None: their numbers.
         tied: groups of stages that share a parameter.
-        costs: for families that look at them; None: F = 1 and B = 2.
-        in_flight: the most micro-batches per stage, one number or one for each; None: the family's own.
-        memory: the most bytes per rank, one number or one for each; the costs must then have ``activation_bytes``.
-        gather: stage → K: it runs once for K micro-batches, or, for None, once for all of them; so do all stages behind
-            it. Of "store_all", "group_interleaved" and "cached" the other families then take the one that is fastest
-            in simulation and keeps within the limits; the schedule's name says which.
-        gather_cost: F and B of a whole group at the stages of ``gather``; None: as ``costs`` has them, once.
-        recompute: whether each stage runs its forward again, as R, for its backward; None: none does. From F to R it
-            keeps its inputs, the costs' ``input_bytes``.
+        costs: the costs for families that use them; None: F = 1 and B = 2.
+        in_flight: the most micro-batches per stage, one number or a list; None: the family's own limits.
+        memory: the most bytes per rank, one number or a list; the costs must then have ``activation_bytes``.
+        gather: stage → K: the stage runs once for K micro-batches, or, for None, once for all of them; so do all later
+            stages. The other families then take the fastest in simulation, within the limits, of "store_all",
+            "group_interleaved" and "cached"; the schedule's name says which.
+        gather_cost: F and B of a whole group at the stages of ``gather``; None: F and B of ``costs``, once.
+        recompute: whether each stage runs its forward again, as R, for its backward; None: no stage does. From F to R
+            the stage holds its inputs, the costs' ``input_bytes``.
 
     Raises:
-        ScheduleError: they do not fit each other.
+        ScheduleError: the arguments do not fit each other.
 
     >>> schedule = build("1f1b", edges=[(0, 1), (1, 4), (2, 3), (3, 4)], microbatches=8)
     >>> schedule.simulate().makespan  # (m + D − 1)(F + B), for a depth D of 3 stages, F = 1 and B = 2
@@ -88,7 +88,7 @@ def build(
     >>> build("1f1b", edges=[(0, 1), (1, 2), (2, 3), (3, 4)], microbatches=8).simulate().makespan  # as a chain, D = 5
     36.0
     """
-    # 1. What was given, one argument after the other.
+    # 1. The arguments, one after the other.
     limited = with_costs(family, costs, in_flight, memory)
     edges = nested(edges)
     check_given(edges=edges, microbatches=microbatches, tied=tied, placement=placement, stages=stages)
@@ -96,7 +96,7 @@ def build(
     pairs = tuple((int(source), int(target)) for source, target in edges)
     if gather is None and gather_cost is not None:
         raise ScheduleError("gather_cost= is of the stages of gather=, and there is none; write gather={stage: None}")
-    # 2. How many stages: as many as are placed, or as the edges mention.
+    # 2. The number of stages: as many as are placed, or as the edges mention.
     mentioned = 1 + max((stage for pair in pairs for stage in pair), default=0)
     count = mentioned if placement is None else len(placement)
     count = count if stages is None else stages
@@ -118,7 +118,7 @@ def build(
         if gather_cost is not None:
             costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
             limited = replace(limited, costs=costs)
-    # 4. The table, proven to end.
+    # 4. The table, proven not to deadlock.
     schedule = make_table(limited, given, tuple(names or ()), nested(tied))
     schedule.verify()
     return schedule
@@ -128,10 +128,10 @@ def build(
 def make_table(
     limited: Limited, problem: Problem, names: tuple[str, ...] = (), tied: tuple[tuple[int, ...], ...] = ()
 ) -> Schedule:
-    """The table of a family, its actions checked and its limits kept, which ``prove`` has still to show to end;
-    ScheduleError where there is none. ``names``: of the stages; none: their numbers. ``tied``: as for ``build``."""
+    """Returns a family's table, its actions and limits checked; only ``prove`` shows that it does not deadlock.
+    ScheduleError if no table results. ``names``: of the stages; none: their numbers. ``tied``: as in ``build``."""
     problem = limited.within(problem)
-    # The rows are checked whoever wrote the family: it may be the user's own.
+    # The rows of every family are checked: the family may be the user's own.
     try:
         rows = solved(limited.family, problem)
     except ScheduleError:
@@ -174,17 +174,17 @@ def with_costs(
     in_flight: int | Sequence[int] | None = None,
     memory: float | Sequence[float] | None = None,
 ) -> Limited:
-    """The family at these costs and within these limits, for ``compile(schedule=...)``; its name stays.
+    """Returns the family with these costs and limits, for ``compile(schedule=...)``; its name does not change.
 
     Args:
         family: a name out of ``SCHEDULES``, or a function of the same kind.
-        costs: what it reckons with; None: those that it is given.
-        in_flight: the most micro-batches, one number or one per stage.
-        memory: the most bytes of them, one number or one per rank; the costs must then have ``activation_bytes``, or
+        costs: the costs that the family uses; None: the costs of the problem.
+        in_flight: the most micro-batches in flight, one number or one per stage.
+        memory: the most bytes in flight, one number or one per rank; the costs must then have ``activation_bytes``, or
             ``compile`` an example, from whose shapes it derives the bytes.
 
     Raises:
-        ScheduleError: there is no such family, or costs and limits are none.
+        ScheduleError: no family has this name, or a cost or limit is invalid.
     """
     check_given(costs=costs, in_flight=in_flight, memory=memory)
     if isinstance(family, str):

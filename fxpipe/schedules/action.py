@@ -1,4 +1,4 @@
-"""One cell of a schedule: a stage, what it does, and for which micro-batch, or group of them."""
+"""An action is one cell of a schedule: a stage, an operation, and a micro-batch or a group of micro-batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fxpipe.validation import shown
 
 
 class Op(enum.Enum):
-    """F: forward. R: the forward again, for the backward (recomputation). B: full backward. I and W: its two halves,
-    gradients of inputs and of weights."""
+    """F: forward. R: the forward again, for the backward (recomputation). B: full backward. I and W: the two halves of
+    a backward, the gradients of inputs (I) and of weights (W)."""
 
     F = "F"
     R = "R"
@@ -20,28 +20,28 @@ class Op(enum.Enum):
     I = "I"  # noqa: E741
     W = "W"
 
-    __hash__ = object.__hash__  # a member is one object; Enum's own hash is Python code, and tables hash it a lot
+    __hash__ = object.__hash__  # a member is one object; tables hash members often, and Enum's own hash is slow
 
 
 class Action(NamedTuple):
-    """What a stage does with a micro-batch, or with a group of them at once, one cell of a table.
+    """A stage's operation on a micro-batch, or on a group of micro-batches at once: a cell of a table.
 
     >>> str(Action(2, Op.F, 0)), str(Action(4, Op.F, 0, count=4))
     ('2F0', '4F0-3')
     """
 
     stage: int
-    """Its number; it may be on any rank."""
+    """The stage's number. The stage may be on any rank."""
     op: Op
-    """Forward, the forward again, backward, or one half of a backward."""
+    """Forward, the forward again, backward, or half of a backward."""
     microbatch: int
-    """Its number, from 0; a group's first."""
-    count: int = 1  # type: ignore[assignment]  # a tuple has a method of this name, which nobody misses here
-    """How many micro-batches it covers: 1, or as many as a gathered stage's group has."""
+    """The micro-batch's number, from 0; for a group, the number of its first micro-batch."""
+    count: int = 1  # type: ignore[assignment]  # tuple has a method of this name, which no caller needs here
+    """How many micro-batches the action covers: 1, or the group size at a gathered stage."""
 
     @property
     def microbatches(self) -> range:
-        """The numbers of those that it covers."""
+        """The numbers of the micro-batches that the action covers."""
         return range(self.microbatch, self.microbatch + self.count)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that prints as ``text``; ScheduleError where none does.
+        """Returns the action that prints as ``text``; raises ScheduleError if no action prints so.
 
         >>> Action.parse("2B1") == Action(2, Op.B, 1)
         True
@@ -66,6 +66,6 @@ class Action(NamedTuple):
 
 
 OPS = ", ".join(op.value for op in Op).replace(", W", " or W")
-"""In words."""
+"""The letters of all operations, as an English list for error messages."""
 
 _CELL = re.compile(f"([0-9]{{1,18}})([{''.join(op.value for op in Op)}])([0-9]{{1,18}})(?:-([0-9]{{1,18}}))?")

@@ -1,4 +1,4 @@
-"""``compare``: a planned timeline beside the real one, and where the time went."""
+"""``compare``: compares a planned timeline with the real one, and shows where the time went."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN_WAITS = 5
 
 
 class Part(NamedTuple):
-    """Something that takes time along the critical path: how often it occurs there, and how long it takes in all."""
+    """A part of the critical path: how often it occurs there, and how long it takes in total."""
 
     what: str
     times: int
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How one rank's real time divides, into four parts that sum to the makespan; and what the plan has of them."""
+    """How a rank's real time divides into four parts that sum to the makespan, and the planned times of these parts."""
 
     rank: int
     planned_compute: float
@@ -38,13 +38,13 @@ class Share(NamedTuple):
     waiting: float
     planned_rest: float
     rest: float
-    """Behind the rank's last action."""
+    """After the rank's last action."""
     between: float
-    """Between actions and in front of the first: sends, receives and the interpreter. A plan has nothing of it."""
+    """Between actions and before the first: sends, receives and the interpreter. A plan has no such time."""
 
 
 class Wait(NamedTuple):
-    """An action that waited for another rank's, longer than planned."""
+    """An action that waited for an action of another rank longer than planned."""
 
     action: Action
     source: Action
@@ -53,12 +53,12 @@ class Wait(NamedTuple):
 
 
 def compare(planned: Timeline, real: Timeline) -> Comparison:
-    """Where the time of a real step went, beside its plan. Print the result.
+    """Compares the times of a real step with its plan. Print the result.
 
     Args:
         planned: ``schedule.simulate(...)`` of the same table, with costs in seconds;
-            ``real.schedule.simulate(real.costs)`` asks what scheduling alone would give at the measured costs.
-        real: what ``ForwardBackward.timeline`` gave.
+            ``real.schedule.simulate(real.costs)`` gives the times of the schedule alone at the measured costs.
+        real: the result of ``ForwardBackward.timeline``.
 
     Raises:
         ScheduleError: the tables differ, or the plan is at the default costs, which are not in seconds.
@@ -81,14 +81,14 @@ def compare(planned: Timeline, real: Timeline) -> Comparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two timelines of one table, and what follows."""
+    """Two timelines of the same table, and their differences."""
 
     planned: Timeline
     real: Timeline
 
     @cached_property
     def path(self) -> tuple[Part, ...]:
-        """What the real step's critical path is made of; the real times sum to its makespan."""
+        """The parts of the real step's critical path; their real times sum to its makespan."""
         parts: dict[str, Part] = {}
         for what, planned, real in self._along_the_path():
             part = parts.get(what, Part(what, 0, 0.0, 0.0))
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def slack(self) -> float:
-        """By how much the same path is shorter than the makespan in the plan, where another one was critical."""
+        """The planned makespan minus this path's planned time; above 0 if another path is critical in the plan."""
         return self.planned.makespan - sum(part.planned for part in self.path)
 
     @cached_property
@@ -107,7 +107,7 @@ class Comparison:
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
-        """The actions that waited for a message longer than planned, those with the largest difference first."""
+        """The actions that waited for a message longer than planned, the largest difference first."""
         waits = []
         for action in self.real.spans:
             cause = self.real.cause(action)
@@ -118,9 +118,9 @@ class Comparison:
         return tuple(sorted(waits, key=lambda wait: wait.planned - wait.real))
 
     def _along_the_path(self) -> Iterator[tuple[str, float, float]]:
-        """(what, planned, real) of each action on the critical path, and of each gap in front of one."""
-        # Each action of the path begins when its cause has ended, and, from another rank, arrived: so actions and the
-        # gaps between them sum to the makespan.
+        """Yields (what, planned, real) of each action on the critical path, and of each gap before an action."""
+        # Each action of the path begins when its cause has ended, and, from another rank, arrived: so the actions and
+        # the gaps between them sum to the makespan.
         path = self.real.critical_path
         if path:
             yield "before the first action", 0.0, self.real.spans[path[0]].start
@@ -142,13 +142,13 @@ class Comparison:
             rest = timeline.makespan - max((timeline.spans[action].end for action in row), default=0.0)
             return timeline.busy[rank], sum(map(timeline.waited, row)), rest
 
-        # What is neither compute, waiting nor the end is left: it is not measured by itself.
+        # The remaining time, neither compute, waiting nor the end, is not measured by itself.
         planned, real = parts(self.planned), parts(self.real)
         between = self.real.makespan - real[0] - real[1] - real[2]
         return Share(rank, planned[0], real[0], planned[1], real[1], planned[2], real[2], between)
 
     def __str__(self) -> str:
-        # The headline, the critical path, the ranks' shares, and the longest waits, where some are longer than planned.
+        # The headline, the critical path, the ranks' shares, and the longest waits, if any are longer than planned.
         planned, real, ms = self.planned, self.real, milliseconds
         longer = real.makespan / planned.makespan - 1 if planned.makespan else 0.0
         path = [(p.what, f"{p.times}", ms(p.planned), ms(p.real), ms(p.real - p.planned, "+")) for p in self.path]
@@ -173,7 +173,7 @@ class Comparison:
 
 
 def _table(headers: str, rows: Sequence[Sequence[str]]) -> str:
-    """Words to the left, numbers to the right."""
+    """Returns a table with words aligned left and numbers aligned right."""
     is_number = [not "".join(column).strip("+-.0123456789") for column in zip(*rows, strict=True)]
     sides = ["right" if number else "left" for number in is_number]
     return tabulate(rows, headers=headers.split("|"), disable_numparse=True, colalign=sides)

@@ -1,4 +1,4 @@
-"""Costs: what an action costs at each stage, and a message between two ranks."""
+"""Costs: the time of each action at each stage, the time of a message between two ranks, and the bytes held."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fxpipe.validation import is_list, shown
 _BYTES = ("activation_bytes", "input_bytes", "deferred_bytes", "again_bytes")
 
 Cost = float | Sequence[float]
-"""One number for all stages, or one per stage."""
+"""One number for all stages, or a list with a number per stage."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Per stage and action, in any one unit of time: of a gathered stage, what its whole group takes at once. Bytes are
-    per micro-batch everywhere. Make it with ``Costs.of``.
+    """The time of each action at each stage, in one unit of time, and the bytes that stages hold. The time at a
+    gathered stage is that of a whole group. All bytes are per micro-batch. Make costs with ``Costs.of``.
 
     >>> costs = Costs.of(2, forward=[1, 3], backward=[2, 6], comm=0.25)
     >>> costs.weight, costs.input
@@ -32,21 +32,21 @@ class Costs:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    """The whole of it."""
+    """The time of the full backward, I and W together."""
     weight: tuple[float, ...]
-    """The part of it that an action W does, the rest being I."""
+    """The part of the backward's time that W takes; I takes the rest."""
     comm: float = 0.0
-    """What a message between two ranks takes. Each directed pair of ranks carries one at a time."""
+    """The time of a message between two ranks. Each directed pair of ranks carries one message at a time."""
     activation_bytes: tuple[float, ...] | None = None
-    """What a stage holds of a micro-batch from its forward to the end of its backward; None where that is not known."""
+    """The bytes that a stage holds of a micro-batch from its forward to the end of its backward; None if unknown."""
     input_bytes: tuple[float, ...] | None = None
-    """What a recomputed stage keeps of a micro-batch from its F to its R; None: it counts for nothing."""
+    """The bytes that a recomputed stage holds of a micro-batch from its F to its R; None counts as 0."""
     deferred_bytes: tuple[float, ...] | None = None
-    """What a stage holds of a micro-batch between its I and its W: inputs and output gradients of the calls that W
-    differentiates. None: all of ``activation_bytes``."""
+    """The bytes that a stage holds of a micro-batch between its I and its W: inputs and output gradients of the calls
+    that W differentiates. None: all of ``activation_bytes``."""
     again_bytes: tuple[float, ...] | None = None
-    """What the backward of a micro-batch holds beside all that while it runs: the most that one of the model's own
-    checkpoints computes again. None: nothing."""
+    """The additional bytes that the backward of a micro-batch holds while it runs: the largest recomputation of any of
+    the model's own checkpoints. None: 0 bytes."""
 
     @staticmethod
     def of(
@@ -59,20 +59,20 @@ class Costs:
         input_bytes: Cost | None = None,
         deferred_bytes: Cost | None = None,
     ) -> Costs:
-        """Costs of that many stages; each is one number, or one per stage.
+        """Returns the costs of so many stages; each cost is one number for all stages, or a list with one per stage.
 
         Args:
-            stages: how many.
-            forward: what an action F takes, and an R.
-            backward: what an action B takes, and I and W together.
-            weight: the part of ``backward`` that W does; None: half of it.
-            comm: what a message between two ranks takes.
-            activation_bytes: what a stage holds per micro-batch in flight, in bytes; None where that is not known.
-            input_bytes: what it keeps of one between F and R, where it is recomputed; None: it counts for nothing.
-            deferred_bytes: what it holds of one between I and W; None: as much as before.
+            stages: the number of stages.
+            forward: the time of an action F, and of an R.
+            backward: the time of an action B, and of I and W together.
+            weight: the part of ``backward`` that W takes; None: half of ``backward``.
+            comm: the time of a message between two ranks.
+            activation_bytes: the bytes that a stage holds per micro-batch in flight; None if unknown.
+            input_bytes: the bytes that a recomputed stage holds of a micro-batch between F and R; None counts as 0.
+            deferred_bytes: the bytes that a stage holds of a micro-batch between I and W; None: as many as before I.
 
         Raises:
-            ScheduleError: there are too many or too few, or one is negative or not finite.
+            ScheduleError: a list has too many or too few costs, or a cost is negative or not finite.
         """
         full = _per_stage("backward", backward, stages)
         part = tuple(cost / 2 for cost in full) if weight is None else _per_stage("weight", weight, stages)
@@ -91,17 +91,17 @@ class Costs:
                 object.__setattr__(self, name, _per_stage(name, tuple(given), len(self.forward)))
 
     def time(self, action: Action) -> float:
-        """How long an action takes."""
+        """Returns how long an action takes, in the unit of the costs."""
         return self._of[action.op][action.stage]
 
     def held(self, action: Action, recomputed: bool = False) -> float:
-        """How many bytes more a stage that has a backward holds with this action, a negative number where it lets go
-        of some; ``activation_bytes`` must be known. ``recomputed``: an R comes behind this F."""
+        """Returns how many more bytes a stage with a backward holds after this action, a negative number if the action
+        frees bytes; ``activation_bytes`` must be known. ``recomputed``: an R follows this F."""
         stage, op, _, count = action
         whole = (self.activation_bytes or ())[stage]
         kept = 0 if self.input_bytes is None else self.input_bytes[stage]
         left = whole if self.deferred_bytes is None else self.deferred_bytes[stage]
-        # Over a micro-batch these sum to 0: F + B, F + R + B, or with I and W in place of B.
+        # The changes of one micro-batch sum to 0: over F + B, over F + R + B, and with I and W in place of B.
         if op is Op.F:
             return count * (kept if recomputed else whole)
         if op is Op.R:
@@ -109,22 +109,22 @@ class Costs:
         return count * (-whole if op is Op.B else left - whole if op is Op.I else -left)
 
     def beside(self, action: Action) -> float:
-        """How many bytes an action holds beside what its stage does, while it runs."""
+        """Returns the additional bytes that an action holds while it runs."""
         if self.again_bytes is None or action.op not in (Op.B, Op.I):
             return 0.0
         return action.count * self.again_bytes[action.stage]
 
     def per_microbatch(self, stage: int, has_backward: bool) -> float:
-        """What a stage needs for a micro-batch in all, a gathered one for a group."""
+        """Returns the time that a stage needs for a micro-batch in total, or for a group at a gathered stage."""
         return self.forward[stage] + (self.backward[stage] if has_backward else 0)
 
     def with_recompute(self, stages: Collection[int]) -> Costs:
-        """Those of a table that has no R: at these stages a backward takes F + B."""
+        """Returns the costs for a table without R: at these stages a backward takes F + B."""
         pairs = enumerate(zip(self.forward, self.backward, strict=True))
         return replace(self, backward=tuple(b + f * (stage in stages) for stage, (f, b) in pairs))
 
     def at_stages(self, stages: Collection[int], forward: float, backward: float) -> Costs:
-        """The same with other costs at these stages; W's part of a backward stays what it is."""
+        """Returns the costs with another F and B at these stages; the share of W in a backward does not change."""
         forwards, backwards, weights = list(self.forward), list(self.backward), list(self.weight)
         for stage in stages:
             part = weights[stage] / backwards[stage] if backwards[stage] else 0.5
@@ -132,18 +132,18 @@ class Costs:
         return replace(self, forward=tuple(forwards), backward=tuple(backwards), weight=tuple(weights))
 
     def or_else(self, other: Costs) -> Costs:
-        """The same; what bytes these leave open, as ``other`` has them."""
+        """Returns these costs; each byte count that is None here is taken from ``other``."""
         missing = {name: getattr(other, name) for name in _BYTES if getattr(self, name) is None}
         return replace(self, **missing)
 
     @property
     def are_alike(self) -> bool:
-        """Whether F, I and W take one time at all stages, and a hop none."""
+        """Whether F, I and W take the same time at all stages, and a message takes none."""
         return len({*self.forward, *self.input, *self.weight}) <= 1 and not self.comm
 
     @cached_property
     def input(self) -> tuple[float, ...]:
-        """What an action I takes, per stage."""
+        """The time of an action I, per stage."""
         return tuple(whole - half for whole, half in zip(self.backward, self.weight, strict=True))
 
     @cached_property
@@ -161,7 +161,7 @@ def _per_stage(name: str, cost: Any, stages: int) -> tuple[float, ...]:
 
 def _checked(name: str, cost: Any) -> float:
     try:
-        number = math.nan if isinstance(cost, str) else float(cost)  # a tensor of one number is one
+        number = math.nan if isinstance(cost, str) else float(cost)  # a tensor with one element counts as a number
     except (TypeError, ValueError):
         number = math.nan
     if not 0 <= number < math.inf:

@@ -1,4 +1,4 @@
-"""Dependencies: what must have run before an action, and an order in which a table's cells can run."""
+"""Dependencies: which actions must run before an action, and an order in which a table's cells can run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.schedules.action import Action, Op
 
 
 class EdgeLike(Protocol):
-    """What is asked of a value that passes between stages: a stage pair, or one of many values between a pair."""
+    """The interface of a value that passes between stages: a stage pair, or one of many values between a pair."""
 
     @property
     def source(self) -> int: ...
@@ -22,19 +22,19 @@ class EdgeLike(Protocol):
 
 
 Half = tuple[int, int]
-"""(stage, micro-batch, or a group's first) whose backward is split into I and W, or that has an R."""
+"""A stage, and a micro-batch or the first of a group, whose backward is split into I and W, or that has an R."""
 
 Groups = Mapping[int, int]
-"""Stage → how many micro-batches an action of it covers; of a stage that is not gathered there is none."""
+"""Stage → how many micro-batches an action of the stage covers; only gathered stages have an entry."""
 
 
 def groups_of(rows: Iterable[Iterable[Action]]) -> Groups:
-    """The groups of a table. What has groups of several sizes is for ``verify`` to name."""
+    """Returns the groups of a table. ``verify`` reports a stage that has groups of several sizes."""
     return {action.stage: action.count for row in rows for action in row if action.count != 1}
 
 
 def group_of(groups: Groups, stage: int, microbatch: int) -> int:
-    """The first micro-batch of the group that a micro-batch belongs to at a stage; itself where that has none."""
+    """The first micro-batch of a micro-batch's group at a stage; itself if the stage is not gathered."""
     return microbatch - microbatch % groups.get(stage, 1) if groups else microbatch
 
 
@@ -47,27 +47,27 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What actions wait for. A group needs what each of its micro-batches needs; a micro-batch needs the gradient of
-    the group it is in."""
+    """The actions that each action waits for. A group needs what each of its micro-batches needs; a micro-batch needs
+    the gradient of its group."""
 
     sources: Mapping[int, tuple[int, ...]]
     """The stages whose forward a stage's forward needs."""
     readers: Mapping[int, tuple[int, ...]]
-    """The stages whose forward needs a stage's."""
+    """The stages whose forward needs a stage's forward."""
     targets: Mapping[int, tuple[int, ...]]
     """The stages whose backward a stage's backward needs."""
     halves: Collection[Half] = ()
-    """The backwards that a table has as I and W: a gradient comes from the I there, else from the B."""
+    """The backwards that a table splits into I and W: the I makes the gradient of inputs there, else the B."""
     recomputed: Collection[Half] = ()
-    """The forwards that a table has again, as R: a backward needs the R there, else the F."""
+    """The forwards that a table repeats as R. A backward needs the R if the table has one, otherwise the F."""
     groups: Groups = field(default_factory=dict)
     ahead: Mapping[int, int] = field(default_factory=dict)
-    """Of stages without backward, how many values each may have made that its readers have not received:
+    """Stage without backward → how many values the stage may have made that its readers have not received:
     ``held_back``."""
 
     @staticmethod
     def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
-        """The dependencies along ``edges``; ``backward``: whether each stage has one. ``rows``: the table."""
+        """Returns the dependencies along ``edges``. ``backward``: if each stage has a backward. ``rows``: the table."""
 
         def ran(op: Op) -> frozenset[Half]:
             return frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is op)
@@ -82,17 +82,17 @@ class Dependencies:
         )
 
     def before(self, action: Action) -> list[Action]:
-        """The actions that must have run before this one."""
+        """Returns the actions that must have run before this action."""
         needed = self.needs(action)
         if action.op is Op.F and action.stage in self.ahead:
             last = action.microbatch - self.ahead[action.stage]
-            # The forwards that take what the stage made so long ago that it may make more.
+            # The forwards that use an earlier value of the stage: after them the stage may make another.
             for reader in self.readers[action.stage] if last >= 0 else ():
                 needed.append(Action(reader, Op.F, group_of(self.groups, reader, last), self.groups.get(reader, 1)))
         return needed
 
     def needs(self, action: Action) -> list[Action]:
-        """Those of them whose results it is made from."""
+        """Returns the actions whose results this action reads."""
         stage, op, microbatch, count = action
         if op is Op.F:
             sources = self.sources.get(stage, ())
@@ -112,13 +112,13 @@ class Dependencies:
         return [own, *[self.gradient(target, microbatch) for target in self.targets.get(stage, ())]]
 
     def gradient(self, stage: int, microbatch: int) -> Action:
-        """The action that makes the gradients of a stage's inputs, for this micro-batch or the group that it is in."""
+        """The action that makes the gradients of a stage's inputs, for a micro-batch or the micro-batch's group."""
         first = group_of(self.groups, stage, microbatch)
         return Action(stage, Op.I if (stage, first) in self.halves else Op.B, first, self.groups.get(stage, 1))
 
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    """First → the seconds beside it, each once."""
+    """Returns a dict: first element → the second elements of its pairs, each once."""
     found: dict[int, dict[int, None]] = {}
     for first, second in pairs:
         found.setdefault(first, {})[second] = None
@@ -128,14 +128,14 @@ def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
 def in_order(
     rows: Sequence[Sequence[Action]], dependencies: Dependencies
 ) -> Iterator[tuple[int, Action, list[Action]]]:
-    """(rank, action, what had to run before) of a table's cells, in an order in which they can run; it ends early
-    where the table deadlocks."""
+    """Yields (rank, action, actions that had to run before) for each cell of a table, in an order that can run; ends
+    early if the table deadlocks."""
     done: set[Action] = set()
-    waiting: dict[Action, list[int]] = {}  # action → the ranks that can go on once it has run
+    waiting: dict[Action, list[int]] = {}  # action → the ranks that can continue after it
     place = [0] * len(rows)
     able = deque(range(len(rows)))
-    # Each rank runs until something is missing, and is woken by that: each action is looked at once for each of its
-    # needs.
+    # Each rank runs until a needed action is missing, and continues when that action has run: each action is examined
+    # once per action that it needs.
     while able:
         rank = able.popleft()
         while place[rank] < len(rows[rank]):
@@ -152,11 +152,11 @@ def in_order(
 
 
 def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[list[Action | None]]:
-    """The rows with a cell for each step, each action as early as its row and its dependencies allow; None where a
-    rank idles. A table that deadlocks has steps too: what cannot run stands at the end of its row."""
+    """Returns the rows with a cell for each step: each action runs as early as its row and its dependencies allow, and
+    None marks an idle step. If a table deadlocks, the actions that cannot run are at the end of their rows."""
     stepped: list[list[Action | None]] = [[] for _ in rows]
-    after: dict[Action, int] = {}  # action → the step behind it
-    # A step later than the last of its needs; what the rank idles until then are empty cells.
+    after: dict[Action, int] = {}  # action → the step after it
+    # An action runs one step after the last action that it needs; empty cells fill the rank's idle steps until then.
     for rank, action, before in in_order(rows, dependencies):
         cells = stepped[rank]
         cells += [None] * (max((after[other] for other in before), default=0) - len(cells))
@@ -168,7 +168,7 @@ def in_steps(rows: Sequence[Sequence[Action]], dependencies: Dependencies) -> li
     return [cells + [None] * (width - len(cells)) for cells in stepped]
 
 
-# --- how far a stage without backward, which waits for nobody behind it, may run ahead of the stages that read it ---
+# --- how far a stage without backward, which no gradient holds back, may run ahead of the stages that read it ---
 
 
 def held_back(
@@ -178,26 +178,26 @@ def held_back(
     makespan: Callable[[Dependencies], float],
     turns: Sequence[int],
 ) -> Dependencies:
-    """``free`` with the least caps by which a step takes no longer.
+    """Returns ``free`` with the smallest caps that do not make a step longer.
 
-    What a stage without backward has made and nobody has taken is held, so its F of micro-batch k waits until its
-    readers' ranks have received k − cap. ``before`` has the readers' F of k − cap, which orders the table; ``simulate``
-    waits for the messages. Where a table runs further ahead than the least caps, or would take longer, all caps are
-    doubled until it does not; a cap of all micro-batches is none.
+    A rank holds the values of a stage without backward until the readers receive them. So the stage's F of micro-batch
+    k waits until its readers' ranks have received k − cap. ``before`` has the readers' F of k − cap, which orders the
+    table; ``simulate`` waits for the messages. If the smallest caps make the step longer, or the table runs further
+    ahead, all caps are doubled until neither is so; a cap of all micro-batches is no limit.
 
-    Nothing can deadlock by it: a table that simulates with these waits has an order in which all its actions can run,
+    The caps cause no deadlock: a table that simulates with these waits has an order in which all its actions can run,
     and the messages that a cap waits for are posted before the action that it names.
 
     Args:
         free: the table's dependencies without caps.
-        backward: whether each stage has one.
-        microbatches: how many.
-        makespan: of a step by such dependencies; infinite where it deadlocks.
-        turns: on how many ranks each stage is: who waits has sent what it waits for.
+        backward: whether each stage has a backward.
+        microbatches: the number of micro-batches.
+        makespan: returns the makespan of a step under these dependencies; infinite if the step deadlocks.
+        turns: the number of ranks of each stage: the cap is a whole number of rounds.
     """
     caps = _least_caps(free, backward, turns)
     unheld = makespan(free) if caps else math.inf
-    # Caps that cost time are doubled: at all micro-batches they hold nobody back, so that it ends after log2(m) tries.
+    # Caps that cost time are doubled. At all micro-batches a cap delays no stage, so the loop ends after log2(m) tries.
     while unheld < math.inf and any(cap < microbatches for cap in caps.values()):
         held = replace(free, ahead=caps)
         if makespan(held) <= unheld * (1 + 1e-9):
@@ -207,8 +207,8 @@ def held_back(
 
 
 def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[int]) -> dict[int, int]:
-    """As many as keep a stage and what lies between it and its readers busy: 1 + d(s) − d(t) for a reader t, 2 for the
-    next stage, and so many groups where t runs in groups."""
+    """Returns the smallest caps that keep a stage, and the stages between the stage and its readers, busy: 1 + d(s) −
+    d(t) micro-batches for a reader t, 2 for the next stage, and as many groups if t runs in groups."""
     readers = {stage: free.readers.get(stage, ()) for stage in range(len(turns))}
     depth = [1] * len(turns)
     for stage in reversed(list(topological_order({stage: stage for stage in readers}, readers))):
@@ -217,7 +217,7 @@ def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[in
     for stage in free.readers:
         if not backward[stage]:
             wanted = ((1 + depth[stage] - depth[reader]) * free.groups.get(reader, 1) for reader in readers[stage])
-            # A whole number of rounds over the stage's ranks: who waits then has sent what it waits for.
+            # A whole number of rounds over the stage's ranks: then the waiting rank has itself sent the value.
             one_round = turns[stage] * free.groups.get(stage, 1)
             caps[stage] = math.ceil(max(wanted) / one_round) * one_round
     return caps

@@ -1,4 +1,4 @@
-"""Given: what a person may give for a table, looked at where it comes in."""
+"""Given: checks of the arguments that a user passes for a table, made where they come in."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ KINDS: Mapping[str, Expected] = {
     ),
     "memory": Expected(one_or_each(is_number), "a number of bytes, or one for each rank"),
 }
-"""Argument → what it is, where it is given at all."""
+"""Argument → its expected kind, if the argument is not None."""
 
 
 def check_given(**given: Any) -> None:
-    """ScheduleError for the first that is none of what ``KINDS`` has under its name; most may be left out, as None."""
+    """Raises ScheduleError for the first argument that is not of its kind in ``KINDS``; most arguments may be None."""
     required = ("rows", "edges", "microbatches", "tied")
     wanted = {name: value for name, value in given.items() if value is not None or name in required}
     check(ScheduleError, KINDS, **wanted)
 
 
 def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int) -> None:
-    """ScheduleError for no micro-batch, and for edges of other stages."""
+    """Raises ScheduleError for fewer than 1 micro-batch, and for edges that name unknown stages."""
     if microbatches < 1:
         raise ScheduleError(f"{microbatches} micro-batches; at least 1 is needed")
     for source, target in edges:
@@ -65,15 +65,15 @@ def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int
 
 
 def check_length(name: str, given: Sequence[object], count: int, what: str = "stages") -> None:
-    """ScheduleError unless there is one for each stage, or rank."""
+    """Raises ScheduleError unless the list has an entry for each stage, or each rank."""
     if len(given) != count:
         raise ScheduleError(f"{name} has {len(given)} entries for {count} {what}")
 
 
 def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -> None:
-    """ScheduleError unless each cell is an action of a stage and of micro-batches that there are."""
+    """Raises ScheduleError unless each cell is an action of an existing stage and of existing micro-batches."""
     for cell in chain.from_iterable(rows):
-        # The usual types by one comparison, since a table has thousands of cells; others, such as numpy's, one by one.
+        # One comparison covers the usual types, as a table has thousands of cells; others, such as numpy's, need more.
         usual = type(cell) is Action and tuple(map(type, cell)) == (int, Op, int, int)
         if not usual and not (isinstance(cell, Action) and isinstance(cell.op, Op) and all(map(is_whole, cell[::2]))):
             raise ScheduleError(f"{shown(cell)} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
@@ -85,11 +85,11 @@ def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -
 
 
 def in_order(value: Any) -> Any:
-    """What comes one after another as a tuple; anything else unchanged, for ``check_given`` to refuse."""
+    """Returns an iterable as a tuple; any other value unchanged, for ``check_given`` to refuse."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else value
 
 
 def nested(value: Any) -> Any:
-    """The same for groups of things that come one after another."""
+    """Returns an iterable of iterables as a tuple of tuples."""
     value = in_order(value)
     return tuple(map(in_order, value)) if isinstance(value, tuple) else value

@@ -1,13 +1,13 @@
-"""Lower: rows of actions → each rank's instructions, with its sends, receives and reductions put in.
+"""Lower: rows of actions → each rank's instructions, with sends, receives and reductions inserted.
 
-A message is one value of one micro-batch on its way from a stage to another on a different rank: an activation after
-a forward, once for all stages there that use it, or a gradient, the other way, after a backward, one from each.
-Messages from one rank to another travel in the order in which the sender makes them; both ends know it, for it follows
-from the rows.
+A message carries one value of one micro-batch from a stage to another on a different rank. An activation is sent after
+a forward, once per receiving rank for all stages there that use it; a gradient is sent the other way after a backward,
+one from each of these stages. Messages from one rank to another travel in the order in which the sender makes them;
+both ends derive this order from the rows.
 
-What the stage that makes a value makes of it at once is one message, its gradient too: a gathered stage is sent one
-for each micro-batch of its group, and sends as many gradients back. From one gathered stage to another there is one
-for each group, numbered by its first micro-batch.
+A message holds as much of a value as the stage makes in one action, and so does its gradient: a gathered stage receives
+a message for each micro-batch of its group, and sends as many gradients back. Between two gathered stages each group
+has one message, numbered by its first micro-batch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fxpipe.schedules.dependency import EdgeLike, Groups, group_of, groups_of
 
 
 class Message(NamedTuple):
-    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch; its gradient where ``op`` is B.
+    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch, or the value's gradient if ``op`` is B.
 
-    A value that a gathered stage makes is of its whole group, and ``microbatch`` is the first of it.
+    A gathered stage's value is that of its whole group, and ``microbatch`` is the group's first micro-batch.
     """
 
     edge: int
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 Use = tuple[int, int, bool]
-"""What needs a message: a stage, a micro-batch, or a group by its first one, and whether it is in forward."""
+"""The user of a message: a stage, a micro-batch or a group's first micro-batch, and whether its forward is the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Wait for what the action needs, then compute it."""
+    """Wait for the messages that the action needs, then compute the action."""
 
     action: Action
 
@@ -68,17 +68,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Free the buffer of a send. The receiver is known to have this message, so that waiting for it returns at once; in
-    front of a forward that is held back it is waited for."""
+    """Free the buffer of a send. The receiver is known to have the message, so that a wait for the send returns at
+    once; before a forward that is held back, the rank waits until the message is received."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Wait until the gradients of the parameters that stages on each of these ranks use are summed. Behind all actions.
+    """Wait until the gradients of the parameters that stages on each of these ranks use are summed. After all actions.
 
-    Sums over replicas need none: they run beside the row, on groups of their own, and replicas run equal rows.
+    Sums over replicas need none: they overlap the row on groups of their own, and replicas run equal rows.
     """
 
     ranks: tuple[int, ...]
@@ -101,18 +101,18 @@ def lower(
     values: Sequence[Hashable] | None = None,
     absent: Collection[tuple[int, int]] = (),
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Each rank's instructions.
+    """Returns each rank's instructions.
 
-    ``placement``: the rank, or the ranks, of each stage. ``backward``: whether each stage has one. ``tied``: groups of
-    stages that share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward such a stage
-    waits until what it made so many micro-batches ago is received. ``values``: what each edge carries, where several
-    may carry one value: to a rank it is sent once, on the edge to the stage that is the first to use it there.
-    ``absent``: (edge, micro-batch) pairs without a value or a gradient.
+    ``placement``: the rank, or the ranks, of each stage. ``backward``: whether each stage has a backward. ``tied``:
+    groups of stages that share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward,
+    such a stage waits until the value that it made so many micro-batches ago is received. ``values``: the value that
+    each edge carries, if several edges may carry the same value: a rank receives it once, on the edge to the stage that
+    uses it first there. ``absent``: (edge, micro-batch) pairs without a value or a gradient.
 
-    A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive behind it
-    in the sender's order, since messages between two ranks arrive in that order. So much memory is taken for what is on
-    its way, and for small messages, which may be posted before their place, so much as ``exchange.BURST`` says for
-    each sender. What does not deadlock by these places does not by earlier ones.
+    A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive that
+    follows it in the sender's order, since messages between two ranks arrive in that order. Posted receives take memory
+    for messages under way; small messages may be posted earlier, up to the bytes that ``exchange.BURST`` allows per
+    sender. A table that does not deadlock with these posting places does not deadlock with earlier ones.
     """
     lowering = Lowering(rows, edges, placement, backward, values, absent)
     groups = holders(placement, backward, tied)
@@ -122,7 +122,7 @@ def lower(
         waits = lowering.waits(rank, ahead, releases)
         instructions: list[Instruction] = []
         for place, action in enumerate(row):
-            # First of all: a peer's send, and all behind it in the queue, stands until its receive is posted.
+            # Receives come first: a peer's send, and all sends queued after it, block until the receive is posted.
             instructions += [Receive(message) for message in posts.get(place, ())]
             instructions += [Release(message) for message in waits.get(place, ())]
             instructions.append(Compute(action))
@@ -135,19 +135,19 @@ def lower(
 
 
 def holders(placement: Placement, backward: Sequence[bool], tied: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The ranks over which gradients are summed at the end, sorted: those of stages that share a parameter, and those
-    of a stage that is on several. Each rank comes to its own in this order, or ranks would wait in a circle."""
+    """The groups of ranks over which gradients are summed at the end, sorted: the ranks of stages that share a
+    parameter, and of a stage on several ranks. Each rank enters its groups in this order, or ranks would deadlock."""
     several = [[stage] for stage in replicated(placement) if backward[stage]]
     groups = ({rank for stage in stages for rank in ranks_of(placement[stage])} for stages in [*tied, *several])
     return sorted({tuple(sorted(ranks)) for ranks in groups})
 
 
 Sharing = Callable[[int, int], Sequence[int]]
-"""(edge, micro-batch) → the edges whose value comes in its message, itself included, in order."""
+"""(edge, micro-batch) → the edges whose value the edge's message carries, the edge included, in order."""
 
 
 def sharing(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashable] | None) -> Sharing:
-    """Which edges carry one value to one other rank. ``values``: as for ``lower``."""
+    """The function that lists the edges which carry a value to the same rank. ``values``: as in ``lower``."""
     found: dict[Hashable, list[int]] = {}
     for index, (edge, value) in enumerate(zip(edges, values or range(len(edges)), strict=True)):
         found.setdefault((edge.source, value), []).append(index)
@@ -163,7 +163,7 @@ def sharing(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashabl
 
 
 class Lowering:
-    """The messages of a table: which action sends each, and which needs it first."""
+    """The messages of a table: which action sends each message, and which action needs the message first."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Lowering:
         self._rows, self._edges, self._groups = rows, edges, groups_of(rows)
         self._rank_of = RankOf.of(placement, self._groups)
         self._shared, self._absent = sharing(edges, self._rank_of, values), absent
-        # (stage, op) → the values and gradients that it makes. A gradient comes from a B, or from the I of a split one.
+        # (stage, op) → the values and gradients that it makes. A gradient comes from a B, or from a split backward's I.
         self._makes: dict[tuple[int, Op], list[tuple[int, Op]]] = {}
         for index, edge in enumerate(edges):
             self._makes.setdefault((edge.source, Op.F), []).append((index, Op.F))
@@ -197,14 +197,14 @@ class Lowering:
         self.queues: dict[tuple[int, int], list[Message]] = {}
         for message in sorted(self.sent_at, key=lambda message: (message.sender, message.receiver)):
             self.queues.setdefault((message.sender, message.receiver), []).append(message)
-        # message → the place that its receive is posted before: an action ahead, and in its sender's order; and rank
-        # → place → the messages whose receives are posted there
+        # message → the place before which its receive is posted: an action ahead, and in its sender's order; and rank →
+        # place → the messages whose receives are posted there
         self.posted_at: dict[Message, int] = {}
         self.posts: list[dict[int, list[Message]]] = [{} for _ in rows]
-        self._receivers: list[list[int]] = [[] for _ in rows]  # rank → those that it sends to
+        self._receivers: list[list[int]] = [[] for _ in rows]  # rank → the ranks that it sends to
         for (sender, rank), messages in self.queues.items():
             self._receivers[sender].append(rank)
-            # From the last to the first: none may be posted behind one that the sender sends later.
+            # From the last to the first: no receive may be posted after the receive of a later message of the sender.
             latest = len(rows[rank])
             for message in reversed(messages):
                 latest = min(latest, max(self.used_at[message] - self._posted_ahead(message), 0))
@@ -213,10 +213,10 @@ class Lowering:
                 self.posts[rank].setdefault(self.posted_at[message], []).append(message)
 
     def _made_by(self, action: Action) -> Iterator[Message]:
-        """The messages that an action makes: of a value that several edges carry to one rank, one alone."""
+        """Yields the messages that an action makes; edges that carry a value to the same rank share a message."""
         for index, op in self._makes.get((action.stage, action.op), ()):
             edge = self._edges[index]
-            # A gathered source makes one value of its whole group; any other one for each micro-batch.
+            # A gathered source makes one value for its whole group; any other source one value for each micro-batch.
             step = self._groups.get(edge.source, 1)
             for microbatch in (action.microbatch,) if action.count == 1 else action.microbatches[::step]:
                 ends = self._rank_of(edge.source, microbatch), self._rank_of(edge.target, microbatch)
@@ -227,20 +227,20 @@ class Lowering:
                     yield message
 
     def _is_first(self, message: Message) -> bool:
-        """Whether a value travels on this edge: on the one, of those that carry it there, that is used first."""
+        """Whether a value travels on this edge: of the edges with the value to that rank, the edge used first."""
         shared = self._shared(message.edge, message.microbatch)
         if len(shared) == 1:
             return True
         return message.edge == min(reversed(shared), key=lambda edge: self._first_use(message._replace(edge=edge)))
 
     def _first_use(self, message: Message) -> int:
-        """The place in its receiver's row of the first action that needs a message; the row's end where none does."""
+        """The place in the receiver's row of the first action that needs a message; the row's end if none does."""
         use = user_of(message, self._edges, self._groups)
         return self._places.get((message.receiver, use), len(self._rows[message.receiver]))
 
     def _posted_ahead(self, message: Message) -> int:
-        """How many actions ahead of its use a receive is posted: one. The micro-batches of a group are made one after
-        another, so the last is posted one action ahead, the one before it two, and so on."""
+        """Returns how many actions ahead of its use a receive is posted: usually 1. A stage makes the micro-batches of
+        a group one after another, so the last receive is posted one action ahead, the second to last two, and so on."""
         edge = self._edges[message.edge]
         if not self._groups or message.op is not Op.F:
             return 1
@@ -248,17 +248,17 @@ class Lowering:
         return 1 + used - self._groups.get(edge.source, 1) - message.microbatch % used
 
     def releases(self, rank: int) -> dict[int, list[Message]]:
-        """Place in the row → sends that are over once its action has run.
+        """Returns a dict: place in the row → the sends that are known to be complete after the action there.
 
-        Whoever got a message that the peer sent after it used ours knows that ours has arrived.
+        A peer's message that was made after the peer used this rank's message proves that the latter arrived.
         """
         releases: dict[int, list[Message]] = {}
         for peer in self._receivers[rank]:
             messages, answers = self.queues[rank, peer], self.queues.get((peer, rank), [])
-            made = [self.sent_at[answer] for answer in answers]  # at these places of the peer's row, in order
+            made = [self.sent_at[answer] for answer in answers]  # the answers' places in the peer's row, in order
             soonest = list(accumulate((self.used_at[answer] for answer in reversed(answers)), min))[::-1]
             for message in messages:
-                first = bisect_left(made, self.used_at[message])  # the answers from here on were made after its use
+                first = bisect_left(made, self.used_at[message])  # answers from this index on were made after the use
                 if first < len(answers):
                     releases.setdefault(soonest[first], []).append(message)
         return releases
@@ -266,8 +266,8 @@ class Lowering:
     def waits(
         self, rank: int, ahead: Mapping[int, int], releases: dict[int, list[Message]]
     ) -> dict[int, list[Message]]:
-        """Place in the row → sends that its action waits for, so as not to run too far ahead. A message is released
-        once: of ``releases`` those stay that stand before it."""
+        """Returns a dict: place in the row → the sends that the action there waits for, so as not to run too far ahead.
+        Each message is released once: ``releases`` keeps only releases that come earlier."""
         row = self._rows[rank]
         forwards = {(action.stage, action.microbatch): place for place, action in enumerate(row) if action.op is Op.F}
         released = {message: place for place, messages in releases.items() for message in messages}
@@ -286,7 +286,7 @@ class Lowering:
 
 
 def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:
-    """The use of the action that needs a message. ``groups``: those of the table."""
+    """Returns the use of the action that needs a message. ``groups``: the groups of the table."""
     edge = edges[message.edge]
     if message.op is Op.F:
         return edge.target, group_of(groups, edge.target, message.microbatch), True
@@ -294,20 +294,20 @@ def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = Mappin
 
 
 def use_of(action: Action) -> Use | None:
-    """What an action uses messages as. An R has its inputs, a W what the I left."""
+    """The use of an action that needs messages; None for an R, which has its inputs, and a W, which reads its I's."""
     if action.op is Op.R or action.op is Op.W:
         return None
     return action.stage, action.microbatch, action.op is Op.F
 
 
 def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int], ...]:
-    """The directed pairs of ranks between which messages travel, sorted."""
+    """Returns the directed pairs of ranks between which messages travel, sorted."""
     sends = (step.message for row in instructions for step in row if isinstance(step, Send))
     return tuple(sorted({(message.sender, message.receiver) for message in sends}))
 
 
 def is_forward(instruction: Instruction) -> bool:
-    """Whether an instruction has a part in a forward-only run, where no gradient shows that a send was received."""
+    """Whether an instruction belongs to a forward-only run, in which no gradient shows that a send was received."""
     if isinstance(instruction, Compute):
         return instruction.action.op is Op.F
     return isinstance(instruction, Receive | Send) and instruction.message.op is Op.F

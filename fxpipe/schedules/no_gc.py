@@ -1,4 +1,4 @@
-"""Collector: Python's cyclic garbage collector, kept away from where many small objects are made that stay."""
+"""Collector: pauses Python's cyclic garbage collector while code makes many small, long-lived objects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collections inside. Actions, messages and spans form no cycles, a graph's nodes last, and there are hundreds
-    of thousands of them: the collector would walk them all each time that their number has grown by a quarter."""
+    """Disables collections inside. Actions, messages and spans form no cycles, a graph's nodes live long, and both
+    number hundreds of thousands: the collector would walk all each time their number has grown by a quarter."""
     was_on = gc.isenabled()
     gc.disable()
     try:

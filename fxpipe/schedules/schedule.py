@@ -1,7 +1,7 @@
-"""``Schedule``, the table that is printed, verified, simulated and executed, and ``Timeline``, when its actions run.
+"""``Schedule``, a table to print, verify, simulate and execute, and ``Timeline``, the times of its actions.
 
-They speak of each other, so they are one file. What shows and checks them stands above, and is imported where it is
-called.
+The two classes use each other, so they share a file. The code that shows and checks them depends on this file, and is
+imported where it is called.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Row = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rows of actions, one per pipe rank, and the stage graph that they are for.
+    """Rows of actions, one row per pipe rank, and the stage graph that the rows are for.
 
     ``str()`` is the table: a row per rank, a column per step, then bubble, makespan and peak in flight. ``verify``
-    finds out whether the rows can run.
+    checks that the rows can run.
 
     Raises:
         ScheduleError: the fields do not fit each other.
@@ -49,16 +49,16 @@ class Schedule:
     edges: tuple[tuple[int, int], ...]
     """Pairs of stages."""
     placement: Placement
-    """The rank of each stage, or its ranks: there micro-batch i is on the (i mod r)-th of r."""
+    """The rank of each stage, or its r ranks: micro-batch i is on the (i mod r)-th of these."""
     backward: tuple[bool, ...]
-    """Whether each stage has one."""
+    """Whether each stage has a backward."""
     microbatches: int
     name: str = "custom"
     stage_names: tuple[str, ...] = ()
     tied: tuple[tuple[int, ...], ...] = ()
-    """Groups of stages that share a parameter, whose gradients are summed over their ranks at the end."""
+    """Groups of stages that share a parameter, whose gradients are summed over the stages' ranks at the end."""
     costs: Costs | None = None
-    """What it was built for, where that is known; the figures below the printed table are at these."""
+    """The costs that the schedule was built for, if known; the figures below the printed table use these costs."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "edges", "tied"):
@@ -81,23 +81,23 @@ class Schedule:
 
     @staticmethod
     def from_csv(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
-        """Reads a table in the cells that torch.distributed.pipelining reads and writes: a line per rank, ``0F3,2B1``.
+        """Reads a table from a file of torch.distributed.pipelining's format: a line per rank, ``0F3,2B1``.
 
-        A stage is on the rank that has most of its actions, and has a backward where the table has a B, I or W of it.
-        Files with sends and receives, and torch's UNSHARD, RESHARD and REDUCE_GRAD, are read too: such a cell is
-        dropped, for fxpipe lowers anew, so that messages and reductions follow from the rows. An OVERLAP_F_B is read as
-        its actions in order.
+        A stage is on the rank that has most of its actions, and has a backward if the table has a B, I or W of the
+        stage. Files with sends and receives, and with torch's UNSHARD, RESHARD and REDUCE_GRAD, are read too: fxpipe
+        drops such cells, and derives messages and reductions from the rows. An OVERLAP_F_B is read as its actions in
+        order.
 
         Args:
-            path: the file; the table is called after it.
-            edges: pairs of stages; None: a chain in the order of their numbers. ``fxpipe.compile`` puts the model's own
-                in their place. Give them to have the messages compared: each line must have those that its rank has in
-                the lowered table. Without them they are taken for those of another graph, which the file does not hold.
+            path: the file, after which the table is named.
+            edges: pairs of stages; None: a chain in the order of their numbers. ``fxpipe.compile`` replaces them by the
+                model's own. With edges, the messages are compared: each line must have the messages of its rank in
+                the lowered table. Without edges, messages may be of another graph, which the file does not hold.
 
         Raises:
             ScheduleError: the file is malformed, or its messages do not fit; with line and cell, which count from 1.
-                ``verify`` finds what is wrong with its table.
-            OSError: it cannot be read.
+                ``verify`` finds errors in the table itself.
+            OSError: the file cannot be read.
         """
         from fxpipe.schedules.show import csv_file
 
@@ -106,17 +106,17 @@ class Schedule:
     def to_csv(self, path: StrPath, communication: bool = False) -> None:
         """Writes the table for ``from_csv``, or for torch.distributed.pipelining: a line per rank.
 
-        Which stages share a parameter (``tied``) is not in it. torch has no cells for a group of micro-batches,
-        ``4F0-3``, or for an R: a file with one is for ``from_csv`` alone.
+        The file does not say which stages share a parameter (``tied``). torch has no cells for a group of
+        micro-batches, ``4F0-3``, or for an R: only ``from_csv`` reads a file with such cells.
 
         Args:
             path: the file.
             communication: False: the lines are aligned by step, with an empty cell where a rank idles. True: they have
-                a cell for every message, ``0SEND_F3`` on the rank that sends and ``1RECV_F3`` on the one that receives,
+                a cell for every message, ``0SEND_F3`` on the rank that sends and ``1RECV_F3`` on the receiver,
                 in an order in which a receive may be waited for.
 
         Raises:
-            ScheduleError: a table that is to be written with communication does not verify.
+            ScheduleError: the table is written with communication, and does not verify.
             OSError: the file cannot be written.
         """
         from fxpipe.schedules.show import csv_file
@@ -124,17 +124,17 @@ class Schedule:
         csv_file.write(self, path, communication)
 
     def name_of(self, stage: int) -> str:
-        """A stage's name, or its number where it has none."""
+        """Returns a stage's name, or its number if the stage has no name."""
         return self.stage_names[stage] if self.stage_names else str(stage)
 
     def label(self, stage: int) -> str:
-        """A stage's number and, where it has one, its name: ``2: loss``."""
+        """Returns a stage's number and, if the stage has one, its name: ``2: loss``."""
         name = self.name_of(stage)
         return name if name == str(stage) else f"{stage}: {name}"
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
-        """Of how many micro-batches an action of each stage is: 1, or as many as a gathered stage's group has."""
+        """The number of micro-batches in an action of each stage: 1, or the group size at a gathered stage."""
         sizes = groups_of(self.rows)
         return tuple(sizes.get(stage, 1) for stage in range(len(self.placement)))
 
@@ -144,7 +144,7 @@ class Schedule:
         return RankOf.of(self.placement, groups_of(self.rows))
 
     def rank(self, action: Action) -> int:
-        """The rank that runs an action."""
+        """Returns the rank that runs an action."""
         return self.rank_of(action.stage, action.microbatch)
 
     @cached_property
@@ -159,10 +159,10 @@ class Schedule:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """With what stages without backward wait for, so as not to run too far ahead, at the table's own costs."""
+        """The dependencies, with the waits that limit how far stages without backward run ahead."""
         from fxpipe.schedules.simulate import makespan
 
-        # Caps are found by simulation, for they must not make the step longer.
+        # Simulation finds the caps, since caps must not make the step longer.
         free = Dependencies.of(self.links, self.backward, self.rows)
         turns = [len(ranks_of(place)) for place in self.placement]
         return held_back(free, self.backward, self.microbatches, lambda held: makespan(self, held), turns)
@@ -185,7 +185,7 @@ class Schedule:
         """ScheduleError if an action is missing or repeated, a dependency is broken, or the ranks would hang."""
         from fxpipe.schedules.verify import verify
 
-        # A table cannot change, so once is enough; the flag is no field, and takes no part in comparison.
+        # A table cannot change, so one check is enough; the flag is no field, and comparison ignores it.
         if "_verified" not in vars(self):
             verify(self)
             object.__setattr__(self, "_verified", True)
@@ -198,14 +198,14 @@ class Schedule:
         comm: float = 0,
         activation_bytes: Cost | None = None,
     ) -> Timeline:
-        """When each action would run, at costs that are one number each, or one per stage.
+        """Returns when each action would run; each cost is one number, or a list with one per stage.
 
         Args:
-            forward: what an action F takes; or all costs, as ``Costs``.
-            backward: what an action B takes, and I and W together.
-            weight: the part of ``backward`` that W does; None: half of it.
-            comm: what a message between two ranks takes. Each directed pair carries one at a time.
-            activation_bytes: what a stage holds per micro-batch in flight.
+            forward: the time of an action F; or all costs, as ``Costs``.
+            backward: the time of an action B, and of I and W together.
+            weight: the part of ``backward`` that W takes; None: half of ``backward``.
+            comm: the time of a message between two ranks. Each directed pair carries one message at a time.
+            activation_bytes: the bytes that a stage holds per micro-batch in flight.
 
         Raises:
             ScheduleError: the costs do not fit the stages, or the table deadlocks.
@@ -218,19 +218,19 @@ class Schedule:
         return simulate(self, forward)
 
     def planned(self, costs: Costs | None = None) -> Timeline:
-        """Simulated at these costs, or those that it was built for, or F = 1 and B = 2."""
+        """Simulates the table at these costs, or at the costs that it was built for, or at F = 1 and B = 2."""
         return self.simulate(costs or self.costs or 1)
 
     def to_svg(self, path: StrPath, costs: Costs | None = None) -> None:
-        """Writes the picture of the plan, at these costs or those that it was built for; see ``Timeline.to_svg``."""
+        """Writes the plan as SVG, at these costs or the table's own; see ``Timeline.to_svg``."""
         self.planned(costs).to_svg(path)
 
     def to_html(self, path: StrPath, costs: Costs | None = None) -> None:
-        """Writes the plan as a page, at these costs or those that it was built for; see ``Timeline.to_html``."""
+        """Writes the plan as HTML, at these costs or the table's own; see ``Timeline.to_html``."""
         self.planned(costs).to_html(path)
 
     def to_trace(self, path: StrPath, costs: Costs | None = None) -> None:
-        """Writes the plan as a trace, at these costs or those that it was built for; see ``Timeline.to_trace``."""
+        """Writes the plan as a trace, at these costs or the table's own; see ``Timeline.to_trace``."""
         self.planned(costs).to_trace(path)
 
     def __str__(self) -> str:
@@ -243,7 +243,7 @@ class Schedule:
         return f"<Schedule {self.name}: {sizes}>"
 
     def _repr_html_(self) -> str:
-        """Behind a cell of a notebook: the picture of the plan, and the table."""
+        """Returns the output of a notebook cell: the picture of the plan, and the table."""
         from fxpipe.schedules.show.html_page import pictured
 
         return pictured(self, self.planned)
@@ -261,15 +261,15 @@ class Span(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """What an action waited for before it began: another action, and whether its result had to change ranks."""
+    """The cause of an action's start: the action that it waited for, and whether that action's result changed ranks."""
 
     action: Action
     crosses: bool
 
 
 class Reduction(NamedTuple):
-    """When gradients were reduced over the data axis beside the actions of a pipe rank: from the start of the first
-    collective to the end of the last; there may be several, one after another."""
+    """When gradients were reduced over the data axis while a pipe rank ran its actions: from the start of the first
+    collective to the end of the last; a reduction may have several collectives."""
 
     rank: int
     what: str
@@ -279,46 +279,46 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of a schedule's actions, and what follows from them.
+    """The spans of a schedule's actions, and figures derived from the spans.
 
-    ``Schedule.simulate`` makes one from costs; ``ForwardBackward.timeline`` measures one. Times are in the unit of the
-    costs: measured ones in seconds. The first action begins at 0.
+    ``Schedule.simulate`` makes a timeline from costs; ``ForwardBackward.timeline`` measures a timeline. Times are in
+    the unit of the costs, in seconds if measured. The first action begins at 0.
     """
 
     schedule: Schedule
     spans: Mapping[Action, Span]
     since: Mapping[Action, float]
-    """Since when an action's rank stood ready for it; from then to the span's start it waited."""
+    """The time at which an action's rank was ready for the action; the rank waited from then to the span's start."""
     costs: Costs
-    """What the plan reckoned with; of a measured timeline, the medians measured."""
+    """The costs of the plan; for a measured timeline, the measured medians."""
     measured: bool = False
     reductions: tuple[Reduction, ...] = ()
-    """What ran beside the actions, where it was measured: a rank's in the order in which they were started."""
+    """The reductions over the data axis, if measured; each rank's in the order in which they started."""
     spells: tuple[Spell, ...] = ()
-    """Where it was measured, what each process did from the step's beginning to its end, one process after another."""
+    """If measured, the spells of each process from the step's beginning to its end, one process after another."""
     awaited: Mapping[Action, Action] = field(default_factory=dict)
-    """Of a plan, which action of another rank one waited for when its own rank stood ready."""
+    """For a plan: an action → the action of another rank that it waited for after its own rank was ready."""
 
     @cached_property
     def spent(self) -> tuple[Spent, ...]:
-        """How the step of each process divides: compute, waiting for which message, Python between actions, and what
-        lies before the first and after the last. Of a plan, nothing."""
+        """How each process's step divides: compute, waiting for each message, Python between actions, and the time
+        before the first action and after the last one. Empty for a plan."""
         return spent(self.spells)
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """The time from the step's start at 0 to the end of the last action."""
         return max((span.end for span in self.spans.values()), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """The time that each rank computes."""
         return tuple(sum(self.spans[action].duration for action in row) for row in ran(self))
 
     @cached_property
     def overlapped(self) -> tuple[Reduction, ...]:
         """The reductions that started before the last backward of their rank had ended."""
-        # A reduction that starts behind the last backward of its rank has nothing to run beside.
+        # A reduction that starts after the last backward of its rank overlaps nothing.
         last = [0.0] * len(self.schedule.rows)
         for action, span in self.spans.items():
             if action.op is not Op.F:
@@ -338,34 +338,34 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most micro-batches whose forward has run, for a recomputed stage its R, and whose backward has
-        not ended. A group counts as all of its micro-batches."""
+        """Per stage, the most micro-batches whose forward (at a recomputed stage, whose R) has run, and whose backward
+        has not ended. A group counts as all of its micro-batches."""
         from fxpipe.schedules.simulate import peak_in_flight
 
         return peak_in_flight(self.schedule)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Per rank, the most bytes that its micro-batches in flight hold; None where the costs do not give them."""
+        """Per rank, the most bytes of micro-batches in flight; None if the costs have no ``activation_bytes``."""
         from fxpipe.schedules.simulate import peak_bytes
 
         return None if self.costs.activation_bytes is None else peak_bytes(self.schedule, self.costs)
 
     @cached_property
     def lower_bound(self) -> float:
-        """What no table that splits the same backwards in halves could undercut at these costs."""
+        """A lower bound of the makespan, at these costs, of all tables that split the same backwards in halves."""
         from fxpipe.schedules.simulate import lower_bound
 
         return lower_bound(self.schedule, self.costs, self.schedule.groups, self.schedule.rows)
 
     def cause(self, action: Action) -> Cause | None:
-        """The last thing that had to happen before an action could begin; None where nothing had to.
+        """Returns the last event that had to happen before an action could begin; None if no event had to.
 
-        Where its rank was busy until then, that is the action in front of it.
+        If the rank was busy until then, the cause is the rank's previous action.
         """
         if action in self.awaited:
             return Cause(self.awaited[action], True)
-        # The action in front on the same rank counts first: where that ended last, nothing else was waited for.
+        # The previous action on the same rank counts first: if it ended last, the action waited for nothing else.
         rank = self.schedule.rank(action)
         ahead = self._ahead.get(action)
         cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
@@ -378,13 +378,13 @@ class Timeline:
         return cause
 
     def waited(self, action: Action) -> float:
-        """How long an action's rank stood ready for it; 0 where it did not run, or that is not known."""
+        """Returns how long an action's rank waited before the action; 0 if it did not run, or if unknown."""
         return self.spans[action].start - self.since[action] if action in self.spans and action in self.since else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
-        """The actions from the first to the one that ends the step; each waited for the one before it."""
-        # From the end back, from each action to what it waited for last.
+        """The actions from the first to the action that ends the step; each waited for the action before it."""
+        # Walks back from the step's end, from each action to the action that it waited for last.
         path: list[Action] = []
         action = max(self.spans, key=lambda action: self.spans[action].end, default=None)
         while action is not None:
@@ -394,13 +394,13 @@ class Timeline:
         return tuple(reversed(path))
 
     def to_svg(self, path: StrPath) -> None:
-        """Writes the picture: a row a rank, to scale, with its bubbles and the critical path."""
+        """Writes the picture as SVG: a row per rank, to scale, with bubbles and the critical path."""
         from fxpipe.schedules.show.svg_picture import svg
 
         write_whole(path, svg(self))
 
     def to_html(self, path: StrPath) -> None:
-        """Writes the picture as a page; a cell's title says when the action ran and what it waited for."""
+        """Writes the picture as an HTML page; a cell's title says when the action ran and what it waited for."""
         from fxpipe.schedules.show.html_page import html
 
         write_whole(path, html(self))
@@ -412,12 +412,12 @@ class Timeline:
         write_whole(path, chrome_trace(self))
 
     def to_csv(self, path: StrPath) -> None:
-        """Writes what each process did, a line for each spell: ``rank,category,what,start,end``, in seconds."""
+        """Writes the spells of each process, a line for each: ``rank,category,what,start,end``, in seconds."""
         write_whole(path, in_csv(self.spells))
 
     @cached_property
     def _ahead(self) -> Mapping[Action, Action]:
-        """Action → the one in front of it on its rank."""
+        """Action → the previous action on its rank."""
         return {second: first for row in ran(self) for first, second in pairwise(row)}
 
     def __str__(self) -> str:
@@ -436,12 +436,12 @@ class Timeline:
         return f"<Timeline of {what}: {figures}>"
 
     def _repr_html_(self) -> str:
-        """Behind a cell of a notebook: the picture, and the table."""
+        """Returns the output of a notebook cell: the picture, and the table."""
         from fxpipe.schedules.show.html_page import pictured
 
         return pictured(self, lambda: self)
 
 
 def ran(timeline: Timeline) -> list[list[Action]]:
-    """Each rank's actions that ran, in order; a micro-batch without weight has no backward."""
+    """Returns each rank's actions that ran, in order; a micro-batch without weight has no backward."""
     return [[action for action in row if action in timeline.spans] for row in timeline.schedule.rows]

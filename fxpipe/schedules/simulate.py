@@ -1,7 +1,7 @@
-"""Simulate: costs → when each action would run, the time that no table could undercut, and what stages hold.
+"""Simulate: costs → the time of each action, a lower bound of every table's makespan, and the memory that stages hold.
 
-A stage holds a micro-batch from its forward to the end of its backward. A recomputed one holds it from its R on; from F
-to R it keeps the inputs alone. A group counts as all of its micro-batches.
+A stage holds a micro-batch from its forward to the end of its backward. A recomputed stage holds a micro-batch from its
+R on; from F to R it holds only the inputs. A group counts as all of its micro-batches.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @paused()
 def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None = None) -> Timeline:
-    """Runs every action as early as its row and its messages allow, the table's own dependencies where none are given.
-    ScheduleError where it deadlocks."""
+    """Returns the timeline in which every action runs as early as its row and its messages allow. ``dependencies``:
+    None: the table's own. ScheduleError if the table deadlocks."""
     spans: dict[Action, Span] = {}
     since: dict[Action, float] = {}
     awaited: dict[Action, Action] = {}
-    ready = [[0.0] for _ in schedule.rows]  # rank → when it stands ready for the action at each place of its row
+    ready = [[0.0] for _ in schedule.rows]  # rank → when it is ready for the action at each place of its row
     dependencies = dependencies or schedule.dependencies
-    # Without either, a message is there when it is made: nothing has to be known of it.
+    # With neither, a message arrives as soon as it is made: no link need be modelled.
     links = _Links(schedule, costs.comm, dependencies.ahead, ready) if costs.comm or dependencies.ahead else None
     for rank, action, before in in_order(schedule.rows, dependencies):
         start = since[action] = ready[rank][-1]
@@ -52,19 +52,19 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
 
 
 class _Links:
-    """When messages arrive, by the model of ``verify``: each directed pair of ranks has a link, which carries one
-    message at a time, in the sender's order, from when it is made, its receive is posted, and the link is free.
+    """The arrival times of messages, by the model of ``verify``: each directed pair of ranks has a link, which carries
+    one message at a time, in the sender's order, once it is made, its receive is posted, and the link is free.
 
-    ``ready``: when each rank stands ready for each place of its row, as far as it has come.
+    ``ready``: when each rank is ready for each place of its row, as far as the rank has come.
     """
 
     def __init__(self, schedule: Schedule, comm: float, ahead: Mapping[int, int], ready: list[list[float]]) -> None:
         messages = self._messages = schedule._messages
         self._rows, self._comm, self._ready = schedule.rows, comm, ready
         self._arrived: dict[Message, float] = {}
-        self._free: dict[tuple[int, int], float] = {}  # link → when it is
+        self._free: dict[tuple[int, int], float] = {}  # link → when the link is free
         self._coming = {pair: iter(queue) for pair, queue in messages.queues.items()}
-        # (rank, place) → what the action there waits for: what it needs, and, held back, what others are to receive
+        # (rank, place) → the messages that the action waits for: inputs, and, if held back, sends that others receive
         self._awaited: dict[tuple[int, int], list[Message]] = {}
         for message, place in messages.used_at.items():
             self._awaited.setdefault((message.receiver, place), []).append(message)
@@ -73,8 +73,8 @@ class _Links:
                 self._awaited.setdefault((rank, place), []).extend(sent)
 
     def awaited(self, rank: int) -> Iterator[tuple[float, Action]]:
-        """Of each message that a rank's next action waits for, when it arrives, and the action that made it, or, where
-        others are to receive it, behind which they post that."""
+        """Yields, for each message that a rank's next action waits for, its arrival time, and the action that made the
+        message; for a message that another rank must receive, the action after which that rank posts the receive."""
         for message in self._awaited.get((rank, len(self._ready[rank]) - 1), ()):
             owner, place = message.sender, self._messages.sent_at[message]
             if owner == rank and self._messages.posted_at[message]:
@@ -83,7 +83,7 @@ class _Links:
 
     def _arrival(self, message: Message) -> float:
         pair = message.sender, message.receiver
-        # What stands in front of it on the link was made earlier, and its receive posted no later: both are known.
+        # Earlier messages on the link were made earlier, and their receives posted no later: both times are known.
         while message not in self._arrived:
             first = next(self._coming[pair])
             made = self._ready[first.sender][self._messages.sent_at[first] + 1]
@@ -93,7 +93,7 @@ class _Links:
 
 
 def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
-    """At the table's costs, or F = 1 and B = 2; infinite where it deadlocks."""
+    """Returns the makespan at the table's costs, or at F = 1 and B = 2; infinite if the table deadlocks."""
     try:
         return simulate(schedule, schedule.costs or Costs.of(len(schedule.placement)), dependencies).makespan
     except ScheduleError:
@@ -101,11 +101,11 @@ def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
 
 
 def least_makespan(schedule: Schedule, costs: Costs) -> float:
-    """What ``simulate`` cannot undercut, found much faster: the makespan where every receive is posted in time, and no
-    stage waits for its readers; infinite where the table deadlocks."""
+    """Returns a lower bound of the makespan that ``simulate`` finds, much faster: every receive is posted in time, and
+    no stage waits for its readers. Infinite if the table deadlocks."""
     backward, rank_of, rows, stages = schedule.backward, schedule.rank_of, schedule.rows, range(len(schedule.placement))
     time = {op: [costs.time(Action(stage, op, 0)) for stage in stages] for op in Op}
-    # of each value and gradient the times at which it arrives, by micro-batch, for the stage that makes it and its user
+    # the arrival times of each value and gradient, per micro-batch, for the stage that makes it and its user
     makes: dict[Op, list[list[tuple[list[float], int, int]]]] = {op: [[] for _ in stages] for op in Op}
     needs: dict[Op, list[list[list[float]]]] = {op: [[] for _ in stages] for op in Op}
     for source, target in schedule.edges:
@@ -117,7 +117,7 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
             needs[op][user].append(arrivals[op is Op.F])
     free, places, before = [0.0] * len(rows), [0] * len(rows), -1
     links = [[0.0] * len(rows) for _ in rows]  # [sender][receiver] → when the link is free
-    # Each rank as far as it comes, round and round: what the others make lets it go on.
+    # Runs each rank as far as possible, in rounds: the results of other ranks let a rank continue.
     while before < (before := sum(places)):
         for rank, row in enumerate(rows):
             now = free[rank]
@@ -145,19 +145,19 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
 def lower_bound(
     stages: Schedule | Problem, costs: Costs, groups: Sequence[int] | None, rows: Sequence[Sequence[Action]] = ()
 ) -> float:
-    """What no table of a stage graph that splits the same backwards in halves can undercut:
-    max over ranks of [shortest head + max(m·Σ(F + B), m·Σ(F + G) + shortest tail)].
+    """Returns a lower bound of the makespan of all tables of a stage graph that split the same backwards in halves: max
+    over ranks of [shortest head + max(m·Σ(F + B), m·Σ(F + G) + shortest tail)].
 
     A head is the longest forward path to a stage of the rank, before the rank can begin; a tail the longest backward
-    path behind its last gradient. G is what a stage needs before it sends a gradient: B, or, where the table splits
-    its backward, I alone, for the W's may come last. Without a split that is head + m·Σ(F + B) + tail.
+    path after its last gradient. G is a stage's time before it sends a gradient: B, or, if the table splits its
+    backward, only I, since the W's may come last. Without a split the bound is head + m·Σ(F + B) + tail.
 
-    A message counts with its own time: what it waits for its link comes on top, in no bound.
+    A message counts with its own time; no bound includes its wait for the link.
 
-    An R counts as work, and not in tails, for it need not wait. A gathered stage has m / K actions; its head has K
-    forwards of each stage that feeds it, and the tails of those K gradients. ``groups``: K of each stage; None: no
-    stage is gathered. ``rows``: the table, where it has an I or an R. Of a stage on several ranks each has its turns; a
-    rank is also looked at without such stages, whose heads and tails may be shorter than those of the rest.
+    An R counts as work, and not in tails, since an R need not wait. A gathered stage has m / K actions; its head has K
+    forwards of each stage that feeds it, and the tails of these stages have K gradients. ``groups``: K of each stage;
+    None: no stage is gathered. ``rows``: the table, if it has an I or an R. A stage on several ranks gives each rank
+    its turns; a second bound of a rank omits such stages, whose heads and tails may be shorter than the others'.
     """
     count, ranks = len(stages.placement), [ranks_of(place) for place in stages.placement]
     size = groups or (1,) * count
@@ -168,8 +168,8 @@ def lower_bound(
     after: dict[int, list[int]] = {stage: [] for stage in range(count)}
     for source, target in stages.edges:
         after[source].append(target)
-    # Longest paths, in topological order. A gathered target needs K forwards of its source first, and gives the
-    # gradients of K back; a source on r ranks runs ⌈K / r⌉ of them behind one another.
+    # Longest paths, in topological order. A gathered target needs K forwards of its source first, and returns K
+    # gradients; a source on r ranks runs ⌈K / r⌉ of these one after another.
     for source in topological_order({stage: stage for stage in range(count)}, after):
         for target in after[source]:
             hop = costs.comm * set(ranks[source]).isdisjoint(ranks[target])
@@ -187,23 +187,23 @@ def lower_bound(
                 turns = len(range(ranks[s].index(rank), stages.microbatches // size[s], len(ranks[s])))
                 work += (forward + costs.backward[s] * stages.backward[s]) * turns
                 sent += (forward + gradient[s] * stages.backward[s]) * turns
-            # The rank may run W's while the last gradient is under way, so the tail is added to F and G alone.
+            # The rank may run W's while the last gradient is under way, so only F and G add the tail.
             last = min(tail[s] for s in some)
             bounds.append(min(head[s] for s in some) + max(work, sent + last))
     return max(bounds, default=0.0)
 
 
-# --- what stages hold ---
+# --- the micro-batches and bytes that stages hold ---
 
 
 def recomputed_in(schedule: Schedule) -> frozenset[Half]:
-    """The (stage, micro-batch) of each forward that the table has again, as R."""
+    """Returns the (stage, micro-batch) of each forward that the table repeats as R."""
     actions = (action for row in schedule.rows for action in row)
     return frozenset((action.stage, action.microbatch) for action in actions if action.op is Op.R)
 
 
 def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
-    """Action → the number of micro-batches that its stage holds more after it; negative where it frees them."""
+    """Returns a function: action → how many more micro-batches its stage holds after it; negative if it frees some."""
     recomputed = recomputed_in(schedule)
 
     def change(action: Action) -> int:
@@ -216,7 +216,7 @@ def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds, on any of its ranks."""
+    """Returns, per stage, the most micro-batches that the stage holds on any of its ranks."""
     peaks, change = [0] * len(schedule.placement), changes_in_flight(schedule)
     for row in schedule.rows:
         in_flight = [0] * len(peaks)
@@ -227,11 +227,11 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Per rank, the most bytes that its micro-batches hold; the costs must give ``activation_bytes``.
+    """Returns, per rank, the most bytes that its micro-batches hold; the costs must give ``activation_bytes``.
 
-    What has arrived for a forward that has not run yet is not in it.
+    Inputs that have arrived for a forward that has not run yet do not count.
     """
-    # The peak may lie inside an action, which holds more while it runs than before or after it.
+    # The peak may occur inside an action, which may hold more bytes while it runs than before or after.
     recomputed = recomputed_in(schedule)
     peaks = []
     for row in schedule.rows:

@@ -1,9 +1,9 @@
-"""Spells: what each process did from the beginning of a measured step to its end: it computed, it waited, or neither.
+"""Spells: how each process spent a measured step: it computed, it waited, or it did neither.
 
     before        compute  waiting  compute  between  compute  after
     ├─ settling ─┤├─ 0F0 ─┤├ 1B0 ──┤├─ 0B0 ─┤├──────┤├─ 0F1 ─┤├─ loss ─┤
 
-The spells of a process follow one another without a gap, so they sum to its step.
+The spells of a process follow one another without a gap, so their durations sum to the process's step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tabulate import tabulate
 
 COMPUTE, WAITING, BETWEEN, BEFORE, AFTER = "compute", "waiting", "between", "before", "after"
 CATEGORIES = COMPUTE, WAITING, BETWEEN, BEFORE, AFTER
-_LONGEST = 3  # messages waited for that are named, of a rank
+_LONGEST = 3  # how many awaited messages a rank's row names
 
 
 class Spell(NamedTuple):
-    """Some time of a process. ``ranks``: the pipe ranks that it played. ``what``: the action that was computed, the
-    message that was waited for ("1B0 from rank 1"), or what a step does around its actions; of "between", nothing.
+    """A time span of a process. ``ranks``: the pipe ranks that the process played. ``what``: the computed action, the
+    awaited message ("1B0 from rank 1"), or the work that a step does around its actions; empty for "between".
 
-    Times are those of the timeline: "before" lies below 0 on the rank that began first.
+    Times are in seconds on the timeline's clock: "before" is below 0 on the rank that began first.
     """
 
     ranks: tuple[int, ...]
@@ -45,25 +45,25 @@ class Spent:
 
     ranks: tuple[int, ...]
     seconds: Mapping[str, float]
-    """Category → its part: "compute"; "waiting" for messages of other ranks; "between" actions, where Python runs:
-    sends, posted receives, reductions that are started, waits for gathered parameters; "before" the first action and
-    "after" the last one. They sum to ``wall``."""
+    """Category → its seconds: "compute"; "waiting" for messages of other ranks; "between" actions, in which Python
+    runs: sends, posted receives, started reductions, waits for gathered parameters; "before" the first action and
+    "after" the last one. The values sum to ``wall``."""
     waits: Mapping[str, float]
-    """Message → how long it was waited for, the longest first."""
+    """Message → how many seconds the process waited for it, the longest wait first."""
     outside: Mapping[str, float]
-    """What was done before the first action and after the last one → how long it took, in order."""
+    """Work before the first action and after the last one → its seconds, in order."""
     wall: float
-    """From the call's beginning to its end."""
+    """The seconds from the call's beginning to its end."""
 
     @property
     def label(self) -> str:
-        """The ranks: "2", or "0-3"."""
+        """The ranks as text: "2", or "0-3"."""
         return str(self.ranks[0]) if len(self.ranks) == 1 else f"{self.ranks[0]}-{self.ranks[-1]}"
 
 
 def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
-    """Each process's sums."""
-    # One pass for each process; messages by name, the parts around actions in their order.
+    """Returns the sums of each process."""
+    # One pass for each process sums waits by message, and the work around actions in its order.
     found = []
     for ranks in sorted({spell.ranks for spell in spells}):
         mine = [spell for spell in spells if spell.ranks == ranks]
@@ -80,7 +80,7 @@ def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
 
 
 def tabulated(spells: Sequence[Spell]) -> str:
-    """A row for each process, in ms; below it what stands outside of actions, in the mean over processes."""
+    """Returns a table with a row for each process, in ms, and below it the mean times of work outside of actions."""
     each = spent(spells)
     rows = []
     for part in each:
@@ -95,7 +95,7 @@ def tabulated(spells: Sequence[Spell]) -> str:
 
 
 def in_csv(spells: Sequence[Spell]) -> str:
-    """A line for each spell: ``0,waiting,1B0 from rank 1,0.0125,0.0131``, in seconds."""
+    """Returns a CSV text with a line for each spell, in seconds: ``0,waiting,1B0 from rank 1,0.0125,0.0131``."""
     file = StringIO()
     lines = csv.writer(file, lineterminator="\n")
     lines.writerow(["rank", "category", "what", "start", "end"])
@@ -106,5 +106,5 @@ def in_csv(spells: Sequence[Spell]) -> str:
 
 
 def milliseconds(seconds: float, sign: str = "") -> str:
-    """To a hundredth. ``sign``: "+" where a positive number has one."""
+    """Returns seconds as milliseconds with two decimals. ``sign``: "+" to mark positive numbers."""
     return f"{round(seconds * 1e3, 2) + 0.0:{sign}.2f}"  # and not -0.00

@@ -1,4 +1,4 @@
-"""Show: a schedule or a timeline as a table, folded to the terminal where it is long."""
+"""Show: a schedule or a timeline as a text table, folded to the terminal's width if the table is long."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fxpipe.schedules.dependency import in_steps
 from fxpipe.schedules.schedule import Schedule, Timeline
 
 Step = tuple[Action | None, ...]
-"""A column of the table: what each rank does in that step."""
+"""A column of the table: the action of each rank in that step, None if the rank idles."""
 
 Column = list[str]
 """A column as text: its header, then a cell for each rank."""
 
 LEFT_OUT = "⋯"
 AIRY, CLOSE = 2, 1
-"""Blanks between two columns. An airy table has two more behind the longest header."""
+"""The number of blanks between two columns. An airy table adds two more after the longest header."""
 
 
 def table(what: Schedule | Timeline, full: bool = False) -> str:
-    """Rows are ranks with their stages, columns are steps of one action each; then the figures, at the costs of the
-    timeline, or those that the schedule was built for, or B = 2F.
+    """Returns the table as text: rows are ranks with their stages, columns are steps of one action each. The figures
+    follow, at the costs of the timeline, at the costs that the schedule was built for, or at B = 2F.
 
-    A table wider than the terminal is folded: of steps that repeat for micro-batch after micro-batch one period is
-    shown, and a line says what was left out. What is still too wide becomes several blocks. ``full``: all in one piece.
+    A table wider than the terminal is folded: of steps that repeat for each micro-batch, the table shows one period,
+    and a line lists the omitted steps. A table that is still too wide becomes several blocks. ``full``: never folds.
     """
     schedule = what if isinstance(what, Schedule) else what.schedule
     stages, ranks = len(schedule.placement), len(schedule.rows)
@@ -38,12 +38,12 @@ def table(what: Schedule | Timeline, full: bool = False) -> str:
 
 
 def grid(schedule: Schedule, marked: Collection[Action] = ()) -> str:
-    """The table's cells, the marked ones in brackets; of a table wider than the terminal what is near to them."""
+    """The table's cells, marked cells in brackets; of a table wider than the terminal only steps near these."""
     return "\n".join(_drawn(schedule, marked))
 
 
 def _drawn(schedule: Schedule, marked: Collection[Action] = (), full: bool = False) -> list[str]:
-    """The lines of cells: all where they fit, else what is near to the marked ones, or folded."""
+    """Returns the lines of cells: all cells if they fit, else the steps near the marked cells, or a folded table."""
     steps = list(zip(*in_steps(schedule.rows, schedule.dependencies), strict=True))
     whole = [*_heads(schedule), *_columns(steps, marked)]
     if full or _fits(whole, AIRY):
@@ -57,8 +57,8 @@ def _drawn(schedule: Schedule, marked: Collection[Action] = (), full: bool = Fal
 
 @dataclass(frozen=True)
 class Fold:
-    """Steps that repeat the ``period`` of steps in front of ``first``, ``times`` times, each time for micro-batches
-    that are ``shift`` further on."""
+    """Steps that repeat the ``period`` steps before ``first``, ``times`` times, each time for micro-batches whose
+    numbers are ``shift`` higher."""
 
     first: int
     period: int
@@ -67,7 +67,7 @@ class Fold:
 
     @property
     def end(self) -> int:
-        """The step behind the last one."""
+        """The step after the fold's last step."""
         return self.first + self.period * self.times
 
     def __str__(self) -> str:
@@ -81,9 +81,9 @@ def _range(first: int, end: int) -> str:
 
 
 def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
-    """The steady states of a table, those that leave out most.
+    """Returns the steady states of a table; of several choices, the folds that omit the most steps.
 
-    1F1B repeats for each micro-batch, interleaved 1F1B for each group of them, GPipe first forwards, then backwards.
+    1F1B repeats for each micro-batch, interleaved 1F1B for each group, GPipe first forwards, then backwards.
     """
     places = {action: place for place, step in enumerate(steps) for action in step if action is not None}
     # A pattern may repeat for each micro-batch, for a lap of interleaved stages, for a group, or for a round of ranks.
@@ -95,22 +95,22 @@ def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
 
 
 def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> Iterator[Fold]:
-    """Where step after step comes again as many steps later, for micro-batches ``shift`` further on."""
-    # A run of steps with one period p repeats: so many whole periods as fit into it are left out, the first one shown.
+    """Yields the folds in which each step repeats equally many steps later, for micro-batches ``shift`` higher."""
+    # A run of steps with the same period repeats: the table shows the first period, and omits the others.
     periods = (_period(step, place, shift, steps, places) for place, step in enumerate(steps))
     done = start = 0
     for period, run in groupby(periods):
         start, end = max(start, done), start + len(list(run))
         times = (end - start) // period if period else 0
-        if period * times > 2:  # fewer are as well shown
+        if period * times > 2:  # a fold of fewer steps saves no space
             done = start + period * (1 + times)
             yield Fold(start + period, period, times, shift)
         start = end
 
 
 def _period(step: Step, place: int, shift: int, steps: Sequence[Step], places: dict[Action, int]) -> int:
-    """After how many steps a step comes again for micro-batches ``shift`` further on; 0 where it does not."""
-    # The first action of the step says when: all others must come again in the same later step.
+    """Returns after how many steps a step repeats for micro-batches ``shift`` higher; 0 if the step does not repeat."""
+    # The first action of the step gives the later step: all other actions must repeat in that same step.
     again = next((places.get(_later(action, shift), place) for action in step if action is not None), place)
     if again <= place:
         return 0
@@ -127,8 +127,8 @@ def _later(action: Action, shift: int) -> Action:
 
 
 def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
-    """Whole where that fits with less air, else folded, in as many blocks as it takes."""
-    # Narrow terminals cost, in this order: long names, blanks between columns, repeated steps, one piece.
+    """Returns the whole table if it fits with narrower gaps, else the folded table, in as many blocks as needed."""
+    # A narrow terminal loses, in this order: long names, blanks between columns, repeated steps, one block.
     columns, heads = _columns(steps), _heads(schedule, _width() // 3)
     if _fits([*heads, *columns], CLOSE):
         return _draw([*heads, *columns], CLOSE)
@@ -144,10 +144,10 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
 
 
 def _near(schedule: Schedule, steps: Sequence[Step], places: Sequence[int], marked: Collection[Action]) -> list[str]:
-    """As many steps around these places as fit beside each other, all if possible, and one each at least."""
+    """Returns as many steps around these places as fit on a line: all steps if possible, at least one on each side."""
     columns, heads = _columns(steps, marked), _heads(schedule, _width() // 3)
     shown: list[Column] = []
-    # The widest neighbourhood that fits on one line of blocks; if none does, one step on each side.
+    # Tries the widest neighbourhood first; if none fits on one line, one step on each side remains.
     for reach in (len(steps), 16, 8, 4, 2, 1):
         near = {step for place in places for step in range(place - reach, place + reach + 1)}
         shown = []
@@ -159,7 +159,7 @@ def _near(schedule: Schedule, steps: Sequence[Step], places: Sequence[int], mark
 
 
 def _blocks(heads: Sequence[Column], columns: Sequence[Column]) -> list[str]:
-    """As many columns beside each other as fit, the next below them, each block with its heads."""
+    """Returns blocks of as many columns as fit on a line, one block below another, each with the head columns."""
     # Greedy, as lines of text are filled: a block ends before the first column that does not fit.
     blocks: list[list[Column]] = []
     for column in columns:
@@ -172,7 +172,7 @@ def _blocks(heads: Sequence[Column], columns: Sequence[Column]) -> list[str]:
 
 
 def _draw(columns: Sequence[Column], gap: int) -> list[str]:
-    """Lines: the headers, a rule, a row for each rank."""
+    """Returns the lines: the headers, a rule, and a row for each rank."""
     padded = [
         [header.ljust(width), "-" * width, *(cell.ljust(width) for cell in cells)]
         for (header, *cells), width in zip(columns, _widths(columns, gap), strict=True)
@@ -190,7 +190,7 @@ def _widths(columns: Iterable[Column], gap: int) -> list[int]:
 
 
 def _width() -> int:
-    """Of the terminal."""
+    """Returns the terminal's width in characters."""
     return shutil.get_terminal_size(fallback=(120, 24)).columns
 
 
@@ -206,7 +206,7 @@ def _left_out(schedule: Schedule) -> Column:
 
 
 def _heads(schedule: Schedule, most: int | None = None) -> list[Column]:
-    """The ranks, and the stages of each by number and, where they have one, name; ``most``: how many letters."""
+    """The head columns: ranks, and each rank's stages by number and name. ``most``: the most letters."""
     texts = [", ".join(map(schedule.label, mine)) for mine in schedule.stages_of]
     if most is not None:
         texts = [text if len(text) <= most else f"{text[: max(most - 1, 0)]}…" for text in texts]
@@ -236,14 +236,14 @@ def _figures(what: Schedule | Timeline) -> list[str]:
 
 
 def _times(timeline: Timeline) -> str:
-    """Bubble, makespan and lower bound: measured in seconds, planned in the unit of the costs, F where that is 1."""
+    """Bubble, makespan and lower bound: in seconds if measured, else in the costs' unit, F if each F is 1."""
     makespan, bound, costs = timeline.makespan, timeline.lower_bound, timeline.costs
     bubble = f"bubble {timeline.bubble:.1%}"
     if timeline.measured:
         return f"measured: {bubble}, makespan {_seconds(makespan)} (lower bound {_seconds(bound)})"
     if any(cost != 1 for cost in costs.forward):
         return f"{bubble}, makespan {makespan:g} (lower bound {bound:g}) in the costs' unit"
-    # The other costs, where each is one number for all stages.
+    # The other costs, if each is the same for all stages.
     others = []
     if len(set(costs.backward)) == 1:
         others.append(f"B = {costs.backward[0]:g} F")

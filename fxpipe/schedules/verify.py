@@ -1,9 +1,10 @@
-"""Verify: runs a table's instructions under the strictest model of message passing that a backend may show.
+"""Verify: runs a table's instructions under the strictest model of message passing that a backend may have.
 
-The model: each directed pair of ranks has one first-in-first-out queue. A send is started and not waited for, but
-holds its place in the queue until its receive has been posted (rendezvous). A compute waits for what it needs, a
-release until its message was taken, as one that is not described yet may. NCCL behaves so; a table that passes here
-cannot hang there, nor on a backend that buffers. A reduction ends when all of its ranks have come to it.
+The model: each directed pair of ranks has one first-in-first-out queue. A rank starts a send and does not wait for the
+send, but the send holds its place in the queue until its receive is posted (rendezvous). A compute waits for what it
+needs; a release until its message was taken, since a backend may describe a message first. NCCL behaves so; a table
+that passes here cannot deadlock there, nor on a backend that buffers. A reduction ends when all of its ranks have
+entered it.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 
 Step = tuple[int, Instruction]
-"""(rank, what it does)."""
+"""(rank, the instruction that the rank runs)"""
 
 Event = Action | Message | Reduce
-"""What a rank may wait for: that an action has run, a message has arrived, or all have come to a reduction."""
+"""What a rank may wait for: an action has run, a message has arrived, or all ranks have entered a reduction."""
 
 
 @paused()
 def verify(schedule: Schedule) -> list[Step]:
-    """The table's instructions as ``prove`` orders them; ScheduleError where an action is wrong, or ranks hang."""
+    """The table's instructions as ``prove`` orders them; ScheduleError if an action is wrong or ranks deadlock."""
     check(schedule)
     return prove(schedule, schedule.instructions, schedule.links)
 
 
 def check(schedule: Schedule) -> None:
-    """ScheduleError, with the failing cells marked, where an action is wrong; whether the ranks hang is not asked."""
+    """Raises ScheduleError, with the failing cells marked, if an action is wrong; does not check for deadlocks."""
     check_cells(schedule)
     _check_complete(schedule)
     _check_edges(schedule)
@@ -44,8 +45,8 @@ def check(schedule: Schedule) -> None:
 
 @paused()
 def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike]) -> list[Step]:
-    """The instructions that a table was lowered to along ``edges``, all ranks' in an order in which one process can run
-    them; ScheduleError, with the cells that wait marked, where there is none."""
+    """Returns all ranks' instructions, as a table was lowered to along ``edges``, in an order in which one process can
+    run them; raises ScheduleError, with the waiting cells marked, if no order exists."""
     machine = Machine(instructions, edges, schedule.backward)
     order = list(machine.run())
     if machine.waiting:
@@ -55,7 +56,7 @@ def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edg
 
 
 def check_cells(schedule: Schedule) -> None:
-    """Every action is of a group of its stage's, on its rank, and there once."""
+    """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once."""
     found: set[Action] = set()
     for rank, row in enumerate(schedule.rows):
         for action in row:
@@ -75,12 +76,12 @@ def check_cells(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every F is there, and B (or I and W) for each stage that has a backward, and for no other; R for all or none."""
+    """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none."""
     found: defaultdict[tuple[int, int], set[Op]] = defaultdict(set)
     for row in schedule.rows:
         for stage, op, microbatch, _ in row:
             found[stage, microbatch].add(op)
-    # A stage is run again for all micro-batches or for none: it holds them from F on, or from R on.
+    # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
     again = {stage for (stage, _), ops in found.items() if Op.R in ops}
     for stage, size in enumerate(schedule.groups):
         right = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if schedule.backward[stage] else [{Op.F}]
@@ -106,10 +107,10 @@ def _fail_incomplete(
 
 
 def _check_edges(schedule: Schedule) -> None:
-    """What is behind a gathered stage runs in its groups; where a stage has a backward and feeds others, one of them at
-    least sends it a gradient."""
+    """Checks that the stages after a gathered stage run in its groups, and that a stage with a backward that feeds
+    other stages gets a gradient from at least one of them."""
     groups, backward = schedule.groups, schedule.backward
-    # A value of a whole group can be used by the same group alone; single values can be gathered into any.
+    # Only the same group can use a group's value; values of single micro-batches can join any group.
     for source, target in schedule.edges:
         if groups[source] not in (1, groups[target]):
             first = Action(target, Op.F, 0, groups[target])
@@ -123,7 +124,7 @@ def _check_edges(schedule: Schedule) -> None:
 
 
 def _next_cell(left: Sequence[Instruction]) -> list[Action]:
-    """The first action of what a rank has left, if any."""
+    """Returns the first action among a rank's remaining instructions, if any."""
     return [step.action for step in left if isinstance(step, Compute)][:1]
 
 
@@ -132,7 +133,7 @@ def _fail(schedule: Schedule, marked: Collection[Action], fact: str) -> NoReturn
 
 
 class Machine:
-    """Plays all ranks' instructions under the strict model."""
+    """Runs all ranks' instructions under the strict model."""
 
     def __init__(
         self, instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike], backward: Sequence[bool]
@@ -140,12 +141,12 @@ class Machine:
         self._rows, self._edges = instructions, edges
         actions = [[step.action for step in row if isinstance(step, Compute)] for row in instructions]
         self._dependencies = Dependencies.of(edges, backward, actions)
-        # Where each action is. A part of a table may lack some that others wait for.
+        # Action → its rank. A part of a table may lack actions that other actions wait for.
         self._home = {action: rank for rank, row in enumerate(actions) for action in row}
         self._next = [0] * len(instructions)
         self._done: set[Event] = set()
         self._come: defaultdict[Reduce, set[int]] = defaultdict(set)  # reduction → the ranks that have come to it
-        # (sender, receiver) → what is sent and what is posted, and has not met yet
+        # (sender, receiver) → the started sends and the posted receives that have not met yet
         self._queues = defaultdict[tuple[int, int], tuple[deque[Message], deque[Message]]](lambda: (deque(), deque()))
         self._takers = {use_of(action): action for action in self._home}
         self._awaited: defaultdict[Use | None, list[Message]] = defaultdict(list)
@@ -157,9 +158,9 @@ class Machine:
         return user_of(message, self._edges, self._dependencies.groups)
 
     def run(self) -> Iterator[Step]:
-        """Runs each rank until it must wait, then those that it has let go on; yields what ran."""
-        # The order of the ranks cannot matter: a step that could run once can run until it has, so whichever goes on
-        # first, the same steps are stuck in the end.
+        """Runs each rank until it must wait, then the ranks that may continue; yields each instruction that ran."""
+        # The order of the ranks does not matter: a step that can run remains able to run until it has run, so in any
+        # order the same steps are stuck in the end.
         able = deque(range(len(self._rows)))
         blocked: dict[Event, list[int]] = {}
         while able:
@@ -180,19 +181,19 @@ class Machine:
                 yield rank, step
 
     def _missing(self, step: Instruction) -> Iterator[Event]:
-        """What a step still waits for."""
+        """Yields the events that a step still waits for."""
         needed: Iterable[Event] = ()
         if isinstance(step, Compute):
             needed = chain(self._dependencies.before(step.action), self._awaited.get(use_of(step.action), ()))
         elif isinstance(step, Release):
-            # Arrival is not enough for a backend that describes a message first: it must have been taken.
+            # Arrival is not enough if a backend describes messages first: the receiver must have taken it.
             needed = (step.message, self._takers[self._use(step.message)])
         elif isinstance(step, Reduce) and len(self._come[step]) < len(step.ranks):
             needed = (step,)
         return (event for event in needed if event not in self._done)
 
     def _execute(self, step: Instruction) -> Sequence[Event]:
-        """What has come about with this step."""
+        """Runs a step, and returns the events that have happened with this step."""
         if isinstance(step, Release):
             return ()
         if isinstance(step, Reduce):
@@ -200,8 +201,7 @@ class Machine:
         if isinstance(step, Compute):
             return (step.action,)
         message, met = step.message, []
-        # Rendezvous: the heads of a queue meet, and only they. A send whose receive is not posted holds up all behind
-        # it.
+        # Rendezvous: only the heads of a queue meet. A send whose receive is not posted blocks all later sends.
         sent, posted = self._queues[message.sender, message.receiver]
         (sent if isinstance(step, Send) else posted).append(message)
         while sent and posted and sent[0] == posted[0]:
@@ -211,12 +211,12 @@ class Machine:
 
     @property
     def waiting(self) -> dict[int, Sequence[Instruction]]:
-        """The ranks that cannot go on, and what they have left; none if all got to the end."""
+        """The ranks that cannot continue, with their remaining instructions; empty if all ranks finished."""
         rows = zip(self._rows, self._next, strict=True)
         return {rank: row[place:] for rank, (row, place) in enumerate(rows) if place < len(row)}
 
     def deadlock(self) -> str:
-        """Who waits for what."""
+        """Returns a message that says for which events each waiting rank waits."""
         facts = []
         for rank, left in self.waiting.items():
             at = "".join(f" at {cell}" for cell in _next_cell(left))
@@ -224,7 +224,7 @@ class Machine:
         return f"the table deadlocks: {'; '.join(facts)}"
 
     def _lacks(self, step: Instruction) -> list[str]:
-        """Says what a step still waits for; messages only where all actions before it have run."""
+        """Describes the events that a step waits for; messages only if all needed actions have run."""
         if isinstance(step, Reduce):
             absent = [rank for rank in step.ranks if rank not in self._come[step]]
             return [f"rank {rank} to come to the {step}" for rank in absent]

@@ -1,1 +1,1 @@
-"""Families: how the actions of a step are ordered, one a file, each a pure function from a problem to rows."""
+"""Families: the orders of a step's actions, one family per file, each a pure function from a problem to rows."""

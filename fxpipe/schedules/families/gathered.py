@@ -1,12 +1,12 @@
-"""GPipe (Huang et al. 2019): all forwards, then all backwards; and what it becomes with a gathered stage, which runs
-once for a group of K micro-batches, such as the loss of a whole batch.
+"""GPipe (Huang et al. 2019): all forwards, then all backwards; and its variants with a gathered stage, which runs once
+for a group of K micro-batches, such as the loss of a whole batch.
 
     store_all           0F0 0F1 0F2 0F3          0B0 0B1 0B2 0B3
                             1F0 1F1 1F2 1F3  1B0 1B1 1B2 1B3
                                          2F0-3 2B0-3
 
-``group_interleaved`` has the backwards of a group among the forwards of the next; ``cached`` (GradCache, Gao et al.
-2021) keeps only the inputs of the stages in front of the join, and runs their forwards again.
+``group_interleaved`` runs the backwards of a group among the forwards of the next group; ``cached`` (GradCache, Gao et
+al. 2021) holds only the inputs of the stages before the join, and runs their forwards again.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from fxpipe.schedules.schedule import Row
 from fxpipe.validation import is_whole, shown
 
 MANY = 3_000
-"""Of a table of more actions the best number of micro-batches in flight is found out with fewer groups."""
+"""Above so many actions, a table with fewer groups decides the best number of micro-batches in flight."""
 
 
 def gpipe(problem: Problem) -> tuple[Row, ...]:
     """Rows with every forward before every backward; peak in flight is the number of micro-batches.
 
-    On a balanced chain of p stages the bubble is (p − 1) / (m + p − 1). Stages that run in groups stand in the middle,
+    On a balanced chain of p stages the bubble is (p − 1) / (m + p − 1). Stages that run in groups come in the middle,
     group by group: forward, backward.
     """
     return tuple(_gpipe_row(problem, stages) for stages in problem.stages_of)
 
 
 def _gpipe_row(problem: Problem, stages: Sequence[int]) -> Row:
-    # Gathered stages stand between the forwards and the backwards of the others: they need all of a group's forwards.
+    # Gathered stages run between the other stages' forwards and backwards: they need all forwards of a group.
     alone = [stage for stage in stages if problem.group(stage) == 1]
     forward = [action for stage in alone for action in problem.actions(stage, Op.F)]
     backward = [
@@ -61,7 +61,7 @@ def _gpipe_row(problem: Problem, stages: Sequence[int]) -> Row:
 
 
 def _group_by_group(problem: Problem, stages: Sequence[int]) -> Iterator[Action]:
-    """In an order that is the same on all ranks: by the micro-batch with which a group is complete."""
+    """Yields the groups in the same order on all ranks: by the micro-batch that completes the group."""
     sizes = {problem.group(stage) for stage in stages}
     ends = sorted((end, size) for size in sizes for end in range(size, problem.microbatches + 1, size))
     for end, size in ends:
@@ -78,16 +78,16 @@ def store_all(problem: Problem) -> tuple[Row, ...]:
 
 def group_interleaved(problem: Problem) -> tuple[Row, ...]:
     """1F1B across groups: a stage d(s) from the sink warms up with K + d(s) − 1 forwards or more, the best found by
-    simulation at ``problem.costs``, within ``in_flight`` and ``memory`` where that is possible."""
+    simulation at ``problem.costs``, within ``in_flight`` and ``memory`` if possible."""
     _check(problem, "group_interleaved")
     return interleaved_groups(problem)
 
 
 def cached(problem: Problem) -> tuple[Row, ...]:
-    """Forwards keep their inputs alone; behind the join each runs again, directly before its backward.
+    """Forwards keep only their inputs; after the join, each runs again, directly before its backward.
 
-    The stages that feed a gathered one are recomputed, and hold one micro-batch each; the order is that of the shorter
-    of ``store_all`` and ``group_interleaved`` for backwards of F + B. In front of groups of one nothing is run again.
+    The stages that feed a gathered stage are recomputed, and hold one micro-batch each; the order is the shorter of
+    ``store_all`` and ``group_interleaved`` for backwards of F + B. Before groups of 1 no stage is recomputed.
     """
     _check(problem, "cached")
     feeding = [stage for stage, size in enumerate(_behind(problem)) if size > problem.group(stage)]
@@ -98,12 +98,12 @@ def cached(problem: Problem) -> tuple[Row, ...]:
 
 
 GATHERED = ("store_all", "group_interleaved", "cached")
-"""The names of the families for gathered stages alone."""
+"""The names of the families that need gathered stages."""
 
 
 def fastest(problem: Problem) -> Chosen:
-    """What keeps within the limits in the least simulated time, of ``GATHERED``; of equal ones, where there are several
-    groups, the one that holds less; there is nothing to interleave with one. Where nothing does, what holds least."""
+    """Returns the fastest simulated table of ``GATHERED`` within the limits; of equal tables, with several groups, the
+    table that holds less; one group cannot be interleaved. If none fits, the table that holds least."""
     makers = (group_interleaved, store_all, cached) if _several(problem) else (store_all, cached)
     choice = shortest_within_limits(problem, makers)
     maker = choice.maker if choice else cached
@@ -111,9 +111,9 @@ def fastest(problem: Problem) -> Chosen:
 
 
 def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]:
-    """The shortest list schedule, of more and more micro-batches in flight. ``split``: with backwards in two halves."""
-    # Steady work repeats, so what is shortest for a few groups is for many: one list schedule of the full size is
-    # enough.
+    """The shortest list schedule, of several numbers of micro-batches in flight. ``split``: splits backwards."""
+    # The steady state repeats, so the shortest order for a few groups is the shortest for many: one list schedule of
+    # the full size is enough.
     few = with_fewer_microbatches(problem, MANY, 4)
     best = shortest_within_limits(few, _makers(few, split))
     maker = best.maker if best else next(_makers(problem, split))
@@ -126,7 +126,7 @@ def _several(problem: Problem) -> bool:
 
 
 def _makers(problem: Problem, split: bool) -> Iterator[Maker]:
-    """From K + d(s) − 1 in flight to two groups more, in steps of a half: the next one, and one for the way round."""
+    """Makers from K + d(s) − 1 in flight to two groups more, in growing steps: the next group, and a round trip."""
     extra, most = 0, 2 * max(problem.groups or (1,)) + max(problem.depth)
     while extra <= most:
         for priority in (forward_first, backward_first):
@@ -142,11 +142,11 @@ def _listed(problem: Problem, extra: int, priority: Priority, split: bool) -> tu
 
 
 def _caps(problem: Problem, extra: int) -> Caps:
-    """K + d(s) − 1 micro-batches and ``extra`` ones in front of a group; a gathered stage holds d(s) groups."""
+    """Returns the caps: K + d(s) − 1 + ``extra`` micro-batches before a group; a gathered stage holds d(s) groups."""
     caps = []
     for stage, (behind, depth) in enumerate(zip(_behind(problem), problem.depth, strict=True)):
         size = problem.group(stage)
-        # A stage in front must make a whole group before the first gradient can come back; a gathered one counts
+        # A stage before the join must make a whole group before the first gradient returns; a gathered stage counts
         # groups.
         wanted = behind + depth - 1 + extra if size == 1 else size * depth
         caps.append(min(wanted, problem.microbatches))
@@ -154,7 +154,7 @@ def _caps(problem: Problem, extra: int) -> Caps:
 
 
 def _behind(problem: Problem) -> list[int]:
-    """Per stage, the largest group that it runs in itself or that a stage behind it does."""
+    """Returns, per stage, the largest group size of the stage itself and of all stages after it."""
     sizes = [problem.group(stage) for stage in range(len(problem.placement))]
     for stage in reversed(problem.order):
         sizes[stage] = max([sizes[stage], *(sizes[target] for target in problem.targets[stage])])
@@ -163,7 +163,7 @@ def _behind(problem: Problem) -> list[int]:
 
 def _cached(problem: Problem, feeding: list[int], maker: Maker) -> tuple[Row, ...]:
     trained = [stage for stage in feeding if problem.backward[stage] and stage not in problem.recomputed]
-    # The order is found for backwards of F + B, and each is split into R and B afterwards.
+    # The order is made for backwards of F + B; each backward is then split into R and B.
     costs = problem.costs.with_recompute(trained)
     free = replace(problem, costs=costs, in_flight=None, memory=None)
     return with_recompute(maker(free), trained)
@@ -177,13 +177,13 @@ def _check(problem: Problem, name: str) -> None:
         )
 
 
-# --- Which stages run for a group of micro-batches at once: those that are gathered, and all behind them ---
+# --- The stages that run once for a group of micro-batches: the gathered stages, and all stages after them ---
 
 
 def groups_behind(gather: Mapping[int, int | None], problem: Problem) -> tuple[int, ...]:
-    """Per stage, of how many micro-batches its actions are.
+    """Returns, per stage, the number of micro-batches in an action.
 
-    ``gather``: stage → K; None: all micro-batches. ScheduleError where there is no such stage, K does not divide the
+    ``gather``: stage → K; None: all micro-batches. ScheduleError if a stage does not exist, K does not divide the
     micro-batches, or groups of two sizes meet.
     """
     m, stages = problem.microbatches, range(len(problem.placement))
@@ -195,7 +195,7 @@ def groups_behind(gather: Mapping[int, int | None], problem: Problem) -> tuple[i
                 f"stage {stage} is gathered in groups of {shown(wanted)}, which do not divide {m} micro-batches; "
                 "write a divisor, or None for all of them"
             )
-    # Groups go downstream: what needs a gathered value can run no earlier than its whole group.
+    # Groups go downstream: a stage that needs a gathered value can run no earlier than the whole group.
     groups = [1] * len(stages)
     for stage in problem.order:
         sizes = {groups[source] for source, target in problem.edges if target == stage} - {1}

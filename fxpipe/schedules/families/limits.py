@@ -1,4 +1,4 @@
-"""Limits: how many micro-batches a stage may hold and how many bytes a rank, and the shortest table within them."""
+"""Limits: the most micro-batches of a stage, the most bytes of a rank, and the shortest table within these limits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Family = Callable[[Problem], Sequence[Sequence[Action]]]
 """Problem → a row of actions for each rank."""
 
 Caps = tuple[int, ...]
-"""The most micro-batches in flight, per stage: those whose forward has run and whose backward has not."""
+"""The most micro-batches in flight, per stage: their forward has run, and their backward has not."""
 
 
 @dataclass(frozen=True)
 class Limited:
-    """Asks ``family`` the problem at these costs and within these limits; what is None stays as it comes."""
+    """A family that solves problems at these costs and within these limits; None leaves the problem's own value."""
 
     family: Family
     name: str
@@ -42,7 +42,7 @@ class Limited:
         return self.family(self.within(problem))
 
     def or_else(self, other: Limited) -> Limited:
-        """The same family; where this one leaves a limit, or bytes, open, as ``other`` has it."""
+        """Returns the same family; each limit, cost or byte count that is None here is taken from ``other``."""
         costs = self.costs if self.costs is not None else other.costs
         if costs is not None and other.costs is not None:
             costs = costs.or_else(other.costs)
@@ -50,13 +50,13 @@ class Limited:
         return Limited(self.family, self.name, costs, in_flight, other.memory if self.memory is None else self.memory)
 
     def excess(self, schedule: Schedule) -> str | None:
-        """Says which limit a table breaks; None where it keeps within all."""
+        """Says which limit a table breaks; None if the table breaks no limit."""
         stages = len(schedule.placement)
         in_flight, memory = _each(self.in_flight, stages), _each(self.memory, len(schedule.rows))
         return excess(schedule, self.costs or Costs.of(stages), in_flight, memory)
 
     def within(self, problem: Problem) -> Problem:
-        """The problem at these costs and within these limits; ScheduleError where they do not fit it."""
+        """Returns the problem at these costs and within these limits; ScheduleError if they do not fit the problem."""
         in_flight, memory = _each(self.in_flight, len(problem.placement)), _each(self.memory, problem.ranks)
         problem = replace(
             problem,
@@ -69,21 +69,21 @@ class Limited:
 
 
 def _each(limit: T | Sequence[T] | None, count: int) -> tuple[T, ...] | None:
-    """One number for all, or one for each."""
+    """Returns a tuple of limits from one number for all, or from a list."""
     return None if limit is None else tuple(limit) if isinstance(limit, Sized) else (limit,) * count
 
 
 def excess(
     schedule: Schedule, costs: Costs, in_flight: Sequence[int] | None, memory: Sequence[float] | None
 ) -> str | None:
-    """Says which limit a table breaks; None where it keeps within all. ``in_flight`` is per stage, ``memory`` per rank;
-    costs without ``activation_bytes`` have no bytes to compare with it."""
+    """Says which limit a table breaks; None if the table breaks no limit. ``in_flight`` is per stage, ``memory`` in
+    bytes per rank; costs without ``activation_bytes`` have no bytes to compare with ``memory``."""
     if in_flight is not None:
         for stage, (peak, cap) in enumerate(zip(peak_in_flight(schedule), in_flight, strict=True)):
             if peak > cap:
                 return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
     if memory is not None and costs.activation_bytes is not None:
-        held = peak_bytes(schedule, replace(costs, again_bytes=None))  # the limit is of what is in flight
+        held = peak_bytes(schedule, replace(costs, again_bytes=None))  # the limit is for micro-batches in flight
         for rank, (most, room) in enumerate(zip(held, memory, strict=True)):
             if exceeds(most, room):
                 return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
@@ -91,7 +91,7 @@ def excess(
 
 
 def exceeds(held: float, room: float) -> bool:
-    """Whether it is more than fits, and not for rounding alone."""
+    """Whether the bytes held are more than the room, beyond rounding errors."""
     return held > room * (1 + 1e-9)
 
 
@@ -99,17 +99,17 @@ def exceeds(held: float, room: float) -> bool:
 
 
 def caps(problem: Problem) -> Caps:
-    """What the user allows, per stage or in bytes per rank; or else as many as 1F1B holds, d(s), and as a round trip
-    takes.
+    """Returns the user's caps, per stage or from the bytes per rank; by default the larger of 1F1B's d(s) and the cap
+    for a round trip.
 
-    A stage never gets more than the stages that feed it: their backward comes after its own, so it could not use it.
+    A stage never gets a higher cap than the stages that feed it: it could not use more, as their backward comes later.
     """
     wanted = list(problem.in_flight or map(max, problem.depth, round_trip_caps(problem)))
     wanted = [min(cap, problem.microbatches) for cap in wanted]
     if problem.memory is not None:
         _fit(wanted, problem)
-    # Downstream, so that a limit of the first stage reaches all behind it. A frozen stage holds nothing, and limits
-    # none.
+    # Goes downstream, so that a cap of the first stage limits all later stages. A frozen stage holds nothing, and
+    # limits none.
     for stage in problem.order:
         if problem.backward[stage]:
             for target in problem.targets[stage]:
@@ -118,11 +118,11 @@ def caps(problem: Problem) -> Caps:
 
 
 def round_trip_caps(problem: Problem) -> Caps:
-    """⌈round trip(s) / bottleneck period⌉: Little's law, as many as it takes to keep the busiest rank busy.
+    """Returns ⌈round trip(s) / bottleneck period⌉ per stage, by Little's law: enough to keep the busiest rank busy.
 
-    The round trip leads from the start of a stage's forward to the end of its backward, over the longest path to a
-    sink and back, with a hop's latency both ways; the period is what the busiest rank does for a micro-batch. With
-    equal costs and no latency this is d(s), the cap of 1F1B. Never more than all micro-batches.
+    The round trip goes from the start of a stage's forward to the end of its backward, over the longest path to a sink
+    and back, with the latency of messages both ways; the period is the busiest rank's time for a micro-batch. With
+    equal costs and no latency the cap is d(s), that of 1F1B. No cap exceeds the number of micro-batches.
     """
     costs, backward = problem.costs, problem.backward
     own = [costs.per_microbatch(stage, backward[stage]) for stage in range(len(problem.placement))]
@@ -139,7 +139,7 @@ def round_trip_caps(problem: Problem) -> Caps:
 
 
 def _fit(wanted: list[int], problem: Problem) -> None:
-    """Lowers the caps of each rank, the highest first, until what its stages may hold fits its memory."""
+    """Lowers the caps of each rank, the highest first, until the bytes that its stages may hold fit its memory."""
     sizes, memory = problem.costs.activation_bytes or (), problem.memory or ()
     for rank, stages in enumerate(problem.stages_of):
         mine = [stage for stage in stages if problem.backward[stage]]
@@ -160,15 +160,15 @@ Maker = Callable[[Problem], tuple[Row, ...]]
 
 
 def with_fewer_microbatches(problem: Problem, actions: int, least: int) -> Problem:
-    """The same with as many micro-batches as make so many actions, but with room to come to steady work and out:
-    ``least`` groups, or micro-batches where nothing is gathered."""
+    """Returns the problem with so few micro-batches that a table has about ``actions`` actions, but at least ``least``
+    groups, or micro-batches if no stage is gathered, to reach the steady state and leave it."""
     size = math.lcm(*problem.groups or (1,))
     fewer = size * max(actions // (2 * len(problem.placement) * size), least)
     return replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem
 
 
 class Choice(NamedTuple):
-    """A table, what made it, and how long it takes."""
+    """A table, the function that made it, and its makespan."""
 
     maker: Maker
     rows: tuple[Row, ...]
@@ -176,32 +176,32 @@ class Choice(NamedTuple):
 
 
 class Chosen(tuple[Row, ...]):
-    """Rows that were chosen among those of several families, and the name of the one."""
+    """Rows that were chosen among the rows of several families, and the chosen family's name."""
 
     name: str
 
     @staticmethod
     def of(rows: tuple[Row, ...], name: str) -> Chosen:
-        """These rows under that name."""
+        """Returns the rows under a name."""
         chosen = Chosen(rows)
         chosen.name = name
         return chosen
 
     @staticmethod
     def like(other: Sequence[Sequence[Action]], rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Rows that were made of others, under their name where they have one."""
+        """Returns rows that were made from ``other``, under the name of ``other`` if it has a name."""
         return Chosen.of(rows, other.name) if isinstance(other, Chosen) else rows
 
 
 def shortest(problem: Problem, makers: Iterable[Maker], costs: Costs) -> Choice:
-    """The table of the least makespan at these costs, the first of equal ones; looks no further at the lower bound."""
+    """Returns the table of the least makespan at these costs, the first of equal ones; stops at the lower bound."""
     best = _shortest(problem, makers, costs, limited=False)
     assert best is not None
     return best
 
 
 def shortest_within_limits(problem: Problem, makers: Iterable[Maker]) -> Choice | None:
-    """The same at ``problem.costs``, of those that keep within its limits; None where none does."""
+    """As ``shortest``, at ``problem.costs``, among the tables within its limits; None if no table is."""
     return _shortest(problem, makers, problem.costs, limited=True)
 
 
@@ -215,7 +215,7 @@ def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: 
         plan = schedule.simulate(costs)
         if best is None or plan.makespan < best.makespan:
             best = Choice(maker, rows, plan.makespan)
-        # No table is shorter than the bound, so the ones behind need not be made.
+        # No table is shorter than the bound, so later tables need not be made.
         if best.makespan <= plan.lower_bound:
             break
     return best

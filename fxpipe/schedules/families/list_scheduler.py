@@ -1,4 +1,4 @@
-"""List scheduler: each rank, when free, begins the best unit of those that are ready."""
+"""List scheduler: each rank, when free, begins the best of its ready units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.schedule import Row
 
 Unit = tuple[Action, ...]
-"""Actions that run one behind the other: an R with its backward, or one alone."""
+"""Actions that run one directly after the other: an R with its backward, or a single action."""
 
 
 class Units:
@@ -24,16 +24,16 @@ class Units:
     def __init__(self, ranks: int, costs: Costs) -> None:
         self.costs = costs
         self.lines: list[range] = []
-        self.lines_on: list[list[int]] = [[] for _ in range(ranks)]  # rank → its lines
+        self.lines_on: list[list[int]] = [[] for _ in range(ranks)]  # rank → the numbers of its lines
         self.actions: list[Unit] = []
         self.time: list[float] = []
         self.line_of: list[int] = []
         self.home: list[int] = []
-        self.needs: list[int] = []  # how many other units each needs
-        self.after: list[list[tuple[int, float]]] = []  # the units that need each, and what its message takes to them
+        self.needs: list[int] = []  # how many other units each unit needs
+        self.after: list[list[tuple[int, float]]] = []  # the units that need each, and the message's time
 
     def add_line(self, rank: int, line: Sequence[Unit]) -> None:
-        """Appends a line of units, which need nothing yet."""
+        """Appends a line of units, which need no other units yet."""
         self.lines_on[rank].append(len(self.lines))
         self.line_of += [len(self.lines)] * len(line)
         self.lines.append(range(len(self.actions), len(self.actions) + len(line)))
@@ -45,42 +45,41 @@ class Units:
         self.after += [[] for _ in line]
 
     def need(self, units: Iterable[int], others: Iterable[int]) -> None:
-        """Each of these units needs the other one beside it."""
+        """Makes each unit need the unit at the same index of ``others``."""
         home, comm = self.home, self.costs.comm
         for unit, other in zip(units, others, strict=False):
             self.needs[unit] += 1
             self.after[other].append((unit, comm if home[unit] != home[other] else 0.0))
 
     def need_by(self, dependencies: Dependencies) -> None:
-        """Each unit needs what its actions do."""
+        """Makes each unit need the units that its actions depend on."""
         number_of = {action: number for number, unit in enumerate(self.actions) for action in unit}
         for number, unit in enumerate(self.actions):
-            # Within a unit an R stands in front of its backward, so that it waits for nothing of its own.
+            # Within a unit an R precedes its backward, so the unit does not wait for its own actions.
             needed = {number_of[other] for action in unit for other in dependencies.needs(action)} - {number}
             self.need([number] * len(needed), needed)
 
 
 class ListScheduler:
-    """A list schedule of units, and how far it has come. ``keys``: of the units that are ready that of the least key
-    begins."""
+    """A list schedule of units, and its progress. ``keys``: of the ready units, the unit with the least key begins."""
 
     def __init__(self, units: Units, keys: Sequence[Any]) -> None:
         self.units, self.keys = units, keys
-        self.begun = [0] * len(units.lines)  # how many of each line
-        self.free = [0.0] * len(units.lines_on)  # when each rank is
-        self.ready: list[float] = []  # when all that a unit needs has arrived
+        self.begun = [0] * len(units.lines)  # how many units of each line have begun
+        self.free = [0.0] * len(units.lines_on)  # the time at which each rank is free
+        self.ready: list[float] = []  # the time at which all inputs of a unit have arrived
 
     def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
-        """Whether a rank begins a unit that is ready, or rather waits. ``forced``: else all ranks would for ever."""
+        """Whether a rank begins a ready unit, or waits. ``forced``: True if all ranks would otherwise wait for ever."""
         raise NotImplementedError
 
     def begin(self, rank: int, unit: int) -> None:
-        """Takes note of a unit that begins."""
+        """Records that a unit begins."""
 
     def run(self) -> tuple[Row, ...]:
-        """The rows."""
+        """Returns the rows."""
         units, keys, free = self.units, self.keys, self.free
-        # a last number stands for the end of each line
+        # the last number represents the end of each line
         ready = self.ready = [math.inf if needs else 0.0 for needs in [*units.needs, 1]]
         homes, may_begin = units.home, self.may_begin
         missing, arrives = list(units.needs), [0.0] * len(units.needs)
@@ -93,11 +92,12 @@ class ListScheduler:
             if unit >= 0 and not missing[unit]:
                 coming[homes[unit]].append((0.0, unit))
         rows: list[list[Action]] = [[] for _ in free]
-        # a rank is free, or a message reaches it: time goes from one such moment to the next
+        # moments at which a rank becomes free, or a message reaches a rank: time goes from one moment to the next
         moments = [(0.0, rank) for rank in range(len(free))]
         now, forced, left = 0.0, False, len(units.actions)
         while left:
-            # All wait for what was held back. It must go on, whatever it delays, or nothing would.
+            # All ranks wait for a unit that was held back. A held-back unit must begin, whatever it delays, or no unit
+            # would.
             if not moments:
                 moments, forced = [(now, rank) for rank in range(len(free))], True
             now, rank = heappop(moments)

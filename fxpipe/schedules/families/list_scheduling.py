@@ -1,4 +1,4 @@
-"""List schedules of a family: which action is best of those that are ready, and how many may be in flight."""
+"""List schedules of a family: which ready action is best, and how many micro-batches may be in flight."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
 Key = Callable[[int, Op], tuple[tuple[int, ...], tuple[int, ...]]]
-"""Stage, op → what counts before the micro-batch's number, and behind it. Of the actions that are ready the one with
-the least runs; W's come last."""
+"""(stage, op) → the sort keys before and after the micro-batch's number. Of the ready actions, the action with the
+least key runs; W's come last."""
 
 Priority = Callable[[Problem], Key]
 
 
 def backward_first(problem: Problem) -> Key:
-    """A backward first, then the forward of the stage nearest to a sink."""
+    """Prefers backwards, then the forward of the stage nearest to a sink."""
     return lambda stage, op: ((op is Op.F, problem.depth[stage]), ())
 
 
 def longest_way_first(problem: Problem) -> Key:
-    """A backward first; among backwards and among forwards, the one with the longest way still to go."""
+    """Prefers backwards; among backwards, and among forwards, the longest remaining path."""
     way = _way_to_go(problem)
     return lambda stage, op: ((op is Op.F, way(stage, op)), ())
 
 
 def oldest_first(problem: Problem) -> Key:
-    """The micro-batch that began first, whatever there is to do for it."""
+    """Prefers the micro-batch that began first, for any action."""
     return lambda stage, op: ((), (op is Op.F, problem.depth[stage]))
 
 
 def forward_first(problem: Problem) -> Key:
-    """A forward first, as far as the cap allows; otherwise as ``longest_way_first``."""
+    """Prefers forwards, as far as the cap allows; otherwise as ``longest_way_first``."""
     way = _way_to_go(problem)
     return lambda stage, op: ((op is not Op.F, way(stage, op)), ())
 
@@ -47,12 +47,12 @@ PRIORITIES: Sequence[Priority] = (backward_first, longest_way_first, oldest_firs
 
 
 def by_each_priority(costs: Costs, caps: Caps, **limits: Any) -> list[Maker]:
-    """Makers of a list schedule for each priority. ``limits``: as for ``list_schedule``."""
+    """Returns a maker of list schedules for each priority. ``limits``: as in ``list_schedule``."""
     return [partial(list_schedule, costs=costs, caps=caps, priority=order, **limits) for order in PRIORITIES]
 
 
 def _way_to_go(problem: Problem) -> Callable[[int, Op], int]:
-    """Minus how many stages a micro-batch still has in front of it, in forward or in backward."""
+    """Returns minus the number of stages that a micro-batch still has ahead, in forward or in backward."""
     height = [1] * len(problem.placement)
     for stage in problem.order:
         for target in problem.targets[stage]:
@@ -68,15 +68,15 @@ def list_schedule(
     held: Caps | None = None,
     room: Sequence[float] | None = None,
 ) -> tuple[Row, ...]:
-    """Rows in which no stage holds more than ``caps`` micro-batches between forward and backward.
+    """Returns rows in which no stage holds more than ``caps`` micro-batches between forward and backward.
 
-    ``held``: splits backwards into I and W, and limits what is held from forward to W; ``caps`` then ends with I.
-    ``room``: limits the bytes that each rank holds from forward to W, the costs' ``activation_bytes`` and
+    ``held``: splits backwards into I and W, and limits the micro-batches held from forward to W; ``caps`` then ends
+    with I. ``room``: limits the bytes that each rank holds from forward to W, by the costs' ``activation_bytes`` and
     ``deferred_bytes``; as many micro-batches as ``caps`` allows must fit.
 
-    It does not deadlock: take the first micro-batch that is not done. Nothing before it is in flight, so the first
-    stage's forward that is missing may run; and when all forwards have run, so may the last stage's backward. What
-    W's hold keeps nothing waiting for long: they are ready. A stage without backward waits for its readers' earlier
+    The rows do not deadlock. Take the first unfinished micro-batch: no earlier one is in flight, so the first stage's
+    missing forward may run; and when all forwards have run, the last stage's backward may run. Micro-batches that wait
+    for W delay no action for long: their W's are ready. A stage without backward waits for its readers' earlier
     micro-batches, or groups, which have run by then.
     """
     turns, tried = [1] * len(problem.placement), {}
@@ -93,7 +93,7 @@ def list_schedule(
 
 
 class _WithinCaps(ListScheduler):
-    """Of each stage a line of F's, 3 · stage, one of B's or I's, and one of W's, which hold no more than they may."""
+    """Three lines per stage: F's, line 3 · stage, B's or I's, and W's; each stage stays within its caps."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _WithinCaps(ListScheduler):
         split = held is not None or room is not None
         turn = {stage: turn for stages in problem.stages_of for turn, stage in enumerate(stages)}
         units = Units(problem.ranks, costs)
-        # W's come last; then the ready actions go by key and micro-batch, by stage, and forwards first.
+        # W's come last; the other ready actions are ordered by key and micro-batch, by stage, and forwards first.
         keys: list[tuple[tuple[int, ...], int, tuple[int, ...]]] = []
         for stage, home in enumerate(problem.homes):
             for op in (Op.F, Op.I if split else Op.B, Op.W):
@@ -123,7 +123,7 @@ class _WithinCaps(ListScheduler):
         super().__init__(units, keys)
         for stage in range(len(problem.homes)):
             for source in dependencies.sources.get(stage, ()):
-                # of several micro-batches of a source the last one is made last
+                # of a source's micro-batches in a group, the last is made last
                 self._need(3 * stage, 3 * source, problem.group(stage) - 1)
             for reader in dependencies.readers.get(stage, ()) if stage in dependencies.ahead else ():
                 self._need(3 * stage, 3 * reader, -dependencies.ahead[stage])
@@ -133,7 +133,7 @@ class _WithinCaps(ListScheduler):
                 self._need(3 * stage + 1, 3 * target + 1)
 
     def _need(self, line: int, other: int, shift: int = 0) -> None:
-        """Micro-batch i of a line needs i + shift of the other; a group the group that has it."""
+        """Makes micro-batch i of a line need i + shift of the other line; a group needs the group that contains it."""
         size, group = self.problem.group(line // 3), self.problem.group(other // 3)
         units, others = self.units.lines[line], self.units.lines[other]
         first = max(-(shift // size), 0)
@@ -153,7 +153,7 @@ class _WithinCaps(ListScheduler):
             return True
         if not exceeds(self.holds[rank] + change, self.room[rank]):
             return True
-        # No W left to run on this rank would make room, so this must run in spite of the limit, or nothing ever would.
+        # This rank has no W that could free bytes, so the action must run in spite of the limit, or none ever would.
         lines = (3 * stage + 1 for stage in self.problem.stages_of[rank])
         return all(self.begun[line] == self.begun[line + 1] for line in lines)
 
@@ -162,6 +162,6 @@ class _WithinCaps(ListScheduler):
             self.holds[rank] += self._change(unit)
 
     def _change(self, unit: int) -> float:
-        """How many bytes more its stage holds with a unit."""
+        """Returns how many more bytes the unit's stage holds after the unit."""
         (action,) = self.units.actions[unit]
         return self.costs.held(action) if self.problem.backward[action.stage] else 0.0

@@ -1,20 +1,20 @@
-"""1F1B (PipeDream-Flush, Narayanan et al. 2021) on a graph of stages, and what became of it: interleaved, and greedy.
+"""1F1B (PipeDream-Flush, Narayanan et al. 2021) on a graph of stages, and its variants: interleaved 1F1B, and greedy.
 
-Depth d(s) counts the stages on the longest path from s to the sink, and not all stages: a branch that runs beside
-another needs no warm-up for it. On a chain this is the 1F1B everybody knows.
+Depth d(s) counts the stages on the longest path from s to the sink, and not all stages: parallel branches need no
+warm-up for each other. On a chain this is the usual 1F1B.
 
     d=3   F0 F1 F2 B0 F3 B1 ...
     d=2      F0 F1 B0 F2 B1 ...
     d=1         F0 B0 F1 B1 ...
 
-Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM) has several stages a rank. A rank runs a group of micro-batches
-through its first stage, then the same group through its second one, and so on: when the group is done at the first, its
-front has come round to the second. Backwards go the other way round.
+Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM) has several stages per rank. A rank runs a group of micro-batches
+through its first stage, then the same group through its second stage, and so on: when the first stage has finished the
+group, the group's first micro-batch has reached the second stage. Backwards go the other way.
 
     rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 ...
     rank 1       1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 ...
 
-Greedy is list scheduling at the stages' real costs, which is what 1F1B becomes when they are uneven.
+Greedy is list scheduling at the stages' real costs, the generalization of 1F1B to uneven stages.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
 MANY = 10_000
-"""Of a table of more actions greedy makes only few to choose from."""
+"""Above so many actions, greedy chooses with a smaller problem, and makes only few tables of full size."""
 
 
 def one_f_one_b(problem: Problem) -> tuple[Row, ...]:
     """Rows with d(s) − 1 warm-up forwards, then one forward, one backward; peak in flight min(m, d(s)).
 
-    On a balanced graph with F and B per stage and D = max d the makespan is (m + D − 1)(F + B), the lower bound.
-    Where a rank has several stages, list scheduling with the same limit in flight, for F = 1 and B = 2.
-    With a gathered stage, the fastest of the tables for those.
+    On a balanced graph with F and B per stage and D = max d the makespan is (m + D − 1)(F + B), the lower bound. If a
+    rank has several stages, list scheduling with the same caps, for F = 1 and B = 2. With a gathered stage, the fastest
+    of the tables for gathered stages.
     """
     return fastest(problem) if problem.is_grouped else with_caps(problem, problem.depth)
 
 
 def with_caps(problem: Problem, caps: Caps) -> tuple[Row, ...]:
-    """1F1B that holds up to ``caps`` micro-batches per stage, which must not grow along an edge."""
+    """Returns 1F1B that holds up to ``caps`` micro-batches per stage; caps must not grow along an edge."""
     if problem.one_stage_a_rank:
         return tuple(_alternating(problem, stage, caps[stage]) for (stage,) in problem.stages_of)
     return list_schedule(problem, Costs.of(len(problem.placement)), caps, backward_first)
@@ -80,8 +80,8 @@ def _alternating(problem: Problem, stage: int, cap: int) -> Row:
 def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
     """Megatron's order on a chain whose p·v stages go round p ranks, for m a multiple of p: idle (p − 1)(F + B) a rank.
 
-    On other graphs and placements, where stages do not go round their ranks, that order can be far from good: there
-    the shorter of it and 1F1B at F = 1 and B = 2. With a stage a rank this is 1F1B.
+    On other graphs and placements that order can be far from optimal: the result is the shorter of Megatron's order and
+    1F1B at F = 1 and B = 2. With a stage per rank the result is 1F1B.
     """
     if problem.one_stage_a_rank or problem.is_grouped:
         return one_f_one_b(problem)
@@ -91,10 +91,10 @@ def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
 def in_laps(problem: Problem) -> tuple[Row, ...]:
     """Megatron's order, on any graph and placement.
 
-    A lap is ⌈D / v⌉ deep, D being the depth of ranks with v stages, the most: p on Megatron's chain. So many
-    micro-batches make a group. A rank warms up with two forwards for each stage behind its last one, and a group for
-    each of its other stages; then one forward, one backward. Where that would deadlock, the ranks that wait run further
-    forwards.
+    A lap is ⌈D / v⌉ stages deep, p on Megatron's chain: v is the most stages of a rank, D the depth of ranks with v
+    stages. A group has as many micro-batches. A rank warms up with two forwards for each stage after its last one, and
+    a group for each of its other stages; then one forward, one backward. If that would deadlock, the waiting ranks
+    run further forwards.
     """
     most = max(len(stages) for stages in problem.stages_of)
     going_round = [stage for stages in problem.stages_of if len(stages) == most for stage in stages]
@@ -102,7 +102,7 @@ def in_laps(problem: Problem) -> tuple[Row, ...]:
 
 
 class _Laps(ListScheduler):
-    """A line of forwards and one of backwards for each rank, which takes turns, however long each action takes."""
+    """A line of forwards and a line of backwards for each rank, which alternates, at any action times."""
 
     def __init__(self, problem: Problem, lap: int) -> None:
         units = Units(problem.ranks, Costs.of(len(problem.placement)))
@@ -113,22 +113,22 @@ class _Laps(ListScheduler):
         units.need_by(problem.dependencies)
         super().__init__(units, range(len(units.actions)))
         self.backward = problem.backward
-        # A forward goes to the sink and its backward comes back over as many stages: two actions each. The other stages
-        # of the rank run a whole lap before the last one begins.
+        # A micro-batch goes to the sink and back over as many stages: two actions for each. The rank's other stages run
+        # a whole lap before its last stage begins.
         self.warm_up = [2 * (problem.depth[on[-1]] - 1) + (len(on) - 1) * lap for on in problem.stages_of]
         self.in_flight = [0] * problem.ranks
 
     def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
-        # All wait. Of the ranks that could run a forward instead of a backward the first one does. There is one: take
-        # the first action that has not run, by group, stage in topological order, and micro-batch, with backwards
-        # behind all forwards and the other way round. All that it needs stands before it, and has run.
+        # All ranks wait. The first rank that could run a forward instead of a backward does so. Such a rank exists:
+        # take the first action that has not run, by group, stage in topological order, and micro-batch, with backwards
+        # after all forwards and in reverse order. All actions that it needs come before it, and have run.
         is_forward = self.units.line_of[unit] == 2 * rank
         if forced and is_forward and not self._forward_is_next(rank):
             self.warm_up[rank] += 1
         return is_forward == self._forward_is_next(rank)
 
     def _forward_is_next(self, rank: int) -> bool:
-        """Whether a forward comes next: warm-up, then forwards and backwards in turns; a frozen stage's at once."""
+        """Whether a forward comes next: warm-up, then forwards and backwards in turns; frozen stages at once."""
         forwards, backwards = (self.units.lines[line][self.begun[line] :] for line in (2 * rank, 2 * rank + 1))
         if not forwards or not backwards:
             return not backwards
@@ -142,7 +142,7 @@ class _Laps(ListScheduler):
 
 
 def _in_groups(problem: Problem, op: Op, stages: Iterable[int], lap: int) -> Iterator[Unit]:
-    """Group by group of ``lap`` micro-batches, each through all ``stages``."""
+    """Yields the actions in groups of ``lap`` micro-batches, each group through all ``stages``."""
     m = problem.microbatches
     for start in range(0, m, lap):
         for stage in stages:
@@ -154,21 +154,21 @@ def _in_groups(problem: Problem, op: Op, stages: Iterable[int], lap: int) -> Ite
 
 
 def greedy(problem: Problem) -> tuple[Row, ...]:
-    """The shortest of several tables at ``problem.costs``.
+    """Returns the shortest of several tables at ``problem.costs``.
 
-    A stage holds at most d(s) or ⌈round trip / bottleneck period⌉ micro-batches, whichever is more, or else what
-    ``in_flight`` and ``memory`` say. 1F1B is among the tables: greedy is never slower within the same limits. Which of
-    the others to make for very many micro-batches is found out with fewer: steady work repeats. Where ``memory`` is
-    given, and the costs give what a W that is put off holds, ``deferred_bytes``, backwards may come in halves, each W
-    anywhere that memory allows.
+    A stage holds at most the larger of d(s) and ⌈round trip / bottleneck period⌉ micro-batches, or as many as
+    ``in_flight`` and ``memory`` allow. 1F1B is among the tables: greedy is never slower within the same limits. For
+    very many micro-batches, a smaller problem decides which of the other tables to make: the steady state repeats. If
+    ``memory`` is set, and the costs give ``deferred_bytes``, the bytes held for a deferred W, backwards may be split,
+    and each W runs anywhere that memory allows.
     """
     if problem.is_grouped:
         return fastest(problem)
-    # Three limits in flight, from the leanest that keeps the busiest rank busy to the most that is allowed.
+    # Three sets of caps, from the least that keep the busiest rank busy to the most that are allowed.
     limits = caps(problem)
     lean, usual = (tuple(map(min, wanted, limits)) for wanted in (round_trip_caps(problem), problem.depth))
     tried = tuple(dict.fromkeys([lean, usual, limits]))
-    # 1F1B first: it is often good enough, and then no other table is made.
+    # 1F1B comes first: if it reaches the lower bound, no other table is made.
     costs = problem.costs
     makers: list[Maker] = []
     for held in tried:
@@ -182,7 +182,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
 
 
 def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice | None:
-    """The shortest with backwards in halves; None where all hold too much, as a W may that needs more than its I."""
+    """The shortest table with split backwards; None if all hold too much: a W may need more bytes than its I."""
     makers = [make for held in tried for make in by_each_priority(problem.costs, held, room=problem.memory)]
     if few is problem:
         return shortest_within_limits(problem, makers)

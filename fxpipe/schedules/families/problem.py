@@ -1,4 +1,4 @@
-"""What a schedule family is asked to solve."""
+"""Problem: the input of a schedule family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.schedules.schedule import Row, Schedule
 class Problem:
     """Stages 0 … n−1 with edges between them, each placed on a rank, and a number of micro-batches.
 
-    A family is asked about stages on one rank each: ``beside`` places those that are on several.
+    Families solve problems with one rank per stage: ``solve.placed_beside`` places stages on several ranks.
     """
 
     edges: tuple[tuple[int, int], ...]
@@ -27,18 +27,18 @@ class Problem:
     placement: Placement
     backward: tuple[bool, ...]
     costs: Costs
-    """What families that look at time reckon with."""
+    """The costs, for families that use them."""
     in_flight: tuple[int, ...] | None = None
-    """The most micro-batches that each stage may hold, where the user says so."""
+    """The most micro-batches that each stage may hold, if the user limits them."""
     memory: tuple[float, ...] | None = None
-    """The most bytes that each rank may hold of them."""
+    """The most bytes of micro-batches in flight that each rank may hold."""
     groups: tuple[int, ...] | None = None
-    """Of how many micro-batches an action of each stage is, where some are gathered: 1 of the others. None: none is."""
+    """The number of micro-batches in an action of each stage, 1 if not gathered. None: no stage is gathered."""
     recompute: tuple[bool, ...] | None = None
-    """Whether each stage runs its forward again for its backward. A family need not look: ``build`` puts the R's in."""
+    """Whether each stage runs its forward again for its backward. A family may ignore it: ``build`` adds the R's."""
 
     def check(self) -> None:
-        """ScheduleError with the values where this makes no sense."""
+        """Raises ScheduleError, with the values, if the problem is not valid."""
         count = len(self.placement)
         check_length("backward=", self.backward, count)
         check_length("costs.forward", self.costs.forward, count)
@@ -75,12 +75,12 @@ class Problem:
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
-        """The rank of each stage, of those on several the first."""
+        """The rank of each stage, the first rank if the stage is on several."""
         return tuple(ranks_of(place)[0] for place in self.placement)
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """Those of whole backwards."""
+        """The dependencies for backwards that are not split."""
         groups = {stage: size for stage, size in enumerate(self.groups or ()) if size > 1}
         return replace(Dependencies.of(self.links, self.backward), groups=groups)
 
@@ -91,21 +91,21 @@ class Problem:
 
     @property
     def recomputed(self) -> frozenset[int]:
-        """The stages that are run again; one without a backward never is."""
+        """The stages that are recomputed; a stage without backward never is."""
         flags = zip(self.recompute or (), self.backward, strict=False)
         return frozenset(stage for stage, (again, trained) in enumerate(flags) if again and trained)
 
     def group(self, stage: int) -> int:
-        """Of how many micro-batches an action of a stage is."""
+        """Returns the number of micro-batches in an action of a stage."""
         return self.groups[stage] if self.groups else 1
 
     def actions(self, stage: int, op: Op) -> list[Action]:
-        """All actions of that kind, in the order of their micro-batches."""
+        """Returns all actions of a stage and op, in the order of their micro-batches."""
         size = self.group(stage)
         return [Action(stage, op, microbatch, size) for microbatch in range(0, self.microbatches, size)]
 
     def table(self, rows: tuple[Row, ...]) -> Schedule:
-        """A table of it, to be measured."""
+        """Returns the schedule of these rows, for simulation."""
         return Schedule(rows, self.edges, self.placement, self.backward, self.microbatches)
 
     @cached_property
@@ -114,7 +114,7 @@ class Problem:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The stages in topological order: those with nothing left before them, by number, then the next."""
+        """The stages in topological order: first those without predecessors, by number, then the next."""
         sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(self.placement)), ()))
         for source, target in self.edges:
             sorter.add(target, source)
@@ -129,7 +129,7 @@ class Problem:
     @cached_property
     def depth(self) -> tuple[int, ...]:
         """d(s): the number of stages on the longest path from s to a sink, s included."""
-        # From the sinks back, so that the depths of all targets are known.
+        # Goes from the sinks back, so that the depths of all targets are known.
         depth = [1] * len(self.placement)
         for stage in reversed(self.order):
             depth[stage] = 1 + max((depth[target] for target in self.targets[stage]), default=0)
@@ -137,7 +137,7 @@ class Problem:
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that use what a stage makes, each once."""
+        """Per stage, the stages that use its values, each once."""
         return tuple(self.dependencies.readers.get(stage, ()) for stage in range(len(self.placement)))
 
     @cached_property

@@ -1,14 +1,14 @@
-"""Solve: a family's rows, with what no family knows of: stages on several ranks, and forwards that are run again.
+"""Solve: a family's rows, with two features that no family handles: stages on several ranks, and recomputation.
 
-*Stages on several ranks.* Their work fills what the other stages of those ranks leave idle. The stages of one rank keep
-the order that their family gives them, as if each stage on r ranks had a rank of its own that takes 1/r of the time.
-Then the actions of those stages are placed beside them by list scheduling. It aims at a makespan T: an action may begin
-no later than leaves time for all that waits for it until T, its latest start. A rank takes the ready action with the
-least latest start, but none that would end behind the latest start of the next action of its fixed order. Forwards aim
-at a T of their own: early ones make room for what waits for them, late backwards keep nobody waiting. The shortest of a
-grid of both is taken.
+*Stages on several ranks.* Their work fills the idle times of the other stages of those ranks. The stages on one rank
+keep the order that their family gives them, as if each stage on r ranks had a rank of its own and took 1/r of the time.
+Then list scheduling places the actions of those stages. It aims at a makespan T: the latest start of an action is the
+latest time that leaves enough time until T for all actions that wait for it. A rank takes the ready action with the
+least latest start, but none that would end after the latest start of the next action of its fixed order. Forwards have
+a T of their own: early forwards make room for the actions that wait for them, late backwards delay no action. The
+result is the shortest table of a grid of both.
 
-*Recomputation.* The family is asked for backwards of F + B, and each is then split into R and B.
+*Recomputation.* The family orders backwards of F + B; each backward is then split into R and B.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.simulate import peak_in_flight
 
 _FINEST = 8
-"""Steps of the grid, on each of its axes."""
+"""The number of steps of the grid, on each axis."""
 _MANY = 60_000
-"""Of larger tables fewer are tried: as many as have so many actions together."""
+"""The most actions of all tried tables together: of larger tables, fewer are tried."""
 
 
 def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
@@ -44,8 +44,8 @@ def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
 
 
 def reckoned(problem: Problem) -> Problem:
-    """What a family is asked in its place, whose table has no R: B takes F + B; from F to B the inputs are held; and
-    memory is less by the most that a micro-batch or group holds beside them while it is run again, one at a time."""
+    """The problem that the family solves instead, whose table has no R: B takes F + B; inputs are held from F to B;
+    memory is less by the largest additional bytes of a recomputed micro-batch or group, one at a time."""
     costs, memory = problem.costs.with_recompute(problem.recomputed), problem.memory
     whole = costs.activation_bytes
     if whole is not None:
@@ -53,8 +53,8 @@ def reckoned(problem: Problem) -> Problem:
         held = tuple(kept[s] if s in problem.recomputed else size for s, size in enumerate(whole))
         costs = replace(costs, activation_bytes=held)
         if memory is not None:
-            # While one micro-batch is run again, a stage holds all of it beside the inputs of the others. Only one is
-            # at a time, so a rank sets aside the largest of its stages'.
+            # While a micro-batch is recomputed, a stage holds all of it and the inputs of the others. A rank recomputes
+            # one at a time, so it reserves the largest bytes of its stages.
             beside = [max(size - held[s], 0) * problem.group(s) for s, size in enumerate(whole)]
             most = [max(beside[stage] for stage in stages) for stages in problem.stages_of]
             for rank, (room, peak) in enumerate(zip(memory, most, strict=True)):
@@ -68,12 +68,12 @@ def reckoned(problem: Problem) -> Problem:
 
 
 def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) -> tuple[Row, ...]:
-    """The rows with an R directly in front of each B or I of these stages, but for those that have one.
+    """Returns the rows with an R directly before each B or I of these stages, except for stages that have an R already.
 
-    It waits for nothing, so that it runs while the gradient is under way; and only one micro-batch of a rank's is held
-    whole at a time. Earlier it would hold more, and gain only where a rank idles in front of something else.
+    An R waits for no gradient, so it runs while the gradient is under way, and a rank holds only one whole micro-batch
+    at a time. An earlier R would hold more bytes, and gain time only if the rank idles before another action.
     """
-    # The family ``cached`` puts R's in itself.
+    # The family ``cached`` inserts R's itself.
     left = frozenset(stages) - {action.stage for row in rows for action in row if action.op is Op.R}
 
     def again(row: Sequence[Action]) -> Iterator[Action]:
@@ -86,8 +86,8 @@ def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) ->
 
 
 def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
-    """The stages whose backward does not always follow its forward at once: between the two nothing else would be
-    held in their place."""
+    """Returns, per stage, whether the backward does not always directly follow the forward: if it always does,
+    recomputation saves no memory."""
     found = [False] * len(schedule.placement)
     for row in schedule.rows:
         for action, following in zip(row, [*row[1:], None], strict=True):
@@ -100,7 +100,7 @@ def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
 
 
 def placed_beside(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
-    """The family's rows, for problems with stages on several ranks, too."""
+    """Returns the family's rows, also for problems with stages on several ranks."""
     if not replicated(problem.placement):
         return family(problem)
     if not getattr(family, "__module__", "").startswith(__package__):
@@ -115,27 +115,27 @@ def placed_beside(family: Family, problem: Problem) -> Sequence[Sequence[Action]
 
 
 def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:
-    """The problem with a rank for each stage that is on several, and the real rank of each of its other ranks."""
+    """The problem with a new rank for each stage on several ranks, and the real rank of each other rank."""
     stages = replicated(problem.placement)
     real = sorted({place for place in problem.placement if isinstance(place, int)})
     extra = {stage: len(real) + number for number, stage in enumerate(stages)}
     homes = (extra[s] if s in extra else real.index(problem.homes[s]) for s in range(len(problem.placement)))
     costs, memory = problem.costs, problem.memory
     for stage in stages:
-        # On r ranks of its own in turn, a stage keeps up with an r-th of its time for each micro-batch.
+        # On r ranks of its own in turn, a stage needs only 1/r of its time for each micro-batch.
         turns = len(ranks_of(problem.placement[stage]))
         costs = costs.at_stages([stage], costs.forward[stage] / turns, costs.backward[stage] / turns)
     if memory is not None:
-        # One micro-batch of each shared stage must fit on each of its ranks: the family has what is left.
+        # One micro-batch of each shared stage must fit on each of its ranks: the family has the remaining bytes.
         rooms = [room - _least(problem, rank) for rank, room in enumerate(memory)]
         memory = (*(rooms[rank] for rank in real), *[math.inf] * len(stages))
     return replace(problem, placement=tuple(homes), costs=costs, memory=memory), real
 
 
 def _least(problem: Problem, rank: int) -> float:
-    """What a rank sets aside: the bytes of one micro-batch, or group, of each of its stages that are on several.
+    """Returns the bytes that a rank reserves: one micro-batch, or group, of each of its stages on several ranks.
 
-    ScheduleError where that leaves no room for one of each of its other stages.
+    ScheduleError if the rest does not fit one micro-batch of each of its other stages.
     """
     sizes, rooms = problem.costs.activation_bytes or (), problem.memory or ()
     mine = {s: sizes[s] * problem.group(s) for s in problem.stages_of[rank] if problem.backward[s]}
@@ -148,15 +148,15 @@ def _least(problem: Problem, rank: int) -> float:
 
 
 class _Floating:
-    """What is known before the actions of stages on several ranks are placed. ``rows``: the family's, of ``alone``."""
+    """The facts known before stages on several ranks are placed. ``rows``: the family's rows for ``alone``."""
 
     def __init__(self, problem: Problem, alone: Problem, real: Sequence[int], rows: tuple[Row, ...]) -> None:
         self.problem = problem
-        self.caps = peak_in_flight(alone.table(rows))  # which the family's own order holds: within them none hangs
+        self.caps = peak_in_flight(alone.table(rows))  # of the family's own order: within these caps no table deadlocks
         fixed: list[Row] = [()] * problem.ranks
         for rank, row in zip(real, rows, strict=False):
             fixed[rank] = row
-        # Line r is the fixed row of rank r; then come the lines of what floats.
+        # Line r is the fixed row of rank r; the lines of the stages on several ranks follow.
         self.units = Units(problem.ranks, problem.costs)
         for rank, row in enumerate(fixed):
             self.units.add_line(rank, [(action,) for action in row])
@@ -169,14 +169,14 @@ class _Floating:
         self.latest = self._latest()
 
     def _most_from(self, row: Row) -> list[float]:
-        """The most bytes that a fixed row holds from each of its places on."""
+        """Returns the most bytes that a fixed row holds from each of its places on."""
         held, backward = self.problem.costs.held, self.problem.backward
         changes = (held(action) if backward[action.stage] else 0.0 for action in row)
         return list(accumulate(reversed([0.0, *accumulate(changes)]), max))[::-1]
 
     def _latest(self) -> list[float]:
-        """The latest start of each for a makespan of 0: a negative number."""
-        # Backwards in time over two relations: needs, and the order of each line. start ≤ min(later start − hop) −
+        """Returns the latest start of each unit for a makespan of 0: a negative number."""
+        # Goes back in time over two relations: needs, and the order of each line. start ≤ min(later start − hop) −
         # time.
         behind = {unit: dict(users) for unit, users in enumerate(self.units.after)}
         for line in self.units.lines:
@@ -189,9 +189,9 @@ class _Floating:
         return latest
 
     def best(self) -> tuple[Row, ...]:
-        """The shortest that keeps within the limits; where none does, the shortest."""
-        # The longest path and the busiest rank bound every makespan: aims between the path and what was reached are
-        # tried.
+        """Returns the shortest rows within the limits; if none are within the limits, the shortest rows."""
+        # The longest path and the busiest rank bound every makespan: the aims are between the path and the first
+        # makespan.
         work = [0.0] * self.problem.ranks
         for home, time in zip(self.units.home, self.units.time, strict=True):
             work[home] += time
@@ -199,7 +199,7 @@ class _Floating:
         rows, longest = self._attempted(path, path)
         best, over = (self._exceeds(rows), longest), rows
         steps = min(_FINEST, math.isqrt(2 * _MANY // len(self.latest)))
-        # Forwards aim at the makespan of backwards, or at a shorter one.
+        # Forwards aim at the same makespan as backwards, or at a shorter one.
         for late in range(1, steps + 1):
             for early in range(late + 1):
                 if best[1] <= max(path, *work) * (1 + 1e-9):
@@ -212,7 +212,7 @@ class _Floating:
         return over
 
     def _attempted(self, forward: float, backward: float) -> tuple[tuple[Row, ...], float]:
-        """The rows for these aims, and their makespan."""
+        """Returns the rows for these aims, and their makespan."""
         attempt = _Attempt(self, forward, backward)
         return attempt.run(), max(attempt.free)
 
@@ -224,8 +224,8 @@ class _Floating:
 
 
 def _lines(row: Row, rank_of: RankOf) -> dict[tuple[int, bool, bool], list[Unit]]:
-    """The lines of a stage on several ranks: forwards, backwards and weight gradients each keep their order on a rank,
-    the first number of the key."""
+    """Returns the lines of a stage on several ranks: forwards, backwards and weight gradients each keep their order on
+    a rank, the first number of the key."""
     again: Unit = ()
     lines: dict[tuple[int, bool, bool], list[Unit]] = {}
     for action in row:
@@ -239,12 +239,12 @@ def _lines(row: Row, rank_of: RankOf) -> dict[tuple[int, bool, bool], list[Unit]
 
 
 class _Attempt(ListScheduler):
-    """One list schedule. ``forward``, ``backward``: the makespans that they aim at."""
+    """A list schedule. ``forward``, ``backward``: the makespans that forwards and backwards aim at."""
 
     def __init__(self, known: _Floating, forward: float, backward: float) -> None:
-        super().__init__(known.units, known.latest)  # by latest start: what is most urgent first
+        super().__init__(known.units, known.latest)  # by latest start: the most urgent unit first
         self.known, self.forward, self.backward = known, forward, backward
-        self.held = [0.0] * len(self.free)  # bytes, of what is not in the fixed order
+        self.held = [0.0] * len(self.free)  # bytes held by actions outside the fixed order
         self.in_flight: dict[tuple[int, int], int] = {}
 
     def begin(self, rank: int, unit: int) -> None:
@@ -264,16 +264,16 @@ class _Attempt(ListScheduler):
         return self._has_room(rank, unit, len(rest)) and not (rest and self._delays(unit, rest[0], now))
 
     def _delays(self, unit: int, following: int, now: float) -> bool:
-        """Whether the next action of the fixed order would begin too late behind a unit."""
-        # It delays the fixed order if that action could have begun before the unit ends, and cannot afford to wait.
+        """Whether a unit would delay the next action of the fixed order too much."""
+        # A unit delays the fixed order if that action could have begun before the unit ends, and cannot afford to wait.
         latest, end = self.known.latest, now + self.units.time[unit]
         aim = self.forward if self.units.actions[unit][-1].op is Op.F else self.backward
         arrives = 0.0 if self.ready[following] == math.inf else self.ready[following]
         return latest[unit] > latest[following] and end > max(arrives, latest[following] + aim)
 
     def _has_room(self, rank: int, unit: int, left: int) -> bool:
-        """Whether a forward keeps within its cap, and its rank within its memory. ``left``: how many actions the fixed
-        row still has."""
+        """Whether a forward keeps within its cap, and its rank within its memory. ``left``: the number of remaining
+        actions of the fixed row."""
         known, action = self.known, self.units.actions[unit][-1]
         if action.op is not Op.F or not known.problem.backward[action.stage]:
             return True
@@ -281,6 +281,6 @@ class _Attempt(ListScheduler):
             return False
         if known.problem.memory is None:
             return True
-        # The most that the fixed row will hold from here on is set aside for it.
+        # The most bytes that the fixed row will hold from here on are reserved for it.
         rest = known.held_by_rest[rank][-1 - left]
         return not exceeds(self.held[rank] + known.problem.costs.held(action) + rest, known.problem.memory[rank])

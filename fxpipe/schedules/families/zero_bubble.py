@@ -1,9 +1,9 @@
 """ZB-H1 and ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): backwards in halves, whose W's fill bubbles.
 
-I makes the gradients that the stages before wait for, W those of the weights, which nobody waits for.
+I makes the gradients that earlier stages wait for; W makes the weight gradients, which no stage waits for.
 
-ZB-H1 runs on a graph of stages. Stages near the sink put W off, until as many micro-batches are held there as at the
-deepest stage that is trained, D in all; a stage of depth d is D − d weight gradients behind.
+ZB-H1 runs on a graph of stages. Stages near the sink defer W until they hold as many micro-batches as the deepest
+trained stage, D; a stage of depth d is D − d weight gradients behind.
 
     d=3   F0 F1 F2       I0 W0 F3 I1 W1 ...
     d=2      F0 F1    I0 F2 I1 W0 F3 I2 W1 ...
@@ -14,8 +14,8 @@ ZB-V (section 6; 2024, "Pipeline Parallelism with Controllable Memory") folds a 
     rank 0   0F0 0F1 0F2 3F0 3I0 3W0 ...     stages 0 and 3
     rank 1       1F0 2F0 1F1 2F1 2I0 ...     stages 1 and 2
 
-A micro-batch comes back to the rank that it started from, so that its last stage's backward runs while others still
-go down. Each rank holds what the first one does with 1F1B, and at F = I = W idles at the beginning and the end alone.
+A micro-batch returns to the rank where it started, so that its last stage's backward runs while other micro-batches
+still go down. Each rank holds as much as the first with 1F1B, and at F = I = W idles only at the beginning and the end.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ from fxpipe.schedules.schedule import Row
 def zb_h1(problem: Problem) -> tuple[Row, ...]:
     """Rows with d(s) warm-up forwards, then I_j, W_{j − (D − d(s))} and the next F; peak D at every stage.
 
-    On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). Where a rank
-    has several stages, list scheduling with the same limits, for F = I = W = 1. At other
-    costs the shortest of that and list schedules that hold no more; with a gathered stage, ``group_interleaved`` in
-    halves.
+    On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). If a rank has
+    several stages, list scheduling with the same caps, for F = I = W = 1. At other costs, the shortest of that and of
+    list schedules that hold no more; with a gathered stage, ``group_interleaved`` with split backwards.
     """
     if problem.is_grouped:
         return interleaved_groups(problem, split=True)
     if problem.costs.are_alike:
         return in_halves(problem)
-    limits = (_deepest(problem),) * len(problem.placement)  # what ZB-H1 holds at any stage
+    limits = (_deepest(problem),) * len(problem.placement)  # the most that ZB-H1 holds at any stage
     makers = [in_halves, *by_each_priority(problem.costs, limits, held=limits)]
     return shortest(problem, makers, problem.costs).rows
 
 
 def in_halves(problem: Problem) -> tuple[Row, ...]:
-    """The order above, whatever the costs."""
+    """Returns the order above, for any costs."""
     deepest = _deepest(problem)
     if problem.one_stage_a_rank:
         return tuple(_h1_row(problem, stage, deepest) for (stage,) in problem.stages_of)
@@ -70,7 +69,7 @@ def _h1_row(problem: Problem, stage: int, deepest: int) -> Row:
     if not problem.backward[stage]:
         return tuple(problem.actions(stage, Op.F))
     row = [Action(stage, Op.F, j) for j in range(min(depth, m))]
-    # I_j at once, for others wait for it; the W of so many micro-batches before, which evens out what stages hold.
+    # I_j comes at once, as others wait for it; then the W of an earlier micro-batch, to even out the stages' memory.
     behind = deepest - depth
     for j in range(m):
         row.append(Action(stage, Op.I, j))
@@ -100,12 +99,12 @@ def zb_v(problem: Problem) -> tuple[Row, ...]:
 
 
 def folded(ranks: int) -> tuple[int, ...]:
-    """The rank of each stage of a chain: there and back."""
+    """Returns the rank of each stage of a chain that goes down the ranks and back up."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def _v_row(problem: Problem, rank: int, stages: tuple[int, int]) -> Iterator[Action]:
-    """With fewer than 2p − 1 micro-batches, the order of so many without those that there are not."""
+    """With fewer than 2p − 1 micro-batches, the order of 2p − 1 without the micro-batches that do not exist."""
     begun: Counter[tuple[int, Op]] = Counter()
     for half, op in _v_order(rank, problem.ranks, max(problem.microbatches, 2 * problem.ranks - 1)):
         microbatch = begun[half, op]
@@ -115,19 +114,19 @@ def _v_row(problem: Problem, rank: int, stages: tuple[int, int]) -> Iterator[Act
 
 
 def _v_order(rank: int, ranks: int, m: int) -> Iterator[tuple[int, Op]]:
-    """What a rank does, in which half of the V."""
+    """Yields a rank's operations, each with its half of the V."""
     down = (DOWN, Op.I), (DOWN, Op.W)
     up = (UP, Op.F), (UP, Op.I), (UP, Op.W)
     left = ranks - rank
-    # 1. Warm-up: forwards down until the first micro-batch has come round, then in turns with forwards up.
+    # 1. Warm-up: forwards down until the first micro-batch has returned, then alternately forwards up and down.
     yield from [(DOWN, Op.F)] * (2 * left - 1)
     yield from [(UP, Op.F), (DOWN, Op.F)] * rank
     yield from up * left
-    # 2. Steady: six actions of a micro-batch each, F, I and W of both halves. Down there were 2(p − r) − 1 + r forwards
-    # so far, up p.
+    # 2. Steady: six actions, F, I and W of both halves. So far the rank has run 2(p − r) − 1 + r forwards down, and p
+    # up.
     ahead = 2 * left - 1 + rank
     yield from ((DOWN, Op.F), *down, *up) * (m - ahead)
-    # 3. Cool-down: no forwards are left down; the I's that others wait for come first, the W's last.
+    # 3. Cool-down: no forwards down remain; the I's that other ranks wait for come first, the W's last.
     yield from (*down, *up) * (ahead - ranks)
     yield from [(DOWN, Op.I), (UP, Op.I)] * rank
     yield from down * left

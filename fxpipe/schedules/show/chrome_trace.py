@@ -16,17 +16,17 @@ Event = dict[str, Any]
 
 PROCESS = 1
 FIRST_THREAD = 1
-"""Number 0 is the idle task's to trace viewers, which show it apart from the others."""
+"""Trace viewers take thread 0 for the idle task, and show it apart from the others."""
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """Trace Event JSON: a thread for each rank, arrows where a result changes ranks, counters of what is in flight.
+    """Returns Trace Event JSON: a thread for each rank, arrows from rank to rank, counters of micro-batches in flight.
 
-    Reductions have threads of their own. A measured step begins at 0, with what lies around its actions. The format
-    counts in microseconds. Measured times, which are seconds, are turned into them; of a plan, one unit of the costs is
-    shown as 1 ms.
+    Reductions have threads of their own. A measured step begins at 0, and includes the time around its actions. The
+    format counts in microseconds. Measured times, in seconds, are converted; a plan shows one unit of its costs as 1
+    ms.
     """
-    # Within one instant a viewer keeps the order of the file: a slice stands before the arrows that end in it.
+    # Within an instant a viewer keeps the order of the file: a slice precedes the arrows that end in it.
     events = [
         *_metadata(timeline),
         *_slices(timeline),
@@ -85,7 +85,7 @@ def _slices(timeline: Timeline) -> Iterator[Event]:
 
 
 def _around(timeline: Timeline) -> Iterator[Event]:
-    """What a process did beside its actions: slices of the first rank that it plays."""
+    """Yields slices for the work of each process outside its actions, on the first rank that the process plays."""
     for spell in timeline.spells:
         if spell.category != COMPUTE:
             name = {WAITING: f"waiting for {spell.what}", BETWEEN: "between actions"}.get(spell.category, spell.what)
@@ -93,11 +93,11 @@ def _around(timeline: Timeline) -> Iterator[Event]:
 
 
 def _reductions(timeline: Timeline) -> Iterator[Event]:
-    """Threads behind those of the ranks, as many for a rank as it has reductions under way at once: slices of one
-    thread may not overlap."""
+    """Yields the reductions, on threads after those of the ranks: as many threads per rank as it has reductions under
+    way at once, since slices of the same thread may not overlap."""
     number = len(timeline.schedule.rows)
     for rank in range(len(timeline.schedule.rows)):
-        # Each lane is a thread, numbered behind those of the ranks and of the lanes before.
+        # Each lane is a thread, numbered after the threads of the ranks and of the earlier lanes.
         for lane in lanes(timeline, rank):
             yield from _thread(number, f"rank {rank}: reductions")
             for _, what, *span in lane:
@@ -106,7 +106,7 @@ def _reductions(timeline: Timeline) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
-    """A flow for each dependency between ranks: from the end of what it needs to an action's start."""
+    """Yields a flow for each dependency between ranks: from the end of the needed action to the start of its user."""
     rank, number = timeline.schedule.rank, 0
     for action, span in timeline.spans.items():
         for other in timeline.schedule.dependencies.needs(action):
@@ -114,8 +114,8 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
                 continue
             began, ended = (_nanoseconds(timeline, time) for time in timeline.spans[other])
             arrival = _nanoseconds(timeline, span.start)
-            # An arrow belongs to the slice that is open where it starts: just before its end. Clocks of two ranks
-            # may disagree, and an arrow cannot go back in time.
+            # An arrow belongs to the slice that is open at the arrow's start: just before that slice's end. Clocks of
+            # two ranks may disagree, and an arrow cannot go back in time.
             departure = max(began, min(ended - 1, arrival))
             if departure > arrival:
                 continue
@@ -127,7 +127,7 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
-    """Per stage, the micro-batches whose forward has run and whose backward has not ended."""
+    """Yields counters per stage: the micro-batches whose forward has run and whose backward has not ended."""
     change_after = changes_in_flight(timeline.schedule)
     for rank, row in enumerate(ran(timeline)):
         in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}

@@ -1,15 +1,15 @@
 """CSV files of schedules, in the cells that torch.distributed.pipelining reads and writes.
 
-    0F0,0F1,,0B0,,0B1              a line per rank, a cell per step; an empty cell is a step in which it idles
+    0F0,0F1,,0B0,,0B1              a line per rank, a cell per step; an empty cell is an idle step
     ,1F0,1B0,1F1,1B1,
 
-With communication, cells of sends and receives stand among them; each names the stage of its own rank:
+With communication, the lines also have cells for sends and receives; each cell names the stage of its own rank:
 
     0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
     1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1
 
-A group of micro-batches, ``4F0-3``, and a forward that is run again, ``2R0``, are fxpipe's own: torch has no cells for
-them, and does not read a file that has some.
+A group of micro-batches, ``4F0-3``, and a recomputed forward, ``2R0``, are fxpipe's own cells: torch has none for them,
+and does not read a file with such cells.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import verify
 from fxpipe.small_file import read_small, write_whole
 
-_MOST = 2**26  # bytes; a million actions with their messages have less
+_MOST = 2**26  # bytes; a file of a million actions with their messages is smaller
 _MESSAGE = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 _PARAMETERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -43,13 +43,13 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
-    """The schedule in a file, compute-only or with communication. What is wrong with the table itself, verify says.
+    """Returns the schedule in a file, compute-only or with communication. ``verify`` finds errors in the table itself.
 
-    ``edges``: the stage graph. None: a chain; the file may be of another graph, so its messages are not compared.
+    ``edges``: the stage graph. None: a chain; the file may be of another graph, so messages are not compared.
 
-    ScheduleError, with line and cell (both count from 1), where something is no cell, or where a line has other
-    messages than its rank has in the lowered table; and where the file holds no action, leaves a stage number out, or
-    is not UTF-8. OSError where it cannot be read, or is a device or a pipe.
+    ScheduleError, with line and cell (both count from 1), if a text is no cell, or if a line has other messages than
+    its rank has in the lowered table; also if the file holds no action, omits a stage number, or is not UTF-8. OSError
+    if the file cannot be read, or is a device or a pipe.
     """
     name = os.fspath(path)
     rows: list[tuple[Action, ...]] = []
@@ -83,7 +83,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
 
 
 def _lines(path: StrPath) -> list[list[str]]:
-    """The cells of each rank. Empty lines at the end are no ranks."""
+    """Returns the cells of each rank. Empty lines at the end are no ranks."""
     try:
         text = read_small(path, _MOST).decode("utf-8-sig")
         return list(csv.reader(text.rstrip().splitlines(), strict=True))
@@ -92,7 +92,7 @@ def _lines(path: StrPath) -> list[list[str]]:
 
 
 def _actions(cell: str, place: int) -> list[Action]:
-    """Those of a cell: none of a message, which is lowered anew, nor of one that is about parameters."""
+    """The actions of a cell: none for a message, which is lowered anew, and none for a cell about parameters."""
     if _MESSAGE.fullmatch(cell) or _PARAMETERS.fullmatch(cell):
         return []
     overlap = _OVERLAP.fullmatch(cell)
@@ -103,8 +103,8 @@ def _actions(cell: str, place: int) -> list[Action]:
 
 
 def _placement(rows: Sequence[Sequence[Action]], name: str) -> Placement:
-    """A stage is on the rank that has most of its actions: one cell on a wrong rank is then what verify names. It is on
-    several where they take turns: where each micro-batch is on one rank, the same for every r-th."""
+    """A stage is on the rank that has most of its actions, so that ``verify`` names a cell on a wrong rank. A stage is
+    on r ranks, in turns, if each micro-batch is on a single rank, and every r-th on the same rank."""
     found: dict[int, list[tuple[int, int]]] = {}  # stage → (micro-batch, or group, and rank) of its actions
     for rank, row in enumerate(rows):
         for action in row:
@@ -116,7 +116,7 @@ def _placement(rows: Sequence[Sequence[Action]], name: str) -> Placement:
     for _, cells in sorted(found.items()):
         counts = Counter(rank for _, rank in cells)
         turns = {number % len(counts): rank for number, rank in cells}
-        # Two ranks that have a stage in turns show it: micro-batch i is on rank turns[i mod r], for every i.
+        # Ranks that take turns show a pattern: micro-batch i is on rank turns[i mod r], for every i.
         regular = all(turns[number % len(counts)] == rank for number, rank in cells)
         if regular and len(turns) == len(counts):
             places.append(tuple(turns[turn] for turn in range(len(counts))))
@@ -141,31 +141,31 @@ def _check_messages(name: str, messages: Sequence[Counter[str]], schedule: Sched
 
 
 def write(schedule: Schedule, path: StrPath, communication: bool = False) -> None:
-    """Writes a schedule, aligned by step, or with its messages. OSError where the file cannot be written."""
+    """Writes a schedule, aligned by step, or with its messages. OSError if the file cannot be written."""
     if communication:
         rows = _with_messages(schedule)
     else:
         steps = in_steps(schedule.rows, schedule.dependencies)
         rows = [["" if action is None else str(action) for action in row] for row in steps]
     text = StringIO()
-    # A line of one empty cell stands for a rank without actions, as `""`: an empty line could be an editor's.
+    # A rank without actions is a line of one empty cell, `""`: an empty line could come from an editor.
     csv.writer(text, lineterminator="\n").writerows(row or [""] for row in rows)
     write_whole(path, text.getvalue())
 
 
 def _with_messages(schedule: Schedule) -> list[list[str]]:
-    """The instructions in an order in which one process could run them, a receive where its message is there.
+    """Returns the instructions in an order that one process could run: a receive comes after its message was sent.
 
-    fxpipe posts receives an action ahead and does not wait for them. Who reads such a file may wait (torch's runtime
-    issues them so, one behind another), and would deadlock if a receive stood before what it waits for.
+    fxpipe posts receives an action ahead and does not wait for them. A reader of the file may wait (torch's runtime
+    issues receives one after another), and would deadlock if a receive came before the actions that lead to its send.
     """
     rows: list[list[str]] = [[] for _ in schedule.rows]
-    begun: set[Message] = set()  # at one end
+    begun: set[Message] = set()  # messages whose send or receive has run
     for rank, step in verify(schedule):
         if isinstance(step, Compute):
             rows[rank].append(str(step.action))
         elif isinstance(step, Send | Receive):
-            # The receive is written where the second of the two ends comes: then the message is there.
+            # The receive is written when the second of the two ends has run: then the message has arrived.
             message, edge = step.message, schedule.links[step.message.edge]
             if isinstance(step, Send):
                 rows[rank].append(_cell(step, edge))
@@ -176,7 +176,7 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
 
 
 def _cell(step: Send | Receive, edge: Link) -> str:
-    """Along edge 0-1: ``0SEND_F3``, ``1RECV_F3`` of the value, ``1SEND_B3``, ``0RECV_B3`` of its gradient."""
+    """The cell, on edge 0-1: ``0SEND_F3``, ``1RECV_F3`` for the value, ``1SEND_B3``, ``0RECV_B3`` for its gradient."""
     message = step.message
     sends, is_value = isinstance(step, Send), message.op is Op.F
     stage = edge.source if sends == is_value else edge.target

@@ -1,4 +1,4 @@
-"""Page: the SVG in an HTML file, and in a notebook's cell."""
+"""Page: the SVG picture in an HTML file, and in a notebook's cell."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def html(timeline: Timeline) -> str:
 """
 
 
-# --- behind a cell of a notebook ---
+# --- the output of a notebook cell ---
 
 MOST_CELLS = 10_000
-"""Of a picture that every opening of the notebook loads again: some 2 MB. What is larger is for a file of its own."""
+"""The most cells of a picture in a notebook, about 2 MB, which the notebook loads each time it opens."""
 
 
 def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> str:
-    """``shown`` as HTML: its timeline's picture, and its own table. A table that deadlocks has no picture."""
+    """Returns ``shown`` as HTML: its timeline's picture and its table. A table that deadlocks has no picture."""
     table = preformatted(str(shown))
     schedule = shown if isinstance(shown, Schedule) else shown.schedule
     # A notebook keeps each output in its file, and a browser draws it again when the file opens.
@@ -58,6 +58,6 @@ def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> st
 
 
 def _apart(picture: str) -> str:
-    """With ids of its own: of several on a page each would take its stripes from the first, which may be hidden."""
+    """Makes ids unique: pictures on a page would share the stripes of the first, which may be hidden."""
     own = f"fxpipe-{uuid.uuid4().hex}-"
     return picture.replace('id="fxpipe-', f'id="{own}').replace("url(#fxpipe-", f"url(#{own}")

@@ -1,4 +1,4 @@
-"""Drawing: a timeline as SVG. A row is a rank, a cell an action, what is left of a row is bubble."""
+"""Drawing: a timeline as SVG. A row is a rank, a cell is an action, and the rest of a row is bubble."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Reduction, Timeline, ran
 from fxpipe.schedules.show.words import IN_WORDS, describe, headline, numbers, unit_of
 
-# Colours stand in attributes, which each program understands; a style changes them where the reader likes it dark.
+# Attributes give the colours, since every program understands them; a style changes the colours for dark mode.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"
 REDUCTION = "#7c8794"
 DARK = """@media (prefers-color-scheme: dark) {
@@ -21,26 +21,26 @@ DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
 .fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
 
-NARROW = 6  # pixels: below, an outline would fill its cell
+NARROW = 6  # pixels: in a narrower cell, an outline would fill the cell
 MARGIN = 16
 FONT = 11
 DIGIT = 6.8
-"""The width of a digit of FONT pixels, with a little to spare."""
+"""The width of a digit in pixels at font size FONT, with a margin."""
 LINE = 14
 HEAD = 104
-"""The height of headline, legend and axis."""
+"""The height of headline, legend and axis in pixels."""
 LABEL = 230
-"""The most width that the stages of a rank get beside its row."""
+"""The most pixels of width for the stage labels of a rank, left of its row."""
 SWATCH = 15
 LANE = 5
-"""The height of a lane of reductions beneath a row, with what parts it from the next."""
+"""The height in pixels of a lane of reductions below a row, with the gap to the next lane."""
 PLOT = (680, 8000)
 CELL = 19
-"""The least that a short cell would like to have."""
+"""The desired width in pixels of a short cell."""
 
 
 def svg(timeline: Timeline) -> str:
-    """The picture: a row for each rank, to scale; colours are stages, tones are ops, outlined is the critical path."""
+    """The picture: a row for each rank, to scale; stages have colours, ops tones, the critical path an outline."""
     layout = PictureLayout(timeline)
     what, figures = headline(timeline)
     width = max(layout.width, MARGIN * 2 + text_width(what) * 1.4)
@@ -68,7 +68,7 @@ def svg(timeline: Timeline) -> str:
 
 
 def ops(timeline: Timeline) -> list[Op]:
-    """The ops that a table has."""
+    """Returns the ops that a table has."""
     used = {action.op for row in timeline.schedule.rows for action in row}
     return [op for op in Op if op in used]
 
@@ -90,7 +90,7 @@ def _pattern_id(stage: int | None, op: Op) -> str:
 
 
 def _patterns(timeline: Timeline) -> Iterator[str]:
-    """A pattern for each stage and op that is striped."""
+    """Yields a pattern for each stage and op that is striped."""
     for op in ops(timeline):
         for stage in (None, *range(len(timeline.schedule.placement))):
             if (colour := stripes(stage, op)) is not None:
@@ -105,7 +105,7 @@ def _patterns(timeline: Timeline) -> Iterator[str]:
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
-    """The ops, in grey: their tones are the same for each stage, and the stages are named beside the rows."""
+    """Draws the ops in grey: their tones are the same for each stage, and the rows' labels name the stages."""
     x = float(MARGIN)
     swatches = [
         *((f"{op.value}: {IN_WORDS[op]}", f'fill="{_paint(None, op)}"') for op in ops(timeline)),
@@ -121,7 +121,7 @@ def _legend(timeline: Timeline) -> Iterator[str]:
 
 
 def _tracks(layout: PictureLayout) -> Iterator[str]:
-    """The rows' background, which shows wherever a rank idles, and how much of its time that is."""
+    """Draws the rows' background, visible where a rank idles, and the idle part of each rank's time."""
     idle = layout.left + layout.plot + 22
     yield _text(idle, HEAD - 10, "bubble", dim=True)
     for rank, bubble in enumerate(layout.timeline.bubbles):
@@ -143,14 +143,14 @@ def _axis(layout: PictureLayout) -> Iterator[str]:
 
 
 def _labels(layout: PictureLayout) -> Iterator[str]:
-    """Ranks and their stages, left of the rows."""
+    """Draws the ranks and their stages, left of the rows."""
     unit = unit_of(layout.timeline).name
     yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
     for rank in range(len(layout.stages)):
         middle = layout.y(rank) + layout.height / 2
         yield _text(MARGIN, middle + 4, f"rank {rank}", 'font-weight="600"')
         for stage, x, y, text in layout.labels(rank):
-            # Left the tone of F, right that of B: the stage's hue, whatever it runs.
+            # The left half has the tone of F, the right half that of B: the stage's hue, whatever op it runs.
             for op, offset in ((Op.F, 0), (Op.B, 5)):
                 yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, op)}"/>'
             yield _text(x + SWATCH, y + 11, text)
@@ -160,7 +160,7 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
 
 
 def _cells(layout: PictureLayout) -> Iterator[str]:
-    """The cells of each rank, those of one fill together, and the numbers in them."""
+    """Draws the cells of each rank, grouped by fill, and the numbers in the cells."""
     gap, unit = _gap(layout), unit_of(layout.timeline)
     for rank, row in enumerate(ran(layout.timeline)):
         y = layout.y(rank)
@@ -184,7 +184,7 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
 
 
 def _rect(x: float, y: int, width: float, height: int, title: str, more: str = "") -> str:
-    """A rectangle with its title, which viewers show under the pointer."""
+    """Returns a rectangle with a title, which viewers show under the pointer."""
     return (
         f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{height}"{more}>'
         f"<title>{escape(printable(title))}</title></rect>"
@@ -192,7 +192,7 @@ def _rect(x: float, y: int, width: float, height: int, title: str, more: str = "
 
 
 def _reductions(layout: PictureLayout) -> Iterator[str]:
-    """Thin bars beneath the rows."""
+    """Draws the reductions as thin bars below the rows."""
     unit = unit_of(layout.timeline)
     for rank, lanes in enumerate(layout.lanes):
         for place, lane in enumerate(lanes):
@@ -204,7 +204,7 @@ def _reductions(layout: PictureLayout) -> Iterator[str]:
 
 
 def _gap(layout: PictureLayout) -> float:
-    """What parts cells: a line that takes no more than a tenth of a usual one."""
+    """Returns the pixels between cells: at most a tenth of a usual cell's width."""
     widths = sorted(span.duration * layout.scale for span in layout.timeline.spans.values())
     return round(min(1.0, widths[len(widths) // 4] / 10), 2) if widths else 0.0
 
@@ -216,12 +216,12 @@ def _extent(layout: PictureLayout, action: Action) -> tuple[float, float]:
 
 
 def _outlines(layout: PictureLayout) -> Iterator[str]:
-    """An outline within each cell of the critical path; where some are too narrow for one, around runs of cells."""
+    """Yields outlines of the critical path: within each cell, or, if some are too narrow, around runs of cells."""
     cells = [
         (float(layout.y(layout.timeline.schedule.rank(action))), *_extent(layout, action))
         for action in layout.timeline.critical_path
     ]
-    # An outline inside of a narrow cell would cover it. So neighbours on the path share one, if any of them is narrow.
+    # An outline inside a narrow cell would cover it. So neighbours on the path share an outline if any cell is narrow.
     joined = min((width for _, _, width in cells), default=0) < NARROW
     runs: list[tuple[float, float, float]] = []  # (top, left, right)
     for y, x, width in cells:
@@ -236,7 +236,7 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
         yield f"M{left + inset:.2f} {y + inset:g}h{across:.2f}v{down:g}h-{across:.2f}z"
 
 
-# --- where the parts stand, in pixels ---
+# --- the positions of the parts, in pixels ---
 
 
 class PictureLayout:
@@ -248,40 +248,40 @@ class PictureLayout:
         self.stages = schedule.stages_of
         ranks, most = len(self.stages), max(map(len, self.stages), default=0)
         self.lanes = tuple(lanes(timeline, rank) for rank in range(ranks))
-        # Beside a row stand its stages, in one column or several.
+        # The stage labels left of a row have one column, or several.
         self.columns = 1 if most <= 3 else 2 if most <= 8 else 4
         self.lines = -(-most // self.columns)
         names = (schedule.label(stage) for stages in self.stages for stage in stages)
         widest = SWATCH + max(map(text_width, names), default=0.0) + 10
         self.column = min(widest, LABEL / self.columns)
         self.labels_left = MARGIN + text_width(f"rank {max(ranks - 1, 0)}") + 12
-        # A row, and from a row to the next.
+        # The height of a row, and the distance from a row to the next.
         self.height = max(26 if ranks <= 16 else 18, self.lines * LINE + 2)
         self.pitch = self.height + (6 if ranks <= 16 else 3) + LANE * max(map(len, self.lanes), default=0)
         self.bottom = HEAD + ranks * self.pitch
-        # Time 0 stands at the left; the end is that of what is drawn: a reduction may end after the last action.
+        # Time 0 is at the left. The end is the last time drawn: a reduction may end after the last action.
         self.left = float(math.ceil(self.labels_left + self.columns * self.column))
         self.end = max(timeline.makespan, *(reduction.end for reduction in timeline.reductions), 0.0)
-        # What a cell needs to show its micro-batch: the same for all, so that no row is numbered half.
+        # The width of a micro-batch's number: the same for all cells, so that a row is numbered in full or not at all.
         self.number_width = len(str(max(schedule.microbatches - 1, 0))) * DIGIT + 2
         lengths = sorted(span.duration for span in timeline.spans.values() if span.duration > 0)
-        # Enough for numbers in most cells, if that is not too wide.
+        # Wide enough for numbers in most cells, within the limits of PLOT.
         wanted = self.end / lengths[len(lengths) // 5] * max(CELL, self.number_width) if lengths else 0.0
         self.plot = float(round(min(max(wanted, PLOT[0]), PLOT[1])))
         self.scale = self.plot / self.end if self.end else 0.0
-        # The width of the makespan, which is that of a row.
+        # The width of the makespan, which is the width of a row.
         self.track = round(self.plot * timeline.makespan / self.end, 2) if self.end else self.plot
         self.width = self.left + self.plot + 80
 
     def x(self, time: float) -> float:
-        """In hundredths of a pixel, so that what follows without a gap is drawn so."""
+        """The x coordinate of a time, rounded to 0.01 pixels, so that adjacent spans are drawn without a gap."""
         return round(self.left + time * self.scale, 2)
 
     def y(self, rank: int) -> int:
         return HEAD + rank * self.pitch
 
     def labels(self, rank: int) -> Iterator[tuple[int, float, float, str]]:
-        """The stages of a rank, column by column, in the middle of its row: each with its place and its text."""
+        """Yields the labels of a rank's stages, column by column, centred in its row: (stage, x, y, text)."""
         stages = self.stages[rank]
         lines = min(self.lines, len(stages))
         top = self.y(rank) + (self.height - lines * LINE) / 2
@@ -292,7 +292,7 @@ class PictureLayout:
 
 
 def lanes(timeline: Timeline, rank: int) -> list[list[Reduction]]:
-    """The reductions of a rank on as few lanes as hold them, each on the first that is free: they do not overlap."""
+    """The reductions of a rank on as few lanes as possible, each on the first free lane: they do not overlap."""
     free: list[list[Reduction]] = []
     mine = [reduction for reduction in timeline.reductions if reduction.rank == rank]
     for reduction in sorted(mine, key=lambda reduction: reduction.start):
@@ -305,7 +305,7 @@ def lanes(timeline: Timeline, rank: int) -> list[list[Reduction]]:
 
 
 def ticks(end: float, most: int) -> list[float]:
-    """Round times from 0 to ``end``: 1, 2 or 5 times a power of ten apart, at most about ``most`` of them."""
+    """Returns round times from 0 to ``end``: 1, 2 or 5 times a power of ten apart, at most about ``most`` of them."""
     if end <= 0 or most < 1:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(end / most))
@@ -314,7 +314,7 @@ def ticks(end: float, most: int) -> list[float]:
 
 
 def text_width(text: str) -> float:
-    """About how wide a text of FONT pixels is; no font is measured."""
+    """Returns the approximate width in pixels of a text at font size FONT; no font is measured."""
     return sum(map(_letter_width, text))
 
 
@@ -332,10 +332,8 @@ def truncated(text: str, room: float) -> str:
     return text.rstrip() + "…"
 
 
-# --- colours: a hue for each stage, a tone of it for each op ---
-#
-# Made in OKLCH, where lightness is as the eye sees it: a tone is equally light in each hue, so that ops look alike
-# whatever the stage, and the number in a cell can always be read.
+# Colours are made in OKLCH, whose lightness is as the eye sees it: a tone is equally light in each hue, so that an op
+# looks alike in every stage, and the number in a cell is always readable.
 
 
 class Tone(NamedTuple):
@@ -356,18 +354,18 @@ TONES: Mapping[Op, Tone] = {
 
 
 def fill(stage: int | None, op: Op) -> str:
-    """The colour of a stage's action, as #rrggbb; below the stripes, where it has some. No stage: grey."""
+    """Returns the colour of a stage's action, as #rrggbb; for striped ops, the background's colour. No stage: grey."""
     return _colour(stage, TONES[op].lightness, TONES[op].chroma)
 
 
 def stripes(stage: int | None, op: Op) -> str | None:
-    """The colour of the stripes of a stage's action, where it has some."""
+    """Returns the colour of the stripes of a stage's action; None if the op has no stripes."""
     lightness = TONES[op].stripes
     return None if lightness is None else _colour(stage, lightness, TONES[op].chroma)
 
 
 def ink(op: Op) -> str:
-    """What can be read on that op's cells."""
+    """Returns a text colour that is readable on the op's cells."""
     return INK if TONES[op].lightness > 0.6 else PAPER
 
 
@@ -380,7 +378,7 @@ def _colour(stage: int | None, lightness: float, chroma: float) -> str:
     hue = math.radians(255 + stage * 180 * (3 - math.sqrt(5)))
     lightness += (0.0, -0.03, 0.03)[stage % 3]
     while not all(0 <= part <= 1 for part in _linear(lightness, chroma, hue)):
-        chroma *= 0.97  # as colourful as a screen can show it
+        chroma *= 0.97  # reduces the chroma to what a screen can show
     return _hex(lightness, chroma, hue)
 
 

@@ -1,4 +1,4 @@
-"""Words: what a timeline says about itself and about one action, as text."""
+"""Words: texts about a timeline and about an action."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ IN_WORDS: Mapping[Op, str] = {
 
 
 def numbers(action: Action) -> str:
-    """The micro-batch of an action, or the first and the last of its group."""
+    """Returns the micro-batch of an action, or the first and the last of its group."""
     covered = action.microbatches
     return str(covered.start) if len(covered) == 1 else f"{covered.start}-{covered.stop - 1}"
 
 
 class TimeUnit(NamedTuple):
-    """How times are written: in ``name``, ``scale`` of them to a unit of the timeline, with so many decimals."""
+    """How times are written: in unit ``name``, ``scale`` per unit of the timeline, with so many decimals."""
 
     name: str
     scale: float
@@ -42,20 +42,20 @@ class TimeUnit(NamedTuple):
 
 
 def unit_of(timeline: Timeline) -> TimeUnit:
-    """Measured times are seconds, written in s or ms; planned ones are counts of F where each forward costs 1.
+    """Returns the unit: measured times are seconds, written in s or ms; planned times count F if each forward costs 1.
 
-    As exact as a hundred-thousandth of the makespan: a clock is not better than that.
+    Times are written to about a hundred-thousandth of the makespan: a clock is not more exact.
     """
     name, scale = "F" if all(cost == 1 for cost in timeline.costs.forward) else "", 1.0
     if timeline.measured:
         name, scale = ("s", 1.0) if timeline.makespan >= 10 else ("ms", 1e3)
-    # The digits in front of the point, less one.
+    # The number of digits before the decimal point, minus 1.
     size = math.floor(math.log10(timeline.makespan * scale)) if timeline.makespan else 0
     return TimeUnit(name, scale, (4 if timeline.measured else 5) - size)
 
 
 def headline(timeline: Timeline) -> tuple[str, str]:
-    """What the picture is of, and its figures."""
+    """Returns the picture's title, and its figures."""
     schedule, unit = timeline.schedule, unit_of(timeline)
     stages, ranks = _count(len(schedule.placement), "stage"), _count(len(schedule.rows), "rank")
     batches = _count(schedule.microbatches, "micro-batch", "es")
@@ -78,7 +78,7 @@ def describe(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
 
 
 def waited(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
-    """What an action waited for, and how long."""
+    """Returns a text that says what an action waited for, and how long."""
     cause, lost = timeline.cause(action), timeline.waited(action)
     time = unit.time(lost) if unit.number(lost) != "0" else None
     if cause is None:
