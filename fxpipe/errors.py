@@ -1,4 +1,4 @@
-"""The error types. A message states the fact with its values, where it is, and what to write instead."""
+"""The error types. A message states the fact with its values and its location, and the code to write instead."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: list_of(callable)(value) and len(value) > 0, "a list of functions Program -> Program"
     ),
 }
-"""Option → a test of its value, and a description of valid values. The option's package checks any other option."""
+"""Option → a test of its value, and a description of valid values. Other options are checked by their own packages."""
 
 
 _PLAIN = (str, int, float, type(None), Precision, Hardware)

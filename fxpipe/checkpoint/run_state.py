@@ -216,8 +216,8 @@ class PlainOptimizer:
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
         """``{"state": {name: {key: value}}, "param_groups": {name: {key: value}}}``; leaves the optimizer unchanged.
 
-        A parameter that was never stepped has an initial state; a frozen parameter that was never stepped has it only
-        if ``saved`` holds its name.
+        A parameter that was never stepped has an initial state; a frozen parameter that was never stepped has an
+        initial state only if ``saved`` holds the parameter's name.
         """
         if isinstance(self._optimizer, torch.optim.LBFGS):
             raise CheckpointError(

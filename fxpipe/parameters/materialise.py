@@ -104,7 +104,7 @@ def check_no_meta(module: nn.Module, stage: str) -> None:
 
 
 def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights | None:
-    """What ``compile(checkpoint=)`` was given, opened."""
+    """Opens the argument ``checkpoint`` of ``compile``, unless it is None or a ``Weights``."""
     return checkpoint if checkpoint is None or isinstance(checkpoint, Weights) else Weights.open(checkpoint)
 
 
@@ -158,7 +158,7 @@ def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: I
 
 
 def _real(held: _HeldTensor, device: torch.device) -> Tensor:
-    """A tensor on ``device`` like the given meta tensor; its memory is not initialised."""
+    """A tensor on ``device`` with the form of the meta tensor; the tensor's memory is not initialised."""
     meta = held.tensor
     if has_hooks(meta):
         raise RunError(f"{held.names[0]} is on the meta device and has a hook, which would be lost; register it later")

@@ -76,8 +76,8 @@ def _reaches_nothing(name: str, instead: str) -> Any:
 
 
 class _HeldPart(nn.Module):
-    """A submodule of ``RankModule``; it holds the tensors that the stages use. It raises RunError for changes that the
-    stages would not see. A copy of it, such as for weight averaging, behaves like any module."""
+    """A part of ``RankModule`` that holds tensors of the stages. The part raises RunError for changes that the stages
+    would not see. A copy of the part, such as for weight averaging, behaves like any module."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class OwnBuffer(Tensor):
     """A buffer in the state dict of any replica but the first: the checkpoint holds the first replica's buffer.
 
     torch.distributed.checkpoint would take each buffer from the replica with the fewest bytes to write, so that a mean
-    and its variance could be of different rows. Otherwise it acts as a tensor; computed results are plain tensors.
+    and its variance could be of different rows. For other code it is a tensor; results computed from it are plain.
     """
 
     __torch_function__ = plain_results

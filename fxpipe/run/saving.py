@@ -282,7 +282,7 @@ class _Job:
             self.plan.keep_copies()
 
     def write(self, gathering: Gathering) -> Path:
-        """Writes this rank's share and returns the checkpoint's folder; if a rank fails, all raise and delete it."""
+        """Writes this rank's share; returns the final folder. If a rank fails, all raise and the folder is deleted."""
         # A rank whose write failed still joins the gathering, for which the other ranks wait.
         written = Verdict(self.partial, lambda: self.plan.write(self.partial))
 

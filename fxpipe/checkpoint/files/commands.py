@@ -27,7 +27,7 @@ _SHOWN = 40
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """``path`` itself if it is a checkpoint, or a run's checkpoints, newest first; CheckpointError if it has none."""
+    """``path`` itself if it is a checkpoint, or a run's checkpoints, newest first; CheckpointError without any."""
     if run_folder.is_checkpoint(path):
         return [path]
     folders = run_folder.checkpoints(path)

@@ -262,7 +262,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.SETITEM[0]] = lambda self: self.set_items([self.stack.pop(-2), self.stack.pop()])
 
 
-# --- checking what was read
+# --- checks of the values that were read
 
 
 def _metadata(read: Any, folder: Path, numbers: Budget) -> Metadata:

@@ -34,7 +34,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def numbered(folder: Path) -> list[tuple[int | None, Path]]:
-    """The number and folder of each checkpoint of a run, whole or damaged, in descending order of numbers.
+    """The number and folder of each checkpoint of a run, whole or damaged, newest first.
 
     Checkpoints whose manifest cannot be read come first, with None as their number: their age is not known.
     """
