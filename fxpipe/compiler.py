@@ -145,7 +145,7 @@ def compile(
             fxpipe restores module attributes, containers in them, buffers and random state, and no other Python values.
             fxpipe skips the check without an example's numbers, on the meta device, with rows that are all equal, if a
             rank holds a part of the model, and at a high cost: from 2^28 numbers in parameters, or from 1e10 (1e12 on a
-            GPU) for these times the tokens, steps or pixels of a micro-batch. ``.stages`` says so.
+            GPU) for these times the tokens, steps or pixels of a micro-batch. ``.stages`` says why.
         error_if_nonfinite: True: a loss that is inf or nan raises a RunError in the call itself, on all ranks and
             before an optimizer steps; each call then waits for its loss. False: a single warning, one call late. Both
             name step, micro-batch and stage.
