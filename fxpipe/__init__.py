@@ -1,6 +1,6 @@
 """fxpipe: a functional, graph-based pipeline compiler for PyTorch.
 
-Schedules and topologies are plain arithmetic: names that need torch are imported when they are first used.
+Schedules and topologies are plain arithmetic; the package imports names that need torch at their first use.
 """
 
 from importlib import import_module
@@ -85,7 +85,7 @@ __all__ = [
     "stage_boundary",
 ]
 
-# Name → the module that has it, whose import takes torch along.
+# Name → the module that defines the name and imports torch.
 _LATER = {
     "TRACERS": "trace",
     "ForwardBackward": "run.forward_backward",
@@ -109,7 +109,7 @@ _LATER = {
 
 
 def _first_use(name: str) -> Any:
-    """Imports a name at its first use, and keeps it in the package (PEP 562)."""
+    """Imports a name at its first use and stores the value in the package (PEP 562)."""
     if name not in _LATER:
         hint = "" if name.startswith("_") else nearest(name, __all__)
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}{hint}", name=name)
@@ -122,5 +122,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name for Any
+if not TYPE_CHECKING:  # with __getattr__, a type checker takes every misspelt name for Any
     __getattr__ = _first_use

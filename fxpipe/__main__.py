@@ -82,11 +82,11 @@ examples:
 
 
 def _planned(args: argparse.Namespace, family: str) -> Timeline:
-    """A family's table for the options' stages, and when its actions run. Without ``--edges`` a chain, of ``--stages``
-    or of as many as ``--placement`` has."""
+    """The timeline of a family's table for the stages of the options. Without ``--edges`` the stages form a chain, of
+    ``--stages`` stages or as many as ``--placement`` has."""
     if args.edges is None and args.stages is None and args.placement is None:
         args.parser.error("which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4")
-    # Stages are numbered from 0, so the greatest number that any option names says how many there are at least.
+    # Stages are numbered from 0, so the largest number in the options gives the least number of stages.
     mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
     stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
     for stage in args.recompute or ():
@@ -132,7 +132,7 @@ def _is_file(what: str) -> bool:
 
 
 def _read(args: argparse.Namespace, path: str) -> Timeline:
-    """A file's table, which must verify."""
+    """The timeline of a file's table; raises unless the table verifies."""
     for option in ("stages", "placement", "microbatches", "in-flight", "memory", "gather", "recompute", "gather-cost"):
         if getattr(args, option.replace("-", "_")) is not None:
             args.parser.error(f"--{option} is for the families, which make a table; {path} has one")
@@ -146,7 +146,7 @@ def _read(args: argparse.Namespace, path: str) -> Timeline:
 
 def _compare(args: argparse.Namespace) -> None:
     families = tuple(dict.fromkeys(args.families)) or tuple(filter(partial(_is_for, args), SCHEDULES))
-    # A file brings its own stages; a family makes a table for those of the options. One line of figures for both would
+    # A file has its own stages; a family makes a table for the stages of the options. To list both in one table would
     # compare different graphs.
     files = [path for path in families if _is_file(path)]
     if 0 < len(files) < len(families):
@@ -156,7 +156,7 @@ def _compare(args: argparse.Namespace) -> None:
     for family in families:
         try:
             rows.append([family, *_figures(_read(args, family))[1:]] if files else _figures(_planned(args, family)))
-        except ScheduleError as error:  # a family that this graph is not for leaves the others standing
+        except ScheduleError as error:  # a family may not support this graph; the others are compared
             failed[family] = error
     if not rows:
         raise next(iter(failed.values()))
@@ -168,7 +168,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _is_for(args: argparse.Namespace, family: str) -> bool:
-    """Whether a family is compared without being asked for: some are for gathered stages or a folded chain alone."""
+    """Whether ``compare`` without names includes a family: some need gathered stages or a folded chain."""
     if family in GATHERED:
         return args.gather is not None
     return family != "zb_v" or (args.edges is None and args.placement == folded(len(args.placement or ()) // 2))
@@ -199,14 +199,14 @@ def _topology(args: argparse.Namespace) -> None:
 
 
 def _preview(args: argparse.Namespace) -> None:
-    import fxpipe  # whose preview needs torch
+    import fxpipe  # fxpipe.preview needs torch
 
     model, batch, options = _made_by(args.what)
     hardware = args.hardware
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
     names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
     names_alike = "microbatches", "schedule", "tracer", "zero", "zero_scope", "optimizer"
-    # What the command line leaves out is None here, and the function's own options, or the defaults, hold.
+    # An option that the command line leaves out is None: the function's own options apply, or else the defaults.
     written = {
         **{name: getattr(args, name) for name in names_alike},
         "boundaries": names,
@@ -235,7 +235,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # An import inside of the user's module that fails is the user's error, with its traceback.
+        # An import that fails inside the user's module is the user's error and keeps its traceback.
         if error.name is None or not name.startswith(error.name):
             raise
         raise RunError(f"there is no module {error.name!r} in {os.getcwd()} or on Python's path") from None
@@ -244,7 +244,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
         raise RunError(f"{name} has no function {function!r}{nearest(function, vars(module))}")
     try:
         found = made()
-    except OSError as error:  # what is the user's is not reported as if it were an option's file
+    except OSError as error:  # the user's error must not look like an error of an option's file
         raise RunError(f"{what} failed: {type(error).__name__}: {error}") from error
     model, batch, options = (*found, None, None)[:3] if isinstance(found, tuple) else (found, None, None)
     if not isinstance(batch, (tuple, list, Mapping, NoneType)) or not isinstance(options, (Mapping, NoneType)):
@@ -259,7 +259,7 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
 
 
 def _checkpoint(args: argparse.Namespace) -> None:
-    from fxpipe.checkpoint.files import commands  # which needs torch
+    from fxpipe.checkpoint.files import commands  # needs torch
 
     path = Path(args.path)
     if (args.what == "export") != (args.out is not None):
@@ -275,12 +275,12 @@ def _checkpoint(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> None:
-    from fxpipe.doctor import Doctor  # which needs torch
+    from fxpipe.doctor import Doctor  # needs torch
 
     Doctor(args.pipe, args.ranks_per_node).check_up(args.json)
 
 
-# --- words: argparse names these functions where one raises a ValueError, "invalid edges value" ---
+# --- types of options: argparse names these functions when they raise a ValueError, "invalid edges value" ---
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -305,13 +305,13 @@ def placement(text: str) -> tuple[int | tuple[int, ...], ...]:
 
 
 def edges(text: str) -> tuple[tuple[int, int], ...]:
-    """``0-1,1-2``; nothing at all for stages that nothing connects."""
+    """``0-1,1-2``; an empty text for stages without edges."""
     pairs = [part.split("-") for part in text.split(",")] if text else []
     return tuple((int(source), int(target)) for source, target in pairs)
 
 
 def groups(text: str) -> dict[int, int | None]:
-    """``4``: stage 4 once for all micro-batches; ``4:8``: for 8 of them at a time."""
+    """``4``: stage 4 runs once for all micro-batches; ``4:8``: stage 4 runs for 8 micro-batches at a time."""
     parts = (part.partition(":") for part in text.split(","))
     return {int(stage): int(size) if colon else None for stage, colon, size in parts}
 
@@ -326,7 +326,7 @@ def axes(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser of the command line. What it parses has ``run``, the function of the command."""
+    """The parser of the command line. The parsed arguments have ``run``, the function of the command."""
     whole = argparse.ArgumentParser(
         prog="python -m fxpipe",
         description="Schedules and topologies on paper: no torch, no torchrun, no model. Previews, checkpoints, links.",
@@ -456,17 +456,17 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns its exit code: 0; 1 where fxpipe refuses or a file fails; 2 for bad usage."""
+    """Runs a command line and returns the exit code: 0; 1 for an error of fxpipe or of a file; 2 for bad usage."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without "×" is no reason to fail
+        sys.stdout.reconfigure(errors="replace")  # a terminal without "×" must not raise
     try:
         try:
             args = _parser().parse_args(arguments)
             args.run(args)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, and not when Python ends, where a closed pipe cannot be caught
-    except BrokenPipeError:  # the reader has seen enough
+                sys.stdout.flush()  # now: at Python's exit, an error of a closed pipe cannot be caught
+    except BrokenPipeError:  # the reader has closed the pipe
         _forget_output()
     except KeyboardInterrupt:
         return 130
@@ -482,7 +482,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """What could not be written must not be tried again when Python ends."""
+    """Redirects stdout to the null device if a flush fails, so that Python does not write the rest again at exit."""
     if sys.stdout is not None:
         try:
             sys.stdout.flush()

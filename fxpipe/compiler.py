@@ -1,4 +1,4 @@
-"""``compile``: wires the packages together."""
+"""``compile`` and ``preview``, which call the other packages."""
 
 from __future__ import annotations
 
@@ -85,85 +85,85 @@ def compile(
 
     Args:
         model: a module whose cuts are marked with ``fxpipe.stage_boundary``, or a ``StageGraph`` of callables.
-        topo: the grid of ranks; a DeviceMesh whose dimension names include "pipe" or "pp" serves, too.
+        topo: the grid of ranks, or a DeviceMesh whose dimension names include "pipe" or "pp".
         loss_fn: called on the model's output and the call's ``target``, or, with one argument, on the output alone
             (``lambda out: out[1]``); None: the model returns the loss. A module may have parameters, which are
             trained as ``loss_fn.…`` of the model.
-        boundaries: submodules that are cut, from outside: names or patterns, each cut before it; a dict name →
-            "before", "after", "both", {"every": n}, {"cut": "after", "gather": "batch"} or, of a method, too, "whole"
-            (its Python runs for real, as one call in one stage) or {"whole": what it returns}; or a function of
-            dict(model.named_modules()) that returns either.
-            "auto": the cut and placement with the lowest simulated step time; beside opaque regions,
+        boundaries: submodules to cut at, without marks in the model: names or patterns, each cut before the submodule;
+            a dict name → "before", "after", "both", {"every": n}, {"cut": "after", "gather": "batch"} or, for a method,
+            too, "whole" (its Python runs for real, as one call in one stage) or {"whole": the value it returns}; or a
+            function of dict(model.named_modules()) that returns either.
+            "auto": the cut and placement with the lowest simulated step time; with opaque regions,
             {"*": "auto", name: "whole"}.
-        microbatches: how many a batch is cut into; None: 4 × the pipe ranks, or 1 where there is one.
-        batch_dim: the dimension micro-batches are cut along: one for all inputs, or a dict input → dimension, None
-            (not split), ``fxpipe.Packed`` (so many rows or list entries for each row of the batch),
-            ``fxpipe.Offsets`` (where packed sequences begin), or such a dict for a dict input; 0 for inputs not in it.
+        microbatches: the number of micro-batches per batch; None: 4 × the pipe ranks, or 1 with a single pipe rank.
+        batch_dim: the dimension to split micro-batches along: a number for all inputs, or a dict input → dimension,
+            None (not split), ``fxpipe.Packed`` (a number of rows or list entries per row of the batch),
+            ``fxpipe.Offsets`` (start positions of packed sequences), or such a dict for a dict input; other inputs: 0.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
         placement: stage name → pipe rank, or several, as (0, 1, 2) or "all": micro-batch i of the stage runs on the
-            (i mod r)-th of its r ranks, which all hold its parameters; None: where stages outnumber ranks, the lowest
+            (i mod r)-th of its r ranks, which all hold its parameters. None, with more stages than ranks: the lowest
             simulated step time at costs by shapes; without an example, topological order, balanced by parameters.
-        tracer: a name out of ``fxpipe.TRACERS``. "auto" tries them in turn, and keeps opaque what none can capture.
-        auto_opaque: False: what no tracer can capture is refused, with the rule for ``boundaries`` that keeps it
-            opaque. Else "auto" keeps up to 8 parts opaque by itself, of at most half of a step's FLOPs: ``.stages``
-            says which, and why.
-        example_args: one batch as it will be passed in calls. Without it the capture takes the required inputs for
-            tensors and the optional ones for absent; a call that differs is captured anew.
-        example_kwargs: its inputs that are given by name.
-        zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as
-            well. With 1 and 2 use ``forward_backward.optimizer``.
+        tracer: a name out of ``fxpipe.TRACERS``. "auto" tries the tracers in turn, and keeps a part opaque that no
+            tracer can capture.
+        auto_opaque: False: fxpipe refuses a part that no tracer can capture, and names the rule for ``boundaries`` that
+            keeps it opaque. True: "auto" keeps up to 8 parts opaque by itself, of at most half of a step's FLOPs;
+            ``.stages`` says which, and why.
+        example_args: a batch, passed as in later calls. Without an example the capture takes required inputs for
+            tensors and optional inputs for absent; a call that differs is captured anew.
+        example_kwargs: the batch's inputs that are passed by name.
+        zero: the state that is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients as well,
+            3 parameters as well. With 1 and 2 use ``forward_backward.optimizer``.
         zero_scope: "node": sharded inside the node, replicated across nodes; "data": over the whole data axis.
-        bucket_cap_mb: gradients are summed in buckets of this size, in MiB; the first is smaller. With zero=3, what is
-            gathered together has at least this size.
-        precision: the types of parameters, reductions and masters; None: as the model is.
-        loss_weight: micro-batch → its weight, a function of the inputs in call order; None: its rows.
+        bucket_cap_mb: the size of the buckets in which gradients are summed, in MiB; the first bucket is smaller. With
+            zero=3, the parameters of an all-gather have at least this size.
+        precision: the types of parameters, reductions and masters; None: the model's types.
+        loss_weight: a function of a micro-batch's inputs in call order that returns its weight; None: its rows.
         recompute: stages that keep only their inputs, and run their forward again (R in the table) shortly before their
             backward. A list of names; True: all stages but those whose backward follows their forward at once; "auto":
             as few as fit ``memory_per_rank``. The model's own checkpoints keep their activations in the second run, so
-            nothing runs a third time. ``preview`` prints what it saves.
-        memory_per_rank: bytes that "auto", ``placement=None`` and ``recompute="auto"`` keep within: parameters,
-            buffers, gradients and AdamW's state, as ``zero``, ``precision`` and the data axis have them, activations
-            and the batch. What ``parallelize`` spreads counts in full. fxpipe warns where a part that no search
-            chooses, or messages, exceed it.
+            nothing runs a third time. ``preview`` prints the bytes that this saves.
+        memory_per_rank: the limit, in bytes, for "auto", ``placement=None`` and ``recompute="auto"``. Parameters,
+            buffers, gradients and AdamW's state count, as ``zero``, ``precision`` and the data axis have them, as do
+            activations and the batch. Parameters that ``parallelize`` shards count in full. fxpipe warns if a part
+            that no search chooses, or messages, exceed the limit.
         hardware: the costs that balance and ``preview`` use: a GPU's name, such as "h100", or ``fxpipe.Hardware``.
-        init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once they
-            have memory; with a seed by the submodule's name, so that values depend on no placement.
+        init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once these
+            have memory. The seed depends on the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's; this rank reads its own part.
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
         stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``; under a table
             with I and W to its forward, I and W, as graphs of operators.
-        check_batches: compare the inputs that two or more ranks of a pipe group were given, by digest, one call later:
-            in the first 3 calls of each capture and every 100th, and in the first 3 calls with each of the first 8
-            kinds of batch. A difference is a RunError. Ranks of a tensor group compare in the first 3 steps and every
-            100th; there fxpipe also warns of replicas with equal batches. False: nothing is compared.
+        check_batches: compare the inputs that two or more ranks of a pipe group got, by digest, one call later: in the
+            first 3 calls of each capture and every 100th, and in the first 3 calls with each of the first 8 kinds of
+            batch. A difference raises a RunError. Ranks of a tensor group compare in the first 3 steps and every 100th;
+            in these, fxpipe also warns of replicas with equal batches. False: ranks compare nothing.
         check_capture: run the stages once against the model, forward and backward, on two micro-batches of the
             example, the second with every third floating-point number changed, and compare losses, gradients and
-            buffers; where they differ, "auto" goes on to the next tracer. Outputs of evaluation are compared where
-            evaluation is captured at compile: by "symbolic", or where training leaves parameters or buffers unused. In
-            one process each later kind of batch is checked on its own numbers. The model's forward hooks run in a
-            check, too. fxpipe restores module attributes, containers in them, buffers and random state, and no Python
-            values elsewhere. ``.stages`` says where the check is left out: without an example's numbers, on the meta
-            device, with rows that are all equal, where a rank holds a part of the model, and where it costs much: from
-            2^28 numbers in parameters, or from 1e10 (1e12 on a GPU) for these times the tokens, steps or pixels of a
-            micro-batch.
-        error_if_nonfinite: a loss that is inf or nan is a RunError in the call itself, on all ranks and before
-            an optimizer steps; each call then waits for its loss. False: one warning, one call late. Both name
-            step, micro-batch and stage.
-        timeout: seconds that a wait may take, on the CPU, before this rank says what it waits for, warns all others,
-            and raises. While other ranks capture, compile or save, a wait may last 12 times as long. A rank that is
-            lost, or in another call, ends it within seconds. After 30 s a line on stderr names the rank waited for.
+            buffers; if these differ, "auto" tries the next tracer. Outputs of evaluation are compared if evaluation is
+            captured at compile: by "symbolic", or if training leaves parameters or buffers unused. In a single process
+            each later kind of batch is checked on its own numbers. The model's forward hooks run in a check, too.
+            fxpipe restores module attributes, containers in them, buffers and random state, and no other Python values.
+            fxpipe skips the check without an example's numbers, on the meta device, with rows that are all equal, if a
+            rank holds a part of the model, and at a high cost: from 2^28 numbers in parameters, or from 1e10 (1e12 on a
+            GPU) for these times the tokens, steps or pixels of a micro-batch. ``.stages`` says why.
+        error_if_nonfinite: True: a loss that is inf or nan raises a RunError in the call itself, on all ranks and
+            before an optimizer steps; each call then waits for its loss. False: a single warning, one call late. Both
+            name step, micro-batch and stage.
+        timeout: seconds that a wait may take, on the CPU, before this rank names the event that it waits for, warns all
+            others, and raises. While other ranks capture, compile or save, a wait may last 12 times as long. If a rank
+            is lost or in another call, the wait ends within seconds. After 30 s, stderr names the awaited rank.
         passes: the pass pipeline; None: ``fxpipe.passes.default()``.
 
     Raises:
-        TraceError, PartitionError, ScheduleError, TopologyError: what cannot be done, on all ranks.
-        RunError: the ranks run different versions, or were given different options or models; or another rank has
-            failed, or does not come.
+        TraceError, PartitionError, ScheduleError, TopologyError: fxpipe cannot compile the model; on all ranks.
+        RunError: the ranks run different versions, or have different options or models; or another rank has failed or
+            does not call ``compile``.
     """
     options = Options.of(locals())
     check_model(model, options)
     topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
     connected = connect(topology, options.timeout, options.facts)
-    if connected.pipe_rank is None:  # one process computes where its model is
+    if connected.pipe_rank is None:  # a single process computes on its model's device
         connected.device = device_of(_tensors_of(model), current())
     left = [f"{name} {size}" for name, size in topology.axes if size > 1 and ROLES[name] != "pipe"]
     if connected.pipe_rank is None and left:
@@ -172,12 +172,12 @@ def compile(
             f"{topology.world_size} processes, with torchrun or fxpipe.launch, for all of it",
             UserWarning,
         )
-    # on a CPU a mark takes no time to speak of
+    # on a CPU, taking a time costs almost nothing
     transport = Metered(connected, topology, clock_of(connected.device), timed=connected.device.type == "cpu")
     model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
     planning = PlanState.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
-    # From here on a rank that fails takes all others along: each raises, and none waits for it.
+    # From here on, if a rank fails, all ranks raise, and no rank waits for the failed rank.
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)
         planning = first_plan_together(transport, planning, options)
@@ -210,23 +210,23 @@ def preview(
     hardware: Hardware | str | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> Preview:
-    """What ``compile`` would run, with the same options, on as many ranks as ``topo`` has, and whether it fits.
+    """The plan that ``compile`` would run, with the same options, on the ranks of ``topo``, and whether it fits memory.
 
-    In one process, without process groups and without memory: the model may be on the meta device. The example's
-    tensors may be, too. What is on meta counts as being on the device of the other tensors, or on the CPU if there are
-    none. Nothing is run, with one exception: a model runs once on a micro-batch, if both have numbers, where it has an
-    opaque region and ``boundaries`` does not say what that returns. Print the preview, or read its figures.
+    ``preview`` runs in a single process, without process groups and without memory for the model: the model and the
+    example's tensors may be on the meta device. A meta tensor counts as on the device of the other tensors, or on the
+    CPU without any. ``preview`` runs no model, with one exception: a model with an opaque region whose result
+    ``boundaries`` does not say runs once on a micro-batch, if both have numbers. Print the preview or read its figures.
 
-    ``optimizer`` is what ``forward_backward.optimizer`` will be given: a class of torch.optim by its name, in any case,
-    or as such (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within ``memory_per_rank`` count AdamW's
-    state, here as in ``compile``.
+    ``optimizer`` is the later argument of ``forward_backward.optimizer``: the name of a class of torch.optim, in upper
+    or lower case, or a class (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within
+    ``memory_per_rank`` count AdamW's state, as in ``compile``.
 
     Raises:
-        TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile`` would; RunError, too, where
-            there is no such optimizer, or a figure of the hardware is needed and not given.
+        TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile``; RunError, too, if torch has
+            no such optimizer, or the plan needs a figure that ``hardware`` lacks.
     """
     options = Options.of(locals(), check_capture=False)
-    # The optimizer decides how many numbers a parameter has beside it, and whether ranks may step parts of one.
+    # The optimizer determines the state's numbers per parameter, and whether ranks may step parts of a parameter.
     make = named_class(optimizer)
     check_class(make, copies=options.zero > 0 or options.precision is not None)
     stepping = Stepping(states_of(make), whole=not is_elementwise(make))

@@ -1,4 +1,4 @@
-"""Device: where this process computes. What torch does not offer for all accelerators alike is here, and no other file
+"""Device: the device of this process. This file wraps torch's functions that differ between accelerators; no other file
 names CUDA."""
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch import Tensor
 
 @functools.cache
 def kinds() -> tuple[str, ...]:
-    """The types of device that this process may compute on: "cpu", and "cuda", "xpu", … where there is one."""
+    """The types of device that this process can compute on: "cpu", and "cuda", "xpu", … if an accelerator exists."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    # Metal has neither float64, in which losses are summed, nor a backend of torch.distributed.
+    # Metal lacks float64, in which losses are summed, and a backend of torch.distributed.
     return ("cpu",) if found is None or found.type == "mps" else ("cpu", found.type)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on it runs beside the host, on streams."""
+    """Whether the device runs work asynchronously to the host, on streams."""
     return device.type in kinds()[1:]
 
 
 def current() -> torch.device:
-    """The device that this process computes on, with its number; the CPU has none."""
+    """The device that this process computes on, with the device's index; the CPU has no index."""
     kind = kinds()[-1]
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Starts copies to the host and returns at once. The call that it returns waits for the copies, and for no later
-    work of their devices."""
-    # into pinned memory: only such a copy runs beside the host
+    """Starts copies to the host and returns at once. The returned function waits for the copies, and for no later work
+    of their devices, and returns them."""
+    # into pinned memory: only such a copy is asynchronous to the host
     copies = [tensor.detach().to("cpu", copy=True, non_blocking=True) for tensor in tensors]
     devices = filter(is_accelerator, {tensor.device for tensor in tensors})
     copied = [torch.accelerator.current_stream(device).record_event() for device in devices]
@@ -49,40 +49,40 @@ def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
 
 
 def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.device:
-    """The device of the first tensor that has memory; ``otherwise`` where all are on the meta device."""
+    """The device of the first tensor that has memory; ``otherwise`` if all tensors are on the meta device."""
     return next((tensor.device for tensor in tensors if not tensor.is_meta), otherwise)
 
 
 def generators_of(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
-    """torch's default generators: the CPU's, and those of the accelerators among ``devices``. Their names are the same
-    on all ranks."""
+    """torch's default generators by name: the CPU's and the generators of the accelerators among ``devices``. All ranks
+    use the same names."""
     found = {"torch": torch.default_generator}
     for place, device in enumerate(filter(is_accelerator, devices)):
         module = torch.get_device_module(device)
-        module.init()  # which makes them
+        module.init()  # makes the generators
         index = current().index if device.index is None else device.index
         found[f"{device.type}{place or ''}"] = module.default_generators[index]
     return found
 
 
 def shared_name(device: torch.device) -> str:
-    """The name of a device for other ranks: this process's own device has no number in it."""
+    """The name of a device for other ranks: the name of this process's own device has no index."""
     return device.type if device == current() else str(device)
 
 
 def by_shared_name(name: str) -> torch.device:
-    """The device with this shared name; a name without a number is this process's own."""
+    """The device with this shared name; a name without an index is this process's own device."""
     return current() if name == current().type else torch.device(name)
 
 
 def with_shared_names(text: str) -> str:
-    """A program's text with shared names for devices, also where it has the number alone: ``arange(8, device=1)``."""
+    """A program's text with shared names for devices, also for an index alone: ``arange(8, device=1)``."""
     own = current()
     return re.sub(rf"\b({own}|(?<=device: ){own.index})\b", own.type, text)
 
 
 def versions() -> dict[str, str]:
-    """What torch was built for, the communication library and the driver, as far as there are any."""
+    """The versions of CUDA and ROCm in torch's build, and of NCCL and the driver if these exist."""
     found = {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
     with suppress(AttributeError):  # a build without it
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -93,6 +93,6 @@ def versions() -> dict[str, str]:
 
 _KERNELS = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")
 ATTENTION = {f"torch.backends.cuda.{name}()": getattr(torch.backends.cuda, name) for name in _KERNELS}
-"""The call that asks whether torch may choose a kernel of attention, as text → the function."""
+"""Source text of a call that asks whether torch may choose a kernel of attention → the function."""
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
-"""The environment variables of a process that shall see no accelerator."""
+"""Environment variables that hide all accelerators from a process."""

@@ -1,4 +1,4 @@
-"""Doctor: ``python -m fxpipe doctor`` checks a cluster in parts, one after another; one that fails stops no other."""
+"""Doctor: ``python -m fxpipe doctor`` checks a cluster in parts, in turn; after a part fails, the others still run."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from fxpipe.schedules.comparison import compare
 from fxpipe.small_file import write_whole
 
 TIMEOUT = 60.0
-"""Seconds that any wait may take."""
+"""The most seconds that a wait may take."""
 ON_A_GPU, ON_A_CPU = (2**24, 4096, 1024), (2**20, 256, 64)
-"""The numbers in a large message, the width of a layer, and the rows of a micro-batch."""
-_MOST_PIPE, _ALONE = 8, 4  # ranks of a pipeline, unless the command says; and of one that a single process plays
+"""The elements of a large message, the width of a layer, and the rows of a micro-batch."""
+_MOST_PIPE, _ALONE = 8, 4  # default pipe ranks: at most, for several processes; and for a single process
 _UNITS = {"µs": 1e-6, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12}
 
 Figures = dict[str, Any]
-"""A figure's name, with its unit in brackets → a number, or text: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
+"""A figure's name, with the unit in brackets → a number or text: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
 
 
 class Doctor:
-    """One rank's checks. Ranks exchange their figures over ``_control``, which no check uses for anything else."""
+    """A rank's checks. Ranks exchange their figures over the transport ``_control``, which no check uses otherwise."""
 
     def __init__(self, pipe: int | None, ranks_per_node: int | None) -> None:
         self._device, place = init(TIMEOUT), torchrun_place(os.environ) or slurm_place(os.environ)
         world = place.world_size if place else pipe or _ALONE
         pipe = pipe or next(size for size in range(_MOST_PIPE, 0, -1) if world % size == 0)
         self._topology = Topology.fit(world, pipe=pipe, ranks_per_node=ranks_per_node)
-        self._control = connect(self._topology, 2 * TIMEOUT)  # others may yet wait in a part that failed here
+        self._control = connect(self._topology, 2 * TIMEOUT)  # other ranks may still wait in a part that failed here
         self._control.open((), (), {"all": [range(world)]})
         self._plain: tuple[nn.Module, dict[str, Any]] | None = None
         self._step: ForwardBackward | None = None
@@ -61,12 +61,12 @@ class Doctor:
         self._numbers, self._width, self._rows = ON_A_CPU if self._device.type == "cpu" else ON_A_GPU
 
     def check_up(self, path: str | None) -> None:
-        """Prints what all ranks find, and writes it as JSON. A collective call; RunError where a part has failed."""
+        """Prints all ranks' figures, and writes them as JSON. A collective call; RunError if a part has failed."""
         parts, links = dict[str, dict[str, Any]](), [self.links] * (self._control.pipe_rank is not None)
         for call in (self.versions, self.nodes, self.device, *links, self.plain, self.pipeline, self.overlap):
             name = call.__name__
             parts[name] = self._run(name, call)
-            if self._control.rank == 0:  # at once: a communicator's timeout may end this process in a later part
+            if self._control.rank == 0:  # now: a communicator's timeout may end this process in a later part
                 print(printable(_table(name, **parts[name])), flush=True)
         if self._control.rank:
             return
@@ -89,7 +89,7 @@ class Doctor:
                 error = describe_error(failure)
             ranks, errors = zip(*self._control.gather("all", (found, error)), strict=True)
         if name == self.plain.__name__ and any(errors):
-            self._plain = None  # on all ranks, so that none begins to compile alone
+            self._plain = None  # on all ranks, so that no rank compiles alone
         return {"seconds": time.perf_counter() - start, "ranks": ranks, "errors": errors}
 
     def versions(self, found: Figures) -> None:
@@ -99,7 +99,7 @@ class Doctor:
 
     def nodes(self, found: Figures) -> None:
         """Names of hosts and devices. A node is a host, unless the command says how many ranks a node has."""
-        hosts = self._control.gather("all", platform.node())  # first, for all ranks must come to it
+        hosts = self._control.gather("all", platform.node())  # first: all ranks must call gather
         found |= {"host": platform.node(), "device": getattr(self._module, "get_device_name", platform.machine)()}
         count = hosts.count(hosts[0])
         if self._topology.ranks_per_node is None and count < len(hosts):
@@ -114,7 +114,7 @@ class Doctor:
         found |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
 
     def links(self, found: Figures) -> None:
-        """Speeds of links. A transport of its own, which fails on all ranks at once, keeps ``_control`` out of it."""
+        """Speeds of links. A failure closes this part's own transport on all ranks, and leaves ``_control`` open."""
         topology, free = self._topology, getattr(self._module, "mem_get_info", None)
         pairs, before = list(pairwise(range(topology.size("pipe")))), free()[0] if free else 0
         transport = connect(topology, TIMEOUT)
@@ -126,7 +126,7 @@ class Doctor:
         transport.close()
 
     def plain(self, found: Figures) -> None:
-        """Plain PyTorch's loss and gradients of one layer a stage: all replicas' micro-batches, one after another."""
+        """Plain PyTorch's loss and gradients, with a layer per stage, for all replicas' micro-batches in turn."""
         width, count, replicas = self._width, self._microbatches, self._topology.data_size
         loss = torch.zeros((), device=self._device)
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ class Doctor:
         model.zero_grad(set_to_none=True)
 
     def pipeline(self, found: Figures) -> None:
-        """Compares a pipeline's loss and gradients with those of ``plain``."""
+        """Compares a pipeline's loss and gradients with the loss and gradients of ``plain``."""
         if self._plain is None:
             raise RunError("there is nothing to compare with")
         (model, expected), loss_fn = self._plain, nn.functional.mse_loss
@@ -161,7 +161,7 @@ class Doctor:
             raise RunError("loss or gradients are not those of plain PyTorch")
 
     def overlap(self, found: Figures) -> None:
-        """Compares a step of the pipeline with its table, simulated at the costs measured in that step."""
+        """Compares a step of the pipeline with the schedule, simulated at the costs that the step measured."""
         if self._step is None:
             raise RunError("no pipeline was compiled")
         step, rank = self._step, self._control.pipe_rank
@@ -180,11 +180,11 @@ class Doctor:
         timeline = step.timeline()
         costs, simulate = timeline.costs, timeline.schedule.simulate
         found["makespan [ms]"] = timeline.makespan * 1e3
-        if rank is not None:  # one process plays all ranks in turns, and nothing overlaps
+        if rank is not None:  # a single process runs all ranks in turns: nothing overlaps
             planned = simulate(costs).makespan
             found |= {"forward, median stage [ms]": median(costs.forward) * 1e3, "hop [ms]": costs.comm * 1e3}
             found |= {"planned at these [ms]": planned * 1e3, "longer [%]": (timeline.makespan / planned - 1) * 100}
-            # What a rank waits in a plan whose messages take no time is the bubble.
+            # The bubble is a rank's waiting time in a plan whose messages take no time.
             share = compare(simulate(replace(costs, comm=0.0)), timeline).shares[rank]
             found["exposed: messages [ms]"] = max(share.waiting - share.planned_waiting, 0.0) * 1e3
             found["exposed: gradients [ms]"] = exposed * 1e3
@@ -197,7 +197,7 @@ def _by_rank(ranks: Sequence[Figures]) -> Mapping[str, Mapping[int, Any]]:
 
 
 def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence[str]) -> str:
-    """The figures of one part: of numbers the median and the range over ranks, of text the ranks that have it."""
+    """A part's figures as a table: for numbers, the median and range over ranks; for a text, the ranks that have it."""
     failures = {rank: error for rank, error in enumerate(errors) if error}
     rows = []
     for what, values in [*_by_rank(ranks).items(), *[("FAILED", failures)] * bool(failures)]:
@@ -211,7 +211,7 @@ def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence
 
 
 def _hardware(ranks: Sequence[Figures]) -> Hardware:
-    """The medians over ranks, to four digits. Where no two ranks share a node, ``link`` is that between nodes."""
+    """The medians over ranks, to four digits. If no two ranks share a node, ``link`` is the speed between nodes."""
     found = {}
     for name, values in _by_rank(ranks).items():
         what, _, unit = name.removesuffix("]").partition(" [")

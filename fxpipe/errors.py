@@ -1,4 +1,4 @@
-"""The error types. A message states the fact with its values, where it is, and what to write instead."""
+"""The error types. A message states the fact with its values and its location, and the code to write instead."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 
 MOST_TOLD = 20_000
-"""Characters of a message; a longer one is cut in its middle."""
+"""The most characters of a message; the middle of a longer message is left out."""
 _FOR_THE_GAP = 60
 
 
 def shortened(text: str, most: int = MOST_TOLD) -> str:
-    """A text without its middle where it is longer than that: what leads to it and what it ends with are kept.
+    """The text, without its middle if it has more than ``most`` characters: the start and the end stay.
 
     >>> shortened("a" * 50 + "b" * 50, most=80)
     'aaaaaaaaaa [... 80 characters left out ...] bbbbbbbbbb'
     """
     if len(text) <= most:
         return text
-    # The line in the middle needs some room itself.
+    # The note in the middle needs _FOR_THE_GAP characters.
     half = (most - _FOR_THE_GAP) // 2
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 
 def printable(text: str) -> str:
-    """A text whose control characters are escaped, as by ``repr``: a terminal obeys them, whoever chose the name."""
+    """The text with control characters escaped, as by ``repr``: a terminal would obey them in a user's name."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 
 class FxpipeError(Exception):
-    """The base of every error that fxpipe raises on purpose. Its message is ``shortened`` and ``printable``."""
+    """The base class of fxpipe's errors. The message is ``shortened`` and ``printable``."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(shortened(arg)) if isinstance(arg, str) else arg for arg in args))
@@ -43,7 +43,7 @@ class TraceError(FxpipeError):
 
 
 class PartitionError(FxpipeError):
-    """The captured program cannot be cut into stages as its boundaries ask."""
+    """The captured program cannot be cut into stages at its boundaries."""
 
 
 class ScheduleError(FxpipeError):
@@ -64,11 +64,11 @@ class CheckpointError(FxpipeError):
 
 @contextlib.contextmanager
 def noted(note: Callable[[], str]) -> Iterator[None]:
-    """Adds a note to an exception from inside, Ctrl-C included, which says where it was raised."""
+    """Adds a note to an exception from inside the context, also to Ctrl-C; the note says where it was raised."""
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(Exception):  # some let nothing be added; the error itself is what counts
+        with contextlib.suppress(Exception):  # some errors take no notes; the error itself matters more
             error.add_note(printable(note()))
         raise
 
@@ -80,14 +80,14 @@ def describe_error(error: BaseException) -> str:
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """The end of a message about an unknown ``name``: the likeliest of the ``known`` names, or the first of them.
+    """The end of a message about an unknown ``name``: the most similar of the ``known`` names, or the first names.
 
     >>> nearest("1F1b", ["gpipe", "1f1b"])
     '; did you mean "1f1b"?'
     >>> nearest("zigzag", ["gpipe", "1f1b"])
     '; known: "gpipe", "1f1b"'
 
-    Case is ignored, and what is no text stands for its own. With nothing known the result is empty.
+    Case is ignored, and a name that is no text is compared by its text. Without known names the result is empty.
     """
     names = list(dict.fromkeys(map(str, known)))
     # "1F1B" is "1f1b" to a user, and difflib compares letter by letter.
@@ -100,4 +100,4 @@ def nearest(name: object, known: Iterable[object]) -> str:
 
 
 _MOST_KNOWN = 50  # names that are listed
-_MOST_COMPARED = 10_000  # names that are looked at: it takes a second
+_MOST_COMPARED = 10_000  # names that are compared, in about a second

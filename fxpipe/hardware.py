@@ -1,4 +1,4 @@
-"""Hardware: the figures that turn shapes into seconds."""
+"""Hardware: a device's figures, from which costs in seconds are computed."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from fxpipe.validation import is_number, is_text, shown
 
 _MOST_BYTES = 10_000_000
 _MOST = 1e100
-"""Of a figure: sums and products of them stay finite."""
+"""The largest value of a figure: sums and products of figures stay finite."""
 
 
 class FigureMissing(RunError):
-    """A figure of the hardware is needed, and not given."""
+    """A plan needs a figure that the hardware lacks."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's device and its links, in operations, bytes and seconds: ``fxpipe.preview(..., hardware="h100")``.
+    """A rank's device and its links, in operations, bytes and seconds: ``fxpipe.preview(..., hardware="h100")``.
 
-    ``Hardware.named`` has the data sheets of common GPUs, ``Hardware.measured`` measures the device at hand. A figure
-    that is not given is asked for once it is needed.
+    ``Hardware.named`` has the data sheets of common GPUs, ``Hardware.measured`` measures this process's device. A
+    missing figure raises an error at its first use.
 
     Raises:
-        RunError: a figure is no number, or below 0 (below or at 0 where something is divided by it).
+        RunError: a figure is no number, or below 0, or equal to 0 (only ``launch`` and ``latency`` may be 0).
     """
 
     flops: float | None = None
-    """Operations a second of matrix products in types of 4 bytes and more."""
+    """Operations per second of matrix products in types of 4 bytes and more."""
     flops_16: float | None = None
-    """The same in types of 2 bytes."""
+    """Operations per second of matrix products in types of 2 bytes."""
     bandwidth: float | None = None
-    """Bytes a second of its memory."""
+    """Bytes per second of the device's memory."""
     link: float | None = None
-    """Bytes a second from one rank to another inside of a node, one way."""
+    """Bytes per second between two ranks of a node, one way."""
     link_between: float | None = None
-    """The same between nodes, for each rank."""
+    """Bytes per second between nodes, one way, for each rank."""
     memory: float | None = None
-    """Its bytes."""
+    """Bytes of the device's memory."""
     reached: float = 1.0
-    """The part of ``flops``, ``flops_16`` and ``bandwidth`` that programs reach: of a data sheet's about a half."""
+    """The fraction of ``flops``, ``flops_16`` and ``bandwidth`` that programs reach: of a data sheet's about a half."""
     launch: float = 4e-6
     """Seconds that the smallest operation takes."""
     latency: float = 20e-6
@@ -67,20 +67,20 @@ class Hardware:
                 continue
             if not (is_number(value) and 0 <= value <= _MOST and (value or may_be_zero)):
                 raise RunError(f"Hardware({field.name}={shown(value)}) is no number above 0, {_UNITS[field.name]}")
-            object.__setattr__(self, field.name, float(value))  # numpy's own are not JSON's
+            object.__setattr__(self, field.name, float(value))  # json writes no numpy numbers
         if self.reached > 1:
             raise RunError(f"Hardware(reached={self.reached:g}) is a part of the peak, at most 1; write 0.5 for a half")
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """That of a GPU, by its name: its data sheet's figures for dense products, and a half of them ``reached``.
+        """A GPU's hardware by the GPU's name: the data sheet's figures for dense products, with ``reached`` at a half.
 
-        ``flops`` is that of TF32 where there is it, which torch uses after
-        ``torch.set_float32_matmul_precision("high")``. ``link_between`` is that of the maker's own node for eight of
-        them (DGX), and not given for what comes in none.
+        ``flops`` is the figure of TF32 if the GPU supports TF32, which torch uses after
+        ``torch.set_float32_matmul_precision("high")``. ``link_between`` is the figure of the maker's node of eight GPUs
+        (DGX), and None for a GPU without such a node.
 
         Raises:
-            RunError: there is no such name.
+            RunError: the name is unknown.
         """
         key = re.sub("[-_ ]", "", name.lower()) if is_text(name) else ""
         if key not in _SHEETS:
@@ -88,21 +88,21 @@ class Hardware:
                 f"hardware is {shown(name)}; write one of {', '.join(_SHEETS)}, or fxpipe.Hardware(flops=..., "
                 "flops_16=..., bandwidth=..., link=..., link_between=...)"
             )
-        # A sheet's figures stand in the order of the fields.
+        # A sheet's figures are in the order of the fields.
         sheet = zip(_UNITS, _SHEETS[key], (1e12, 1e12, 1e9, 1e9, 1e9, 1e9), strict=False)
         return Hardware(reached=0.5, **{name: unit * figure for name, figure, unit in sheet if figure is not None})
 
     @staticmethod
     def measured(path: str | os.PathLike[str], **figures: float) -> Hardware:
-        """That of the device at hand, measured once in some seconds and kept in a file, which is read from then on.
+        """The hardware of this process's device. The first call measures for some seconds and writes a file; later
+        calls read the file.
 
-        Products, memory and launches are measured, on a GPU if there is one. Links are not, which takes two processes:
-        give them, as in ``measured("here.json", link=450e9, link_between=50e9)``. Random state stays unchanged.
+        The call measures products, memory and launches, on a GPU if the process has one. To measure links takes two
+        processes: pass these, as in ``measured("here.json", link=450e9, link_between=50e9)``. Random state is kept.
 
         Raises:
-            RunError: the file is none of these, or was measured on another device than that at hand; or a figure is
-                none.
-            OSError: it cannot be read or written.
+            RunError: the file holds no figures, or was measured on another device; or an argument is no figure.
+            OSError: the file cannot be read or written.
         """
         _check_names(figures, "Hardware.measured(...)")
         file, here = Path(path), name_of_this_device()
@@ -119,11 +119,11 @@ class Hardware:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Hardware:
-        """What a JSON file says: figure → number, as ``measured`` writes it; or that of ``python -m fxpipe doctor``.
+        """The hardware of a JSON file: figure → number, as ``measured`` or ``python -m fxpipe doctor`` writes it.
 
         Raises:
-            RunError: it is no such file.
-            OSError: it cannot be read.
+            RunError: the file holds no figures.
+            OSError: the file cannot be read.
         """
         found = _figures_in(path)
         found.pop(DEVICE, None)
@@ -131,13 +131,13 @@ class Hardware:
 
     @staticmethod
     def of(given: Hardware | str | None) -> Hardware:
-        """What ``hardware=`` stands for; without it ``REFERENCE``."""
+        """The hardware of the argument ``hardware=``; ``REFERENCE`` for None."""
         if given is None:
             return REFERENCE
         return given if isinstance(given, Hardware) else Hardware.named(given)
 
     def figure(self, name: str, why: str) -> float:
-        """A figure; raises FigureMissing, which says what needs it, where it is not given."""
+        """Returns a figure. Raises FigureMissing if the figure is None; ``why`` names the computation that needs it."""
         value: float | None = getattr(self, name)
         if value is None:
             raise FigureMissing(
@@ -146,31 +146,31 @@ class Hardware:
         return value
 
     def peak(self, itemsize: int) -> float:
-        """Operations a second of products in types of so many bytes."""
+        """Operations per second of products in types of ``itemsize`` bytes."""
         small = itemsize <= 2
         return self.figure("flops_16" if small else "flops", f"a product in a type of {itemsize} bytes")
 
     def seconds(self, flops: float, moved: float, itemsize: int) -> float:
-        """max(operations / peak, bytes moved / bandwidth), the roofline model, and at least a launch."""
-        # The slower of arithmetic and memory hides the other one.
+        """Seconds: max(operations / peak, bytes moved / bandwidth), the roofline model, and at least ``launch``."""
+        # The slower of arithmetic and memory hides the faster.
         computing = flops / (self.reached * self.peak(itemsize)) if flops else 0.0
         return max(computing, moved / (self.reached * self.figure("bandwidth", "every operation")), self.launch)
 
     def wire(self, crosses: bool) -> float:
-        """Bytes a second of a link. ``crosses``: whether it leads out of a node."""
+        """Bytes per second of a link. ``crosses``: whether the link connects two nodes."""
         if crosses:
             return self.figure("link_between", "a message between nodes")
         return self.figure("link", "a message between ranks")
 
     def hop(self, size: float) -> float:
-        """Seconds that a message of so many bytes takes, to another rank of a pipeline."""
+        """Seconds that a message of ``size`` bytes takes to another pipe rank of the node."""
         return self.latency + size / self.wire(crosses=False)
 
 
 REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9)
-"""The default of ``hardware=`` for costs: what an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
+"""The default of ``hardware=`` for costs: figures that an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
 
-Only their ratios matter to a balance: where the model runs on something else of the kind, the cut is the same.
+A balance depends only on the figures' ratios: on other hardware with similar ratios, the cut is the same.
 """
 
 _UNITS = {
@@ -194,7 +194,7 @@ _SHEETS: Mapping[str, tuple[float, float, float, float, float | None, float]] = 
     "mi300x": (653.7, 1307.4, 5300, 448, 50, 192),
 }
 """Name → 10^12 operations a second in TF32 (V100: float32) and in bfloat16 (V100: float16), dense; 10^9 bytes a second
-of its memory, to its neighbours one way (NVLink, Infinity Fabric; else PCIe), and of its share of a node's network;
+of memory, to neighbours one way (NVLink, Infinity Fabric; else PCIe), and of the GPU's share of a node's network;
 10^9 bytes of memory. From the makers' data sheets: V100 SXM2, A100 SXM (80 and 40 GB), H100 SXM, H200 SXM, B200 (HGX),
 L40S, L4, GeForce RTX 4090, Instinct MI300X. Networks: DGX-1 4 × 100 Gbit/s, DGX A100 8 × 200, DGX H100, H200, B200 and
 MI300X's platform 8 × 400.
@@ -204,11 +204,11 @@ MI300X's platform 8 × 400.
 # --- files ---
 
 DEVICE = "device"
-"""The key of what was measured, in words."""
+"""The key of the measured device's name."""
 
 
 def _figures_in(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file holds: figures, and perhaps the device."""
+    """Reads a file's figures and, if the file has it, the device's name."""
     try:
         found: Any = json.loads(read_small(path, _MOST_BYTES))
     except (ValueError, RecursionError) as error:
@@ -230,24 +230,24 @@ def _check_names(names: Iterable[str], what: str) -> None:
 
 
 def name_of_this_device() -> str:
-    """What tells a file's device from others: a GPU's name, or the processor with its threads."""
+    """The device's name, as files hold it: a GPU's name, or the processor with its number of threads."""
     if is_accelerator(device := current()):
         return str(torch.get_device_module(device).get_device_name(device))
     return f"{platform.machine()} with {torch.get_num_threads()} threads"
 
 
 ON_A_GPU, ON_A_CPU = (8192, 2**28), (512, 2**24)
-"""The width of the matrices, and the numbers copied."""
+"""The width of the matrices, and the elements that are copied."""
 
 
 def measure() -> dict[str, float]:
-    """The figures of the device at hand: of a GPU, or else of the CPU with torch's threads."""
+    """Measures this process's device: the GPU, or else the CPU with torch's threads."""
     device = current()
     size, count = ON_A_GPU if is_accelerator(device) else ON_A_CPU
     found = {}
-    # A large product is bound by arithmetic, a copy by memory, and an addition to one number by its launch.
+    # Arithmetic bounds a large product, memory bounds a copy, and the launch bounds an addition to a single element.
     for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
-        numbers = torch.Generator(device).manual_seed(0)  # the user's own are not drawn from
+        numbers = torch.Generator(device).manual_seed(0)  # leaves the user's random state unchanged
         matrix, other = (torch.randn(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
         found[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, matrix, other), device)
     # A copy reads each byte once and writes it once.
@@ -260,8 +260,8 @@ def measure() -> dict[str, float]:
 
 
 def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 4) -> float:
-    """The median of several runs of so many calls, for one of them. The first run, one call that warms up, is left out,
-    unless it took a second: a CPU may have no products of 2 bytes."""
+    """Median seconds per call over up to 5 runs of ``calls`` calls. The first run, one warm-up call, does not count,
+    unless it took a second: a CPU may lack fast products in types of 2 bytes."""
     times, until = list[float](), time.perf_counter() + 1.0
     for count in (1, *[calls] * 5):
         if times and time.perf_counter() > until:

@@ -1,4 +1,4 @@
-"""Labels: what a step does, by the table's own names, in a profile of ``torch.profiler``; only while one is made."""
+"""Labels: names a step's actions, as in the table, in a profile of ``torch.profiler``; only while a profile is made."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _NOTHING = nullcontext()
 
 
 def label(what: str) -> AbstractContextManager[object]:
-    """A region ``fxpipe what`` of the profile, where one is made."""
+    """A profiler region named ``fxpipe what``; while no profile is made, a context that does nothing."""
     return record_function(f"fxpipe {what}") if profiler_runs() else _NOTHING

@@ -1,4 +1,4 @@
-"""Notebook: how the values that print as tables show themselves behind a cell, and in one line elsewhere."""
+"""Notebook: shows values that print as tables as the output of a cell, and in a single line elsewhere."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from html import escape
 from fxpipe.errors import printable
 
 _NAMES, _WIDTH, _NAME = 6, 70, 30
-"""How many names a line has, how wide they are together, and one of them where they are too wide."""
+"""The most names in a line, the most characters of all names, and the most characters of a shortened name."""
 
 
 def preformatted(text: str) -> str:
-    """A table as HTML: its own characters in one width, which does not wrap, and scrolls where it is wide or long."""
+    """A table as HTML: monospaced text that does not wrap, and scrolls if the table is wide or long."""
     style = "overflow: auto; max-height: 32em; white-space: pre; line-height: 1.3"
     return f'<pre style="{style}">{escape(printable(text))}</pre>'
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names on one line, however many there are, and however long.
+    """Names on a single line of limited width, for any number and length of names.
 
     >>> listed(["image", "text", "loss"]), listed([str(number) for number in range(100)])
     ('image, text, loss', '0, 1, 2, 3, 4, …, 99')
     """
     if len(names) <= _NAMES and sum(map(len, names)) <= _WIDTH:
         return printable(", ".join(names))
-    # The first names and the last one stay; names in the middle give way until the line fits.
+    # Keeps the first names and the last name; drops names in the middle until the line fits.
     short = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in (*names[: _NAMES - 1], names[-1])]
     few, last = short[: len(names) - 1][: _NAMES - 1], short[-1]
     while len(few) > 1 and sum(map(len, few)) + len(last) > _WIDTH:
@@ -34,7 +34,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 class Tabular:
-    """What prints as a table: behind a cell of a notebook it is shown as it prints."""
+    """A base class for values that print as tables: a notebook cell shows the same table."""
 
     __slots__ = ()
 

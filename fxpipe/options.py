@@ -1,6 +1,6 @@
-"""Options: what ``fxpipe.compile`` is asked for. Each option stands here once, with its default, and is checked here.
+"""Options: the options of ``fxpipe.compile``. ``Options`` declares each option with its default, and checks its value.
 
-A new option is a field of ``Options`` and a parameter of ``compile``, which type checkers read; a test compares.
+A new option is a field of ``Options`` and a parameter of ``compile``, which type checkers read; a test compares both.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Recompute = bool | Sequence[str] | Literal["auto"]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The options of ``compile``, whose docstring says what each of them means.
+    """The options of ``compile``, whose docstring explains each option.
 
-    What is ``Any`` here belongs to packages above (a schedule, boundaries, passes, weights): they look names up.
+    Options of type ``Any`` belong to higher packages (a schedule, boundaries, passes, weights), which look names up.
 
     Raises:
-        RunError: a value is out of its range, or does not go with another.
+        RunError: a value is out of its range, or conflicts with another option.
     """
 
     loss_fn: Callable[..., Any] | None = None
@@ -74,14 +74,14 @@ class Options:
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
-        # A default needs no check, and None is a default of many.
+        # A default needs no check; None is the default of many options.
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not field.default:
                 check(RunError, _KINDS, **{field.name: value})
         check_counted(self.batch_dim)
         if self.memory_per_rank is not None:
-            object.__setattr__(self, "memory_per_rank", float(self.memory_per_rank))  # numpy's own are not JSON's
+            object.__setattr__(self, "memory_per_rank", float(self.memory_per_rank))  # json writes no numpy numbers
         if not isinstance(self.recompute, str):
             given = self.recompute
             object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
@@ -96,7 +96,7 @@ class Options:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any], **more: Any) -> Options:
-        """Returns the options among a function's parameters: its ``locals()``, taken in its first line."""
+        """Returns the options among a function's parameters: the ``locals()`` of the function's first line."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in parameters.items() if name in names}, **more)
 
@@ -105,11 +105,11 @@ class Options:
         return self.example_args is not None or self.example_kwargs is not None
 
     def for_calls(self) -> Options:
-        """What is needed after ``compile``, too; the rest may hold memory that the user wants back."""
+        """The options that calls need after ``compile``; the others may hold memory that the user wants to free."""
         return replace(self, example_args=None, example_kwargs=None, init_fn=None, checkpoint=None)
 
     def microbatches_on(self, ranks: int) -> int:
-        """How many a batch is cut into: as asked for, or 4 for each pipe rank, or 1 where there is one rank."""
+        """The number of micro-batches per batch: the option's, or 4 per pipe rank, or 1 for a single rank."""
         return self.microbatches or (4 * ranks if ranks > 1 else 1)
 
     @property
@@ -118,8 +118,8 @@ class Options:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Option → its value in words, of those that must be the same on all ranks. Of functions names and lines
-        are compared, and not what they close over; the programs that come of all this are compared later."""
+        """Option → description of its value, for options that must be equal on all ranks. Functions are compared by
+        name and line, without their closures; ranks compare the resulting programs later."""
         names = [field.name for field in fields(self) if field.name not in _OF_ONE_RANK]
         return {name: describe_value(getattr(self, name)) for name in names}
 
@@ -134,7 +134,7 @@ class Options:
                 "precision= and parallelize= both decide the types of parameters; leave out precision=, and write "
                 "fully_shard(..., mp_policy=MixedPrecisionPolicy(...)) in parallelize, or call under torch.autocast"
             )
-        if self.tracer not in ("auto", "record"):  # those that leave modules whole
+        if self.tracer not in ("auto", "record"):  # these tracers keep modules
             raise RunError(
                 f'tracer="{self.tracer}" takes modules apart, and parallelize= needs them whole; write tracer="record"'
             )
@@ -146,7 +146,7 @@ class Options:
 
 
 _OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
-"""Options that may differ: a rank is given its own data, and the path of its own disk."""
+"""Options that may differ between ranks: a rank has its own data, and a path on its own disk."""
 
 
 _KINDS: Mapping[str, Expected] = {
@@ -198,14 +198,14 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: list_of(callable)(value) and len(value) > 0, "a list of functions Program -> Program"
     ),
 }
-"""Option → whether a value can be meant, and what it is in words. What is not here is checked by its own package."""
+"""Option → a test of its value, and a description of valid values. Other options are checked by their own packages."""
 
 
 _PLAIN = (str, int, float, type(None), Precision, Hardware)
 
 
 def describe_value(value: Any) -> str:
-    """Without addresses, and of a function its name and first line: what it closes over may be a rank's."""
+    """A text for a value, without addresses; for a function, its name and first line: closures may differ by rank."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{describe_value(key)}: {describe_value(one)}' for key, one in value.items()))}}}"
     if isinstance(value, list | tuple):
@@ -215,7 +215,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, Packed | Offsets):
         given = {field.name: getattr(value, field.name) for field in fields(value)}
         return f"{type(value).__name__} {describe_value(given)}"
-    # The rest has no text that is the same in each process: functions are named, other objects by their class.
+    # The repr of other values differs between processes: describes functions by name, other objects by class.
     while isinstance(value, functools.partial):
         value = value.func
     if not callable(value):

@@ -1,4 +1,4 @@
-"""Packed: how an input is cut whose rows do not go with the batch's."""
+"""Packed: rules that split an input whose rows do not correspond to the batch's rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.validation import Expected, check, is_mapping, is_text, is_whole, or
 
 @dataclass(frozen=True)
 class Packed:
-    """An input that has another number of rows, or of entries, for each row of the batch, one after another.
+    """An input with a varying number of rows, or of list entries, per row of the batch, in the order of these rows.
 
     >>> import fxpipe
     >>> batch_dim = {
@@ -22,21 +22,21 @@ class Packed:
     ...     "images": fxpipe.Packed(1),  # a list with an entry for each row
     ... }
 
-    A tensor is cut along ``dim``; a list or tuple into lists or tuples of its entries, whatever these hold, tensors of
-    different shapes and objects, too. A micro-batch without any gets an empty tensor, or an empty list.
-    Weights of micro-batches remain those of the batch's rows.
+    A tensor is split along ``dim``; a list or tuple into lists or tuples of its entries of any type, such as objects or
+    tensors of different shapes. A micro-batch without rows gets an empty tensor, or an empty list.
+    Weights of micro-batches still count the batch's rows.
 
     Args:
-        counts: how many each row has: a whole number, the same for all; the name of an input that holds the numbers,
-            1-dimensional, or of one that is named with ``Offsets``; or a function of inputs, by the names of its
-            parameters, that returns them: a 1-dimensional tensor of integers, or a list of whole numbers. They must
-            sum to the size of ``dim``, or to the length of the list. What lies on a GPU is waited for.
-        of: an input, packed itself, whose rows the counts are for; None: those of the batch.
-        dim: the dimension of a tensor that is cut.
+        counts: the number of rows or entries per row: a whole number for all rows; the name of a 1-dimensional input
+            that holds the numbers, or of an input with ``Offsets``; or a function whose parameters are names of inputs
+            and that returns the numbers: a 1-dimensional tensor of integers, or a list of whole numbers. The numbers
+            must sum to the size of ``dim``, or to the length of the list. Counts on a GPU make the host wait.
+        of: a packed input whose rows the counts are for; None: the batch's rows.
+        dim: the dimension of a tensor that is split.
 
     Raises:
-        RunError: ``counts`` is none of these; in calls, on all ranks: numbers that are no counts, are not one for each
-            row, or do not sum to the rows.
+        RunError: ``counts`` has none of these types; in calls, on all ranks: values are no counts, their number is not
+            the number of rows, or their sum is not the size.
     """
 
     counts: int | str | Callable[..., Any]
@@ -54,7 +54,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Offsets:
-    """An input that holds where sequences begin, which are packed one after another, and where the last one ends.
+    """An input that holds the start of each packed sequence, and the end of the last sequence.
 
     >>> import fxpipe
     >>> batch_dim = {
@@ -62,8 +62,8 @@ class Offsets:
     ...     "input_ids": fxpipe.Packed("cu_seqlens", dim=1),  # (1, tokens)
     ... }
 
-    A 1-dimensional tensor of integers, one more than there are sequences, that begins with 0 and does not fall; each
-    micro-batch's begins with 0, too. The sequences are the rows of the batch, or ``of`` another packed input.
+    The input is a 1-dimensional tensor of (sequences + 1) integers that begins with 0 and never decreases; so does the
+    tensor of each micro-batch. The sequences are the rows of the batch, or ``of`` another packed input.
     """
 
     of: str | None = None
@@ -86,14 +86,14 @@ _KINDS = {
 
 
 def read_by(rule: Packed) -> dict[str, bool]:
-    """The inputs that counts are read from → whether they must be given; without a default they must."""
+    """Input that counts are read from → whether it is required: True without a default."""
     if is_text(rule.counts):
         return {str(rule.counts): True}
     if not callable(rule.counts):
         return {}
     try:
         found = list(inspect.signature(rule.counts).parameters.values())
-    except ValueError:  # such as what is written in C
+    except ValueError:  # such as a function in C
         found = []
     if not found or any(each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) for each in found):
         raise RunError(
@@ -104,14 +104,14 @@ def read_by(rule: Packed) -> dict[str, bool]:
 
 
 def written(path: str, rule: str) -> str:
-    """How a rule is written for an input, or for a value in a dict input."""
+    """The text ``batch_dim={...}`` of a rule for an input, or for a value in a dict input."""
     for name in reversed(path.split(".")):
         rule = f"{{{name!r}: {rule}}}"
     return f"batch_dim={rule}"
 
 
 def is_batch_dim(value: Any) -> bool:
-    """Whether a value can be meant as ``batch_dim``."""
+    """Whether a value is valid as ``batch_dim``."""
     return is_whole(value) or (is_mapping(value) and all(map(_is_rule, value.values())))
 
 
@@ -120,13 +120,13 @@ def _is_rule(value: Any) -> bool:
 
 
 def counted(batch_dim: BatchDim) -> dict[str, Packed | Offsets]:
-    """The inputs that are cut by a count, by their paths: "images", or "batch.images" inside of a dict input.
+    """The inputs that are split by counts, by path: "images", or "batch.images" inside a dict input.
 
-    Each stands behind the one whose rows its counts are for. RunError where there is no such order.
+    An input comes after the input whose rows its counts are for. RunError if no such order exists.
     """
     found = dict(_under("", batch_dim)) if is_mapping(batch_dim) else {}
-    # Counts of the rows of another packed input need that input's counts first: those that are ready are taken, until
-    # none is left, or none is ready.
+    # An input whose counts are for the rows of another packed input needs that input's counts first: each pass takes
+    # the inputs that are ready, until all are taken, or no further input is ready.
     ordered: dict[str, Packed | Offsets] = {}
     while len(ordered) < len(found):
         ready = {path: rule for path, rule in found.items() if rule.of not in found or rule.of in ordered}
@@ -146,7 +146,7 @@ def _under(prefix: str, rules: Any) -> Iterator[tuple[str, Packed | Offsets]]:
 
 
 def rule_at(batch_dim: BatchDim, path: str) -> Rule:
-    """What is said of an input, or of a value in a dict input; what is not named has its rows in dimension 0."""
+    """The rule of an input, or of a value in a dict input; an unnamed input has its rows in dimension 0."""
     rule: Rule = batch_dim
     for name in path.split("."):
         rule = rule.get(name, 0) if isinstance(rule, Mapping) else rule
@@ -154,14 +154,14 @@ def rule_at(batch_dim: BatchDim, path: str) -> Rule:
 
 
 def check_counted(batch_dim: BatchDim) -> None:
-    """RunError for counts that would be those of other rows."""
+    """Raises RunError if an ``of`` names an input that is not split into rows."""
     for path, rule in counted(batch_dim).items():
         if rule.of is not None and not isinstance(rule_at(batch_dim, rule.of), int | Packed | Offsets):
             raise RunError(f"{path!r} is counted of={rule.of!r}, which is not cut into rows; name a packed input")
 
 
 def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:
-    """RunError for a name that is none of an input."""
+    """Raises RunError for a name that is no input's name."""
     named = dict.fromkeys(batch_dim if isinstance(batch_dim, Mapping) else (), "batch_dim")
     for path, rule in counted(batch_dim).items():
         read = [name for name, needed in read_by(rule).items() if needed] if isinstance(rule, Packed) else []
@@ -173,10 +173,10 @@ def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:
 
 
 def read_for(names: Collection[str], batch_dim: BatchDim, given: Collection[str]) -> set[str]:
-    """The inputs without which these cannot be cut: their counts are read from them, or may be, where ``given``."""
-    # From the last rule to the first: an input that is needed for a later one may itself need others.
+    """The inputs that are needed to split ``names``: their counts are read from these, if required or in ``given``."""
+    # From the last rule to the first: an input that a later rule needs may itself need others.
     rules, found = counted(batch_dim), set[str]()
-    for path, rule in reversed(rules.items()):  # those that rows are counted of come behind those that count them
+    for path, rule in reversed(rules.items()):  # dependents before the inputs that they need
         if path.split(".")[0] in names or path in found:
             read = read_by(rule) if isinstance(rule, Packed) else {}
             found |= {name for name, needed in read.items() if needed or name in given}

@@ -1,4 +1,4 @@
-"""Precision: which floating-point types a model computes, reduces and is stepped in."""
+"""Precision: the floating-point types of a model's computation, reductions and optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxpipe.errors import RunError
 class Precision:
     """Mixed precision with master weights: ``fxpipe.compile(..., precision=fxpipe.Precision())``.
 
-    Gradients add up over micro-batches in float32 (in ``compute``, where that is wider). With float16, which overflows
-    where float32 does not, a step for which any rank's gradient has an inf or nan is left out on all ranks: each step
-    waits for the device to know. bfloat16 has the range of float32, and its steps wait for nothing.
+    Gradients add up over micro-batches in float32, or in ``compute`` if that is wider. float16 has a smaller range than
+    float32: if any rank's gradient has an inf or nan, all ranks skip the step, so that each step waits for the device.
+    bfloat16 has the range of float32: its steps do not wait.
 
     After Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
 
@@ -25,12 +25,12 @@ class Precision:
     """
 
     compute: torch.dtype = torch.bfloat16
-    """The type of the parameters that stages run with, and of the floating-point inputs."""
+    """The type of the stages' parameters and of floating-point inputs."""
     reduce: torch.dtype = torch.float32
     """The type in which gradients are summed over ranks."""
     master: torch.dtype = torch.float32
-    """The type of the copy that the optimizer steps, made from the values before they were rounded, and of its
-    state."""
+    """The type of the optimizer's state and of the copy that the optimizer steps; the copy starts from the values
+    before rounding."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -48,10 +48,10 @@ class Precision:
 
 
 def cast_parameters(module: nn.Module, precision: Precision) -> dict[str, Tensor]:
-    """Rounds a module's floating-point parameters to ``compute``, each of them remaining the same object.
+    """Rounds a module's floating-point parameters to ``compute``; each parameter stays the same object.
 
-    Returns the values before that, by name, for the optimizer's masters. Buffers are left as they are: running
-    statistics need their bits. Parameters on the meta device are cast, too, but have no values to return.
+    Returns the values before rounding, by name, for the optimizer's masters. Buffers keep their type, since running
+    statistics need their precision. Parameters on the meta device are cast, too, but have no values to return.
     """
     originals: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -67,12 +67,12 @@ def cast_parameters(module: nn.Module, precision: Precision) -> dict[str, Tensor
 
 
 def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a number of one type is the same, but for rounding, in the other; 8-bit ones and integers have scales."""
+    """Whether a number converts between two types by rounding alone; 8-bit floats and integers may need scales."""
     plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     return stored == wanted or (stored in plain and wanted in plain)
 
 
 def merged(exact: Tensor, values: Tensor, rounded: torch.dtype) -> Tensor:
-    """``exact`` where rounding it to a type gives ``values``, and ``values`` elsewhere."""
-    # A value that only went through the rounding takes its lost bits back; one that was changed meanwhile stays.
+    """``exact`` for elements whose ``exact``, rounded to type ``rounded``, equals ``values``; otherwise ``values``."""
+    # An element that was only rounded takes its lost bits back; an element that was changed since keeps its value.
     return torch.where(exact.to(rounded).to(values.dtype) == values, exact, values.to(exact.dtype))

@@ -1,4 +1,4 @@
-"""Progress: a line on stderr for what takes long enough to make one wonder."""
+"""Progress: prints a line to stderr for work that takes longer than ``PATIENCE`` seconds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import TextIO
 from fxpipe.errors import printable
 
 PATIENCE = 2.0
-"""Seconds after which something is logged as under way."""
+"""Seconds after which work is logged as under way."""
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Logs that ``what`` is under way once it takes longer than ``PATIENCE``, and at the end how long it took."""
+    """Logs that ``what`` is under way after ``PATIENCE`` seconds, and at the end the seconds that ``what`` took."""
     start = time.perf_counter()
     stream = sys.stderr  # the code inside may redirect it
     timer = threading.Timer(PATIENCE, log, [f"fxpipe: {what} …", stream])
@@ -37,22 +37,22 @@ def progress(what: str) -> Iterator[None]:
 
 
 def is_teller() -> bool:
-    """Whether this is the process that logs what all would: rank 0, or the only one."""
+    """Whether this process logs for all processes: rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def log(text: str, stream: TextIO | None = None) -> None:
-    """Prints to stderr, or to a stream; of several processes only rank 0."""
+    """Prints to stderr, or to a stream; among several processes, only rank 0 prints."""
     if is_teller():
         print(printable(text), file=stream or sys.stderr, flush=True)
 
 
-# --- Warnings that point to the user's own line, however far it is from what warns ---
+# --- Warnings that point to the user's own line, at any distance from the warning code ---
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warns of the call by which the user's code has entered fxpipe."""
-    # Python shows a warning once for each line that it points to, so this one points to a line of the user's.
+    """Warns with the source line of the user's call into fxpipe."""
+    # Python shows a warning once per source line, so the warning points to a line of the user's code.
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
     own = next((place for place, name in enumerate(names) if not name.startswith("fxpipe.")), len(names))

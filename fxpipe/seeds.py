@@ -1,4 +1,4 @@
-"""Random numbers that depend on no schedule and no placement."""
+"""Seeds: random numbers that depend neither on the schedule nor on the placement."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fxpipe.torch_compat import bytes_of
 
 
 def seed_of(base: int, step: int, stage: int, microbatch: int, replica: int) -> int:
-    """The seed of one stage's forward of one micro-batch."""
+    """The seed of a stage's forward of a micro-batch."""
     return seed_from(struct.pack("<5Q", base % 2**64, step, stage, microbatch, replica))
 
 
 def seed_from(key: bytes) -> int:
-    """The first 63 bits of a BLAKE2 hash."""
+    """63 bits of the BLAKE2 hash of ``key``."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 def seed_python(seed: int) -> None:
-    """Seeds the generators that Python code draws from by habit: ``random``'s, and NumPy's global one where it is
-    imported, from the lowest 32 bits. A ``torch.utils.data.DataLoader`` seeds both in its workers, too."""
+    """Seeds Python's ``random`` and, if NumPy is imported, NumPy's global generator, from the lowest 32 bits. A
+    ``torch.utils.data.DataLoader`` seeds both in its workers, too."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -37,9 +37,9 @@ def seed_python(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[None]:
-    """Random numbers from ``seed`` inside; outside, the generators are as they were. ``python``: ``random``'s and
-    NumPy's global one, too."""
-    # fork_rng saves the CPU's generator in any case.
+    """Seeds torch's generators with ``seed`` inside the context, and restores them afterwards. ``python``: includes
+    Python's ``random`` and NumPy's global generator."""
+    # fork_rng always saves the CPU's generator.
     gpus = [device] if is_accelerator(device) else []
     with torch.random.fork_rng(gpus, device_type=device.type), random_apart() if python else contextlib.nullcontext():
         seed_torch(seed, device)
@@ -49,20 +49,20 @@ def seeded(seed: int, device: torch.device, python: bool = False) -> Iterator[No
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """The CPU's generator and the device's; ``torch.manual_seed`` would seed the GPUs of others as well."""
+    """Seeds the CPU's and the device's generator; ``torch.manual_seed`` would also seed all other GPUs'."""
     for generator in generators_of([device]).values():
         generator.manual_seed(seed)
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds all of these generators, for a rank that has no saved state."""
+    """Seeds torch's, Python's and NumPy's generators, for a rank that has no saved state."""
     seed_torch(seed, device)
     seed_python(seed)
 
 
 class RandomState:
-    """Where the generators stand that programs draw from by habit: torch's of the CPU and of some GPUs, Python's, and
-    NumPy's where it is imported. ``numbers``: as plain data."""
+    """The state of the global generators: torch's of the CPU and of some GPUs, Python's ``random`` and, if imported,
+    NumPy's. ``numbers``: the states as plain data."""
 
     def __init__(self, devices: Iterable[torch.device] = (), numbers: dict[str, Any] | None = None) -> None:
         self._generators = generators_of(devices)
@@ -72,7 +72,7 @@ class RandomState:
         numbers: dict[str, Any] = {name: bytes_of(each.get_state()) for name, each in self._generators.items()}
         numbers["python"] = random.getstate()
         if numpy := sys.modules.get("numpy"):
-            # As plain data: the state is saved in checkpoints, without pickle.
+            # Plain data, since checkpoints save the state without pickle.
             kind, key, *rest = numpy.random.get_state()
             numbers["numpy"] = (kind, key.tolist(), *rest)
         return numbers
@@ -83,7 +83,7 @@ class RandomState:
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Sets the generators that there are, and were taken."""
+        """Restores each existing generator whose state is in ``numbers``."""
         random.setstate(self.numbers["python"])
         for name in self._generators.keys() & self.numbers:
             self._generators[name].set_state(_tensor(self.numbers[name]))
@@ -91,7 +91,7 @@ class RandomState:
             numpy.random.set_state(self.numbers["numpy"])
 
     def rewind(self) -> bool:
-        """Puts the generators back to where they stood; whether they had moved."""
+        """Restores the generators if their state has changed; returns whether it had."""
         if moved := self._taken() != self.numbers:
             self.restore()
         return moved
@@ -99,7 +99,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def random_apart() -> Iterator[None]:
-    """Outside, the generators are as they were; not those of GPUs."""
+    """Restores the CPU's, Python's and NumPy's generators after the context; the GPUs' generators are not restored."""
     state = RandomState()
     try:
         yield

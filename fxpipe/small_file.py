@@ -1,4 +1,4 @@
-"""Small files: read whole, and no further than they may reach, whatever lies in their place; written all at once."""
+"""Small files: reads a regular file of limited size at once, and writes a file atomically."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 
 class Budget:
-    """How much of ``what`` may yet be made of a file: a part that it names again counts again, so that a small file
-    fills no memory."""
+    """The amount of ``what`` that a file's content may still expand to. A part that the file names again counts again,
+    so that a small file cannot fill the memory."""
 
     def __init__(self, most: int, what: str) -> None:
         self._left, self._all = most, f"{most:,} {what}"
 
     def spend(self, amount: int) -> None:
-        """ValueError where less is left."""
+        """Subtracts ``amount``; ValueError if less is left."""
         self._left -= amount
         if self._left < 0:
             raise ValueError(f"it unfolds to more than {self._all}; no file that torch writes does")
 
 
 def read_small(path: str | os.PathLike[str], most: int, more: int = 0) -> bytes:
-    """What is in a file. OSError where it cannot be read, (EFBIG) has more than ``most`` bytes, or (EINVAL) is a device
-    or a pipe, for whose other end one would wait. ``more``: flags of ``os.open``."""
-    # O_NONBLOCK: opening a pipe would otherwise wait for its writer.
+    """The bytes of a file. OSError if the file cannot be read, (EFBIG) has more than ``most`` bytes, or (EINVAL) is a
+    device or a pipe, whose read could block. ``more``: flags of ``os.open``."""
+    # O_NONBLOCK: otherwise, opening a pipe waits for the pipe's writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -38,15 +38,15 @@ def read_small(path: str | os.PathLike[str], most: int, more: int = 0) -> bytes:
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file in one piece: another process, which may write it, too, has all of it, or what was there before.
+    """Writes a file atomically: other processes read the whole new content or the whole old content.
 
-    A link or a device is written in its place. OSError where that fails.
+    A link's target or a device is written in place, not atomically. OSError if a write fails.
     """
     target, content = Path(path), text.encode()
     if target.is_symlink() or (target.exists() and not target.is_file()):
         target.write_bytes(content)
         return
-    # A rename within one folder is atomic, so the new content is written beside the old one first.
+    # A rename within a folder is atomic, so the new content is first written to another file of the folder.
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         part.write_bytes(content)

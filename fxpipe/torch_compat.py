@@ -1,8 +1,8 @@
-"""What torch offers under a private name alone, or under other names from version to version, 2.12 to 2.15.
+"""Torch compat: wraps torch's private names, and names that differ between torch 2.12 and 2.15.
 
-No other file names a private part of torch, so this is the one to read against a new version. Where nothing else is
-said, a name is the same in all four, and none of them has a public one in its place. What stays where it is used are
-the tables of an ``nn.Module`` (``MODULE_TABLES``): modules are pickled with them, so their names cannot change.
+No other file uses private names of torch, except the tables of an ``nn.Module`` (``MODULE_TABLES``), which torch cannot
+rename, since pickled modules contain the names. A new torch version has to be compared with this file alone. Unless a
+comment says otherwise, a name is the same in all four versions and has no public replacement.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what export leaves of a region in a graph
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # export puts these into a graph
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot  # export's
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
-from torch.utils import _pytree as pytree  # trees of containers; documented, and private all the same
+from torch.utils import _pytree as pytree  # trees of containers; documented, but private
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_m
 from fxpipe.device import shared_name, with_shared_names
 from fxpipe.small_file import Budget
 
-__all__ = [  # of what is imported above, for the others; what is made below needs no list
+__all__ = [  # names imported above for other files; names defined below need no entry
     "BackwardHookFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -75,7 +75,7 @@ MODULE_TABLES = (
 )
 
 RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
-"""What torch.nn's recurrent layers keep for speed, and make anew where it does not fit."""
+"""Caches of torch.nn's recurrent layers, which the layers rebuild when they do not fit."""
 DROPOUTS: type[nn.Module] = nn.modules.dropout._DropoutNd
 BATCH_STATISTICS: type[nn.Module] = nn.modules.batchnorm._NormBase
 SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
@@ -85,18 +85,18 @@ SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
 aten = torch.ops.aten
 
 TO_COPY = aten._to_copy.default
-"""What ``.to()`` runs."""
+"""The operator that ``.to()`` runs."""
 
 ZERO = aten.zero_.default
 DUAL_NUMBERS = (aten._make_dual.default, aten._unpack_dual.default)
-"""Of a level of forward-mode differentiation. Export of 2.12 records them without the level; later ones refuse."""
+"""Operators of a level of forward-mode differentiation. Export of 2.12 records no level; later versions refuse."""
 
 FOREACH_NORM: Any = torch._foreach_norm
-"""The norm of each tensor of a list, which ``torch.nn.utils.get_total_norm`` asks for."""
+"""The norm of each tensor of a list; ``torch.nn.utils.get_total_norm`` calls this function."""
 
 
 def given_to_total_norm(caller: types.FrameType | None) -> int:
-    """How many tensors ``torch.nn.utils.get_total_norm`` was given, where it calls; else 0."""
+    """The number of tensors passed to ``torch.nn.utils.get_total_norm``, if it is among the callers; otherwise 0."""
     for _ in range(_BETWEEN):
         if caller is None:
             return 0
@@ -107,15 +107,15 @@ def given_to_total_norm(caller: types.FrameType | None) -> int:
 
 
 _TOTAL_NORM, _BETWEEN = inspect.unwrap(torch.nn.utils.get_total_norm).__code__, 8
-"""Frames that may stand between: that of a list before Python 3.12, and of modes, as a default device is one."""
+"""The most frames between: a list comprehension's before Python 3.12, and those of modes, such as a default device."""
 
 
 plain_results: Any = torch._C._disabled_torch_function_impl
-"""As ``__torch_function__`` of a subclass: what is made of it is a plain tensor."""
+"""A ``__torch_function__`` for subclasses: results computed from the subclass are plain tensors."""
 
 
 def recast(tensor: Tensor, kind: type[Tensor]) -> Tensor:
-    """The tensor, in the same memory, as one of a subclass; a DTensor as one of a subclass of both."""
+    """The tensor, in the same memory, as an instance of ``kind``; a DTensor as a subclass of ``kind`` and DTensor."""
     spec, shard = (getattr(tensor, name, None) for name in ("_spec", "_local_tensor"))
     return tensor.as_subclass(kind) if spec is None else _spread(kind)(shard, spec, requires_grad=False)
 
@@ -134,7 +134,7 @@ def wrapper(
     device: torch.device,
     strides: Sequence[int] | None = None,
 ) -> Any:
-    """A tensor of a subclass without memory of its own, whose ``__torch_dispatch__`` does all that is done with it."""
+    """A tensor of a subclass, without memory; the subclass's ``__torch_dispatch__`` runs the tensor's operators."""
     return Tensor._make_wrapper_subclass(cls, tuple(size), strides, dtype=dtype, device=device)
 
 
@@ -144,43 +144,43 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What is equal for tensors that share memory, be it that of the meta device."""
+    """The id of a tensor's storage, equal for tensors that share memory, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place, where that is counted."""
+    """The number of in-place writes to a tensor; 0 for inference tensors, which do not count writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def block_mask_rows(value: object) -> int | None:
-    """How many rows a ``BlockMask`` of flex_attention has; None for anything else."""
-    flex = sys.modules.get("torch.nn.attention.flex_attention")  # nobody has one who has not imported it
+    """The number of rows of a ``BlockMask`` of flex_attention; None for other values."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # without this import no BlockMask exists
     return int(value.kv_num_blocks.shape[0]) if flex is not None and isinstance(value, flex.BlockMask) else None
 
 
 def block_mask_part(mask: Any, start: int, size: int) -> Any:
-    """These rows of a ``BlockMask``, whose own slices leave its ``mask_mod`` out."""
+    """Rows ``start`` to ``start + size`` of a ``BlockMask``; a slice of a BlockMask itself drops ``mask_mod``."""
     part, mask_mod = mask[start : start + size], mask.mask_mod
     part.mask_mod = lambda b, h, q, kv: mask_mod(b + start, h, q, kv)
     return part
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has made or changed it."""
+    """Whether ``torch.compile`` has made or changed the module."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def uncompiled() -> contextlib.AbstractContextManager[object]:
-    """While it is open, what ``torch.compile`` has compiled runs its Python."""
-    if "torch._dynamo" not in sys.modules:  # whose import takes a second: nothing is compiled
+    """While the context is open, modules and functions that ``torch.compile`` has compiled run their Python."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import would take a second
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def compiled_parts(model: nn.Module) -> list[str]:
-    """The submodules, and functions that modules hold, that the user has compiled by ``torch.compile``."""
+    """The paths of submodules, and of functions in modules' attributes, that ``torch.compile`` has compiled."""
     found: list[str] = []
     for path, part in model.named_modules():
         if is_compiled(part):
@@ -193,18 +193,18 @@ def compiled_parts(model: nn.Module) -> list[str]:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Hooks that are given its gradient, not those behind its ``.grad``."""
+    """Whether a tensor has hooks on its gradient; hooks after accumulation into ``.grad`` do not count."""
     return bool(tensor._backward_hooks)
 
 
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    """What ``nn.Module.__call__`` looks into before it calls ``forward`` and nothing else; the same objects always."""
+    """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
     own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
     return *own, *global_hook_tables()
 
 
 def global_hook_tables() -> tuple[Mapping[int, Any], ...]:
-    """Of all modules' hooks; the same objects always."""
+    """The tables of global module hooks; always the same objects."""
     home = sys.modules[nn.Module.__module__]
     whole = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
     return tuple(getattr(home, f"_global{name}") for name in whole)
@@ -215,12 +215,12 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The memory of a contiguous tensor on the CPU; ``.numpy()`` needs NumPy, and modes see an operation."""
+    """The bytes of a contiguous tensor on the CPU; ``.numpy()`` would need NumPy and run an operator under modes."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def schema_of(operator: Any) -> Any:
-    """The signature of an operator's overload, with what it writes; None for a higher-order operator."""
+    """The schema of an operator's overload, which marks written arguments; None for a higher-order operator."""
     return getattr(operator, "_schema", None)
 
 
@@ -238,7 +238,7 @@ def overload_name(overload: OpOverload) -> str:
 
 no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""What export leaves of ``torch.no_grad()`` in a graph."""
+"""The function that export puts into a graph for ``torch.no_grad()``."""
 
 ASSERTIONS = {
     aten._assert_tensor_metadata.default,
@@ -248,45 +248,45 @@ ASSERTIONS = {
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
-"""What only checks, as operators."""
+"""Operators that only check values."""
 CHECKS = (torch._assert, torch._assert_async)
-"""The same as users write it."""
+"""Functions of users' code that only check values."""
 DISTRIBUTION_CHECKS = torch.distributions.Distribution, "_validate_args"
-"""Where ``set_default_validate_args`` keeps whether distributions look at the values that they are given."""
+"""The attribute in which ``set_default_validate_args`` stores whether distributions check their arguments' values."""
 
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 CHECKPOINT_GENERATOR = next(
     name
     for name in (
-        "_checkpoint_without_reentrant_generator_impl",  # 2.14 and later, where the other is no longer called
+        "_checkpoint_without_reentrant_generator_impl",  # 2.14 and later, which do not call the other
         "_checkpoint_without_reentrant_generator",
     )
     if hasattr(checkpointing, name)
 )
-"""What ``torch.utils.checkpoint.checkpoint`` runs around its function with ``use_reentrant=False``."""
+"""The generator that ``torch.utils.checkpoint.checkpoint`` runs around its function with ``use_reentrant=False``."""
 
 
 def checkpoint_options(generator: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The options of ``checkpoint`` among the arguments of its generator: 2.14 has one more than 2.13."""
+    """The options of ``checkpoint`` among the arguments of its generator: 2.14 has an option more than 2.13."""
     bound = inspect.signature(generator).bind(*args, **kwargs)
     bound.apply_defaults()
     return {name: value for name, value in bound.arguments.items() if name not in ("fn", "args", "kwargs")}
 
 
 def function_apply() -> Callable[..., Any]:
-    """``torch.autograd.Function.apply``, whose first argument is the class. From 2.14 on it has no ``__func__``."""
+    """``torch.autograd.Function.apply`` with the class as its first argument; since 2.14 apply has no ``__func__``."""
     apply = vars(torch.autograd.Function)["apply"]
     return getattr(apply, "__func__", apply)  # type: ignore[no-any-return]
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply``, called where ``torch.func`` and ``torch.vmap`` have no part: without asking for them."""
+    """``function.apply`` without the check for ``torch.func`` and ``torch.vmap``, for calls outside of these."""
     return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """``get_gradient_edge`` of a tensor that needs a gradient, which for most kinds of nodes is soon said."""
-    # A leaf has no node yet, and the node of an autograd.Function does not keep its graph alive by itself.
+    """``get_gradient_edge`` of a tensor that needs a gradient, with a faster path for most kinds of nodes."""
+    # A leaf has no node yet, and the node of an autograd.Function does not keep its own graph alive.
     node = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(tensor)
@@ -294,9 +294,9 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 def run_backward(roots: Sequence[GradientEdge], seeds: Sequence[Tensor | None]) -> None:
-    """``torch.autograd.backward``; where each seed is given, without what that looks at in Python before it asks its
-    engine, which compares types and shapes itself."""
-    # Without a seed torch makes one of ones, and checks that the root is a scalar: that is left to torch.
+    """Runs ``torch.autograd.backward``. If no seed is None, calls the engine directly, without the checks in Python:
+    the engine compares types and shapes itself."""
+    # For a missing seed torch makes a seed of ones, and checks that the root is a scalar.
     for seed in seeds:
         if seed is None:
             torch.autograd.backward(roots, seeds)
@@ -309,17 +309,17 @@ _run_engine = torch.autograd.Variable._execution_engine.run_backward
 
 
 def profiler_runs() -> bool:
-    """Whether torch.profiler, or one of torch.autograd's, records now."""
+    """Whether torch.profiler or a profiler of torch.autograd records now."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def is_functorch(tensor: Tensor) -> bool:
-    """Whether ``torch.vmap`` or its like has made it."""
+    """Whether the tensor is a wrapper of ``torch.vmap`` or another transform of torch.func."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def import_dynamo() -> None:
-    """It keeps torch's functions as it finds them when it is imported: so before any of them is patched."""
+    """Imports TorchDynamo, which stores torch's functions at its import; has to run before any of them is patched."""
     importlib.import_module("torch._dynamo")
 
 
@@ -329,9 +329,9 @@ def aot_compiled(
     forward: Callable[[Any, Sequence[Any]], Callable[..., Any]],
     backward: Callable[[Any, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """A graph of TorchDynamo's run by AOTAutograd; its forward and backward are what these make of the graphs of them.
+    """A graph of TorchDynamo, compiled by AOTAutograd; ``forward`` and ``backward`` compile its two graphs.
 
-    They are called with a graph and inputs like its own. Imported here, since it brings TorchDynamo.
+    Both get a graph and inputs like the graph's own. Imports here, since the modules import TorchDynamo.
     """
     functorch: Any = importlib.import_module("functorch.compile")
     backends: Any = importlib.import_module("torch._dynamo.backends.common")
@@ -348,28 +348,28 @@ def aot_compiled(
 
 
 def guard_on_data() -> type[Exception]:
-    """What export raises where forward branches on a value. Imported here, since it brings all of sympy."""
+    """The error that export raises if forward branches on a value. Imported here, since the module imports sympy."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
 
 
 def hint_of(size: Any) -> Any:
-    """What a symbolic number was when it was captured; None for one that only running shows. Others are as they are."""
+    """The value of a symbolic number at capture; None if only a run determines it. Returns other values unchanged."""
     node = getattr(size, "node", None)
     if node is None:
         return size
     if node.has_hint():
         return node.hint
-    return int(node.expr) if node.expr.is_Integer else None  # a value that has become one number
+    return int(node.expr) if node.expr.is_Integer else None  # the expression may have become a constant
 
 
 @contextlib.contextmanager
 def module_calls_ended() -> Iterator[None]:
-    """Around the calls of modules in an export: a BaseException that leaves it ends them for export, too, which by
-    itself would take the module in which it was raised for one that still runs."""
+    """A context around module calls in an export: after a BaseException, removes the calls inside the context from
+    export's stack. Otherwise export would consider the module that raised as still running."""
     mode = get_proxy_mode()
-    # Export pops a module only where its call returns, or raises an Exception.
+    # Export pops a module only if the module's call returns or raises an Exception.
     running: dict[Any, Any] = {} if mode is None else mode.tracer.module_stack
     before = len(running)
     try:
@@ -380,22 +380,22 @@ def module_calls_ended() -> Iterator[None]:
 
 
 def _node_of(value: Any) -> Any:
-    """The node of torch.export's graph that computes a tensor; None for what it does not record."""
+    """The node of torch.export's graph that computes a tensor; None for a value that export does not record."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
     return None if slot is None else slot.proxy.node
 
 
 def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
-    """A digest of how torch.export computes a tensor, equal for two that it computes alike; "" where it is not known.
+    """A digest of the graph that computes a tensor in torch.export, equal for equal graphs; "" for unknown graphs.
 
-    ``known``: the digests of nodes, of one export. ``passing``: an operator that returns what it is given. What writes
-    into integers and truth values before is counted in: a tensor of the same operations may hold others then.
+    ``known``: node → digest, of a single export. ``passing``: an operator that returns its arguments. The digest counts
+    earlier in-place writes to integer and boolean tensors, after which the same operators may give other values.
     """
     mode, last = get_proxy_mode(), _node_of(value)
     if mode is None or last is None:
         return ""
-    # The digest of a node is made of its operator and of the digests of its arguments, so equal graphs have equal ones.
+    # A node's digest is computed from its operator and its arguments' digests, so equal graphs have equal digests.
     writes = 0
     for node in last.graph.nodes:
         if node in known:
@@ -419,12 +419,12 @@ def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
 
 
 def is_unbacked(number: Any) -> bool:
-    """Whether a symbolic number is the value of a tensor, or computed from one: no size that is known."""
+    """Whether a symbolic number is a tensor's value, or computed from such values, and so is not known at capture."""
     return hint_of(number) is None and bool(number.node.expr.free_symbols)
 
 
 def known_truth(truth: Any) -> bool | None:
-    """What a symbolic truth value is by the ranges of its symbols: no size is negative. None where values decide."""
+    """A symbolic truth value as the ranges of its symbols decide: no size is negative. None if only values decide."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if statically_known_true(truth):
@@ -433,28 +433,28 @@ def known_truth(truth: Any) -> bool | None:
 
 
 def fix_size(size: Any, number: int) -> None:
-    """Has export take a size that a value decides for this number."""
-    size.node.shape_env.size_like.discard(size.node.expr)  # such a one it does not take for 0 or 1
+    """Makes export take a size that depends on a value for ``number``."""
+    size.node.shape_env.size_like.discard(size.node.expr)  # export assumes that a size_like symbol is not 0 or 1
     torch._check(size == number)  # type: ignore[no-untyped-call]
 
 
 def size_guards(values: Sequence[Tensor]) -> list[str]:
-    """What a capture took for granted of the symbolic sizes of its inputs, ``values``, as expressions of Python's.
+    """The guards of a capture on the symbolic sizes of its inputs, ``values``, as Python expressions.
 
-    They ask ``L['t0']`` and so on for ``size()``, ``stride()`` and ``storage_offset()``: see ``holds_for``.
+    The expressions call ``size()``, ``stride()`` and ``storage_offset()`` of ``L['t0']`` and so on: see ``holds_for``.
     """
     from torch._dynamo.source import LocalSource
 
     sizes: Iterator[Any] = (size for value in values for size in value.shape if isinstance(size, torch.SymInt))
     shape_env = next(sizes).node.shape_env
     sources = [LocalSource(f"t{place}") for place in range(len(values))]
-    # produce_guards_expression joins them by "and" with no parentheses around those that are an "or"
+    # produce_guards_expression would join the guards by "and", without parentheses around a guard with "or"
     guards: list[str] = shape_env.produce_guards(list(values), sources, ignore_static=False)
     return guards
 
 
 def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> bool:
-    """Whether a guard holds, or a part of it, where these are asked; one that divides by a size of 0 does not."""
+    """Whether a guard, or a part of a guard, holds for ``asked``; False for a guard that divides by a size of 0."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     try:
@@ -465,7 +465,7 @@ def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> boo
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """As ``torch.backends.mkldnn.flags(enabled=False)``, which warns of TF32 on every call."""
+    """Disables oneDNN, as ``torch.backends.mkldnn.flags(enabled=False)``, which would warn of TF32 on every call."""
     before: bool = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -476,8 +476,8 @@ def without_onednn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_like_any() -> Iterator[None]:
-    """While it is open, symbolic sizes may be 0 and 1 as any other number, unless a question distinguishes them:
-    torch takes them to be positive even so, by which ``max(size, 1)`` is the size without a guard."""
+    """While the context is open, symbolic sizes may be 0 or 1 like any other number, unless a guard distinguishes them.
+    torch would still assume positive sizes, and would simplify ``max(size, 1)`` to the size without a guard."""
     symbolic_shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     make = symbolic_shapes.make_symbol
 
@@ -485,7 +485,7 @@ def sizes_like_any() -> Iterator[None]:
         is_size = prefix is symbolic_shapes.SymT.SIZE and known.pop("positive", None)
         return make(prefix, number, **known, **({"nonnegative": True} if is_size else {}))
 
-    # torch asks for this function by its name in the module, at each call.
+    # torch looks up this function by its name in the module, at each call.
     symbolic_shapes.make_symbol = symbol
     try:
         with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
@@ -495,48 +495,48 @@ def sizes_like_any() -> Iterator[None]:
 
 
 def size_decisions() -> tuple[type, str]:
-    """What decides a question on a symbolic size, and notes a guard: a class, the name of a method. It has ``guards``
-    and ``replacements``, symbol → expression. Imported here, since it brings all of sympy."""
+    """The class and the name of the method that evaluates a condition on a symbolic size and records a guard. Instances
+    have ``guards`` and ``replacements``, symbol → expression. Imported here, since the module imports sympy."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return ShapeEnv, "evaluate_expr"
 
 
 def mode_passes() -> Iterator[tuple[Any, str]]:
-    """Export's two passes that move what runs in another mode into a function of its own: (module, function)."""
+    """Export's two passes that move a region of another grad or autocast mode into a subgraph: (module, function)."""
     for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):
         yield importlib.import_module(f"torch._export.passes.{name}"), name
 
 
 # --- processes
 
-# 2.12 has the older name alone, which 2.13 deprecates.
+# 2.12 has only the older name, which 2.13 deprecates.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def default_store() -> dist.distributed_c10d.Store:
-    """The store that the processes met in."""
+    """The store of the default process group."""
     store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def connection_of(store: Any) -> socket.socket | None:
-    """The connection of a TCPStore's client, whose ``shutdown`` ends a call that waits for the store, as a handle to be
-    closed; None for another kind of store."""
+    """A duplicate of a TCPStore client's socket, for the caller to close; its ``shutdown`` ends a call that waits for
+    the store. None for another kind of store."""
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
-    found = re.search(r"client=TCPClient\(SocketImpl\(fd=(\d+)", repr(store))  # torch names it nowhere else
+    found = re.search(r"client=TCPClient\(SocketImpl\(fd=(\d+)", repr(store))  # torch shows the fd nowhere else
     return socket.socket(fileno=os.dup(int(found[1]))) if found is not None else None
 
 
 def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dist.ProcessGroup]:
-    """The process groups that an operator is called for: of a collective, those that it waits for."""
+    """The process groups that a call of an operator communicates over; empty unless the operator is a collective."""
     if getattr(operator, "namespace", "") not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
         return []
     home: Any = dist.distributed_c10d
     declared = schema_of(operator).arguments
-    # Collectives name their group in one of two ways, by object or by name; the schema says in which argument.
+    # A collective takes its group as an object or by name; the schema shows in which argument.
     given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
     found = []
     for argument in declared:
@@ -548,15 +548,15 @@ def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.ProcessGroup:
-    """A process group that its members alone make; ``name``: one that no other group has had, the same on all of them.
+    """Makes a process group by calls of its members alone; ``name``: unique among groups, and equal on all members.
 
-    ``new_group(use_local_synchronization=True)`` names it by how many groups a process has, which differs by process;
-    and on NCCL it would split a communicator of all ranks, for which all of them would have to come. It takes no name.
-    transformers' LLaVA needs such a group where only one replica is given a batch without images, and so has a link
-    between two ranks that the others never have.
+    ``new_group(use_local_synchronization=True)`` takes no name. It names a group by the process's number of groups,
+    which differs by process; and on NCCL it would split a communicator of all ranks, so that all ranks must call it.
+    transformers' LLaVA needs such a group if only one replica gets a batch without images: that replica then has a link
+    between two ranks that the other replicas never have.
     """
     home: Any = dist.distributed_c10d
-    # While the group is made, the name and the source of a split are those given here.
+    # While new_group runs, torch takes the name and the source of a split from these functions.
     own = home._process_group_name, home._get_split_source
     home._process_group_name, home._get_split_source = lambda *args, **kwargs: name, lambda group: None
     try:
@@ -566,7 +566,7 @@ def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.Pr
         home._process_group_name, home._get_split_source = own
 
 
-# --- checkpoints: what torch writes into the ``.metadata`` of a folder
+# --- checkpoints: the content of torch's ``.metadata`` file
 
 METADATA_CLASSES = {
     *(
@@ -576,64 +576,64 @@ METADATA_CLASSES = {
     ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-"""(module, name) of those whose instances are there with their attributes."""
+"""(module, name) of the classes whose instances are pickled in ``.metadata`` with their attributes."""
 METADATA_FUNCTIONS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
 }
-"""Those that are called there with one argument."""
+"""(module, name) of the functions that the pickle calls with a single argument."""
 
 
 def checked_zip(file: IO[bytes]) -> IO[bytes]:
-    """A file of ``torch.save``, at its beginning. ValueError where its records, unpacked, have more bytes than it."""
+    """Returns a ``torch.save`` file, at its start. ValueError if its unpacked records have more bytes than the file."""
     file.seek(0, 2)
     budget = Budget(file.tell(), "bytes")
     file.seek(0)
     reader = torch._C.PyTorchFileReader(file)
-    # 2.12 does not say the sizes, and is not asked.
+    # torch 2.12 cannot report the sizes, so that they count as 0.
     budget.spend(sum(map(getattr(reader, "get_record_size", lambda name: 0), reader.get_all_records())))
     file.seek(0)
     return file
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where a part of a tensor is. Imported here, since it brings all of torch.distributed.checkpoint."""
+    """The file, offset and length in bytes of a part of a tensor. Imports torch.distributed.checkpoint at the call."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
 
 
-# --- FSDP2: torch.distributed.pipelining calls the same
+# --- FSDP2: torch.distributed.pipelining calls the same functions
 
 
 def fsdp_state(module: Any) -> Any:
-    """What is one and the same for modules that were sharded together."""
+    """The FSDP state of a module; modules that were sharded together share a state."""
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def fsdp_set_up(module: Any) -> None:
-    """What FSDP2 makes at the first forward of a module."""
+    """Runs FSDP2's lazy initialisation, which otherwise runs at a module's first forward."""
     fsdp_state(module)._lazy_init()
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """What is gathered and reduced together: each has ``fsdp_params`` and ``post_backward()``."""
+    """The parameter groups, each gathered and reduced together; each has ``fsdp_params`` and ``post_backward()``."""
     return list(fsdp_state(module)._fsdp_param_groups)
 
 
 def fsdp_end_backward(root: Any) -> None:
-    """What a root does after the last backward: the shards' gradients are there."""
+    """Runs a root's callback after the last backward; afterwards the shards have their gradients."""
     state = fsdp_state(root)
-    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # 2.15: its hooks set it, where they have run
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # 2.15: set by hooks that ran
         state._state_ctx.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
 
 
 def fsdp_forget(root: Any) -> None:
-    """After a forward without a backward: only shards are left. ``root.reset_iter_state()``, which 2.12 lacks."""
+    """Frees unsharded parameters after a forward without a backward: ``root.reset_iter_state()``, which 2.12 lacks."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -651,14 +651,14 @@ def fsdp_forget(root: Any) -> None:
 
 
 def default_device() -> str:
-    """``torch.get_default_device()``, which takes a while: another than the CPU is a mode of torch functions."""
+    """The name of ``torch.get_default_device()``, with a fast path: a default other than CPU is a function mode."""
     return shared_name(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
 
 
 def is_constant(value: Any) -> bool:
-    """Whether what torch.export computes is a tensor of no inputs, parameters or random numbers: always the same."""
+    """Whether a value in torch.export depends on no inputs, parameters or random numbers, and so is always the same."""
     last = _node_of(value)
-    # Walks back through all that the value is computed from, until something is found that may change.
+    # Walks back through the nodes that the value is computed from, until a node may change.
     waiting, seen = [] if last is None else [last], set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Kinds: what a value that a person gives may be, in a predicate and in words. Checked where the value comes in."""
+"""Kinds: checks of users' values, each a predicate and a description; fxpipe checks a value at its entry."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fxpipe.errors import FxpipeError
 
 
 class Expected(NamedTuple):
-    """``fits``: whether a value can be meant. ``words``: what it is, behind "it is"."""
+    """``fits``: whether a value is valid. ``words``: a description of valid values, after "it is" in a message."""
 
     fits: Callable[[Any], bool]
     words: str
 
 
 def check(error: type[FxpipeError], kinds: Mapping[str, Expected], **given: Any) -> None:
-    """Raises ``error`` for the first of the values that is not of the kind which ``kinds`` has under its name.
+    """Raises ``error`` for the first value that does not fit the entry of ``kinds`` under the value's name.
 
     >>> check(FxpipeError, {"microbatches": Expected(is_whole, "a whole number")}, microbatches="4")
     Traceback (most recent call last):
@@ -30,7 +30,7 @@ def check(error: type[FxpipeError], kinds: Mapping[str, Expected], **given: Any)
 
 
 def shown(value: Any) -> str:
-    """A value in one short line, however long it is, and whatever its own ``repr`` does."""
+    """A value as a line of at most 100 characters, even if the value's ``repr`` is longer or raises."""
     try:
         text = _short.repr(value)
     except Exception:
@@ -47,7 +47,7 @@ def is_whole(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """True, False, 1 or 0; numpy's own True and False are no numbers to Python."""
+    """Whether a value is True, False, 1 or 0; Python does not count numpy's True and False as numbers."""
     return type(value).__name__ in ("bool", "bool_") or (isinstance(value, Integral) and value in (0, 1))
 
 
@@ -60,8 +60,8 @@ def is_mapping(value: Any) -> bool:
 
 
 def is_list(value: Any) -> bool:
-    """Values one after another. A tensor is one value, and what comes in a set comes in no order."""
-    # A tensor is known by its attribute, since this file imports no torch.
+    """Whether a value is an ordered collection: no tensor, which is a single value, and no set, which has no order."""
+    # Recognises a tensor by an attribute, since this file imports no torch.
     other = isinstance(value, (str, bytes, Mapping, set, frozenset)) or hasattr(value, "requires_grad")
     return isinstance(value, Collection) and not other
 
@@ -71,7 +71,7 @@ def list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def is_edge(value: Any) -> bool:
-    """A pair of stage numbers."""
+    """Whether a value is a pair of stage numbers."""
     return is_list(value) and len(value) == 2 and all(map(is_whole, value))
 
 

@@ -1,1 +1,1 @@
-"""Checkpoint: what a rank has of a run, as pieces of named tensors and plain data, in files and back."""
+"""Checkpoint: writes a rank's part of a run, pieces of named tensors and plain data, to files and reads the files."""

@@ -1,7 +1,7 @@
-"""Gathering: what ranks send each other about a checkpoint, as JSON: nothing of a peer is unpickled.
+"""Gathering: exchanges a checkpoint's messages between ranks, as JSON: a rank never unpickles data of a peer.
 
-Between steps over the transport, where a collective call is one of all ranks; while training goes on over the store
-that the processes met in, which other threads do not use.
+Between steps the messages go over the transport, in collective calls of all ranks. While training goes on, they go over
+the store that the processes met in, which no other thread uses.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from fxpipe.errors import CheckpointError, describe_error
 from fxpipe.torch_compat import default_store
 
 PATIENCE = 1800.0
-"""Seconds for which a rank that has written its part waits for the others' while training goes on."""
+"""Seconds for which a rank that has written its part waits for the other ranks while training goes on."""
 _AT_EXIT = 20.0
-"""The same once the program is over: a rank that still writes then has until then."""
+"""The same limit, in seconds, once the main thread has ended."""
 _SLICE = 0.05
-_NEVER = threading.Event()  # waited for in place of time.sleep: the wait ends with a signal
-# How long the first rank, which may hold the store, stays until the others have read the outcome.
+_NEVER = threading.Event()  # its wait replaces time.sleep: a signal ends the wait
+# Seconds for which the first rank, which may hold the store, waits until the others have read the outcome.
 _FAREWELL = 5.0
 
 
 class TransportGathering:
-    """Over the transport: collective calls of all ranks, or of one process that plays them all."""
+    """A gathering over the transport: collective calls of all ranks, or of one process that plays every rank."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank = transport.rank
-        """This process's number among those that meet."""
+        """This process's rank among the processes of the gathering."""
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Every rank's value, in the order of ranks."""
         return [json.loads(message) for message in self._transport.gather("all", json.dumps(mine))]
 
     to_first = gather
 
     def from_first(self, mine: Any) -> Any:
-        """The first rank's value on all."""
+        """The first rank's value, on all ranks."""
         return self.gather(mine)[0]
 
 
 class StoreGathering:
-    """Over a store of torch.distributed. ``name``: of this gathering, the same on all ranks and new each time."""
+    """A gathering over a torch.distributed store. ``name``: equal on all ranks, and unique to this gathering."""
 
     def __init__(self, store: dist.distributed_c10d.Store, name: str, rank: int, ranks: int) -> None:
         self.rank, self._ranks = rank, range(ranks)
@@ -57,7 +57,7 @@ class StoreGathering:
         self._since = time.monotonic()
 
     def to_first(self, mine: Any) -> list[Any]:
-        """Every rank's value, by rank, on the first rank."""
+        """On the first rank, every rank's value in the order of ranks; on other ranks, an empty list."""
         self._store.set(f"part {self.rank}", json.dumps(mine))
         self._since = time.monotonic()
         return [json.loads(self._get(f"part {rank}", rank)) for rank in self._ranks] if self.rank == 0 else []
@@ -65,12 +65,12 @@ class StoreGathering:
     def from_first(self, mine: Any) -> Any:
         if self.rank:
             outcome = json.loads(self._get("outcome", 0))
-            # The first rank may end, and the store with it, once all have said so.
+            # Once all ranks have set this key, the first rank may end, and the store with it.
             self._store.set(f"seen {self.rank}", "")
             return outcome
         self._store.set("outcome", json.dumps(mine))
         seen = [f"seen {rank}" for rank in self._ranks[1:]]
-        end = time.monotonic() + _FAREWELL  # the store may end with this process: others read what it has, if they live
+        end = time.monotonic() + _FAREWELL  # the store may end with this process: the others read first
         while not self._arrived(seen) and time.monotonic() < end:
             continue
         for key in ["outcome", *seen, *(f"part {rank}" for rank in self._ranks)]:
@@ -86,7 +86,7 @@ class StoreGathering:
         return bytes(self._store.get(key))
 
     def _arrived(self, keys: list[str]) -> bool:
-        """Whether they are there, or else after waiting a little: a wait of the store's own warns where it is over."""
+        """Whether the store has all keys; if not, waits ``_SLICE`` seconds. (The store's wait warns on a timeout.)"""
         try:
             arrived: bool = self._store.check(keys)
         except RuntimeError as error:
@@ -100,7 +100,7 @@ Gathering = TransportGathering | StoreGathering
 
 
 class Verdict:
-    """What a rank's part of a common task came to: a value for ``json``, or an error. ``folder``: it works there."""
+    """The result of a rank's part of a common task: a JSON value or an error. ``folder``: named in OSError texts."""
 
     def __init__(self, folder: Path, make: Callable[[], Any]) -> None:
         self.error: Exception | None = None
@@ -111,7 +111,7 @@ class Verdict:
         except Exception as error:
             self.error = error
             if isinstance(error, OSError) and error.strerror is not None:
-                where = error.filename or folder  # what fails within an open file has no name
+                where = error.filename or folder  # an error within an open file has no file name
                 text = f"{where}: {error.strerror}; the checkpoints that were complete are as they were"
                 self.error = CheckpointError(text)
                 self.error.__cause__ = error
@@ -119,7 +119,7 @@ class Verdict:
 
 
 def values_of(messages: list[list[Any]], own: Verdict) -> list[Any]:
-    """All ranks' values; where one has failed, its own error on that rank, and a CheckpointError on the others."""
+    """All ranks' values. If a rank failed, that rank raises its own error and the others raise a CheckpointError."""
     if own.error is not None:
         raise own.error
     for rank, (_, error) in enumerate(messages):
@@ -129,14 +129,14 @@ def values_of(messages: list[list[Any]], own: Verdict) -> list[Any]:
 
 
 def agreed(gathering: TransportGathering, folder: Path, make: Callable[[], Any]) -> list[Any]:
-    """What ``make`` gives in ``folder`` on each rank; where it fails on one, all raise. A collective call of all."""
-    # All ranks gather whether they failed or not, so that none waits for one that has raised.
+    """Each rank's result of ``make``; if ``make`` fails on a rank, all ranks raise. A collective call of all ranks."""
+    # Ranks on which ``make`` failed gather, too, so that no rank waits forever.
     verdict = Verdict(folder, make)
     return values_of(gathering.gather(verdict.message), verdict)
 
 
 def gathering_beside(transport: Transport, name: str) -> Gathering | None:
-    """Where ranks meet while training goes on; None where they cannot: several ranks in one process."""
+    """A gathering for use while training goes on; None if several ranks run in one process."""
     if transport.pipe_rank is None:
         return TransportGathering(transport)
     if not dist.is_initialized():

@@ -1,8 +1,8 @@
-"""Run state: what of a run is in a checkpoint, and which rank's part another layout of ranks takes.
+"""Run state: the parts of a run that a checkpoint holds, and which saved rank's part a rank of another layout takes.
 
-Tensors of the model and the optimizers have one name over all ranks, and are resharded. All else is plain data of each
-rank: the random state, and what the user gives. Equal values are kept once; what differs between ranks comes back where
-it is told who gets it, and is refused otherwise.
+Tensors of the model and the optimizers have the same name on all ranks, and are resharded. Everything else is plain
+data of each rank: the random state and the user's values. Equal values are saved once. On another layout of ranks, a
+value that differs between ranks is loaded only if the rank that takes it is known; otherwise loading raises.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fxpipe.small_file import read_small
 STATE = "state.json"
 """The file of all ranks' plain data."""
 PLAIN = "plain"
-"""Under which name tensors of plain data are in a checkpoint."""
+"""The name of the tensors of plain data in a checkpoint."""
 BUFFERS = "buffers"
-"""Under which name plain data has the buffers of a replica that is not the first."""
+"""The name in plain data of a replica's own buffers, for all replicas but the first."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run lies over processes: one that plays every rank, or one a rank."""
+    """The topology of a run and its number of processes: either 1, which plays every rank, or one per rank."""
 
     axes: tuple[tuple[str, int], ...]
     processes: int
@@ -50,7 +50,7 @@ class Layout:
         return 1 if self.processes == 1 else Topology(self.axes).size("data")
 
     def replica(self, rank: int) -> int:
-        """Whose data a process works on."""
+        """The replica whose data a process works on."""
         return 0 if self.processes == 1 else Topology(self.axes).coordinate(rank).get("data", 0)
 
     def ranks_of(self, replica: int) -> list[int]:
@@ -70,7 +70,7 @@ class PlainParts:
 
     @staticmethod
     def read(path: Path) -> PlainParts:
-        """Out of their file; CheckpointError where that was altered."""
+        """Reads the file of plain data; CheckpointError if the file was altered."""
         try:
             read = json.loads(read_small(path, 2**40, os.O_NOFOLLOW))
             ranks: Sequence[dict[str, str]] = read["ranks"]
@@ -86,15 +86,15 @@ class PlainParts:
         """A rank's value of a part, as JSON.
 
         Raises:
-            CheckpointError: nothing was saved under this name, or it differs by rank, and ranks lie otherwise now.
+            CheckpointError: nothing was saved under this name, or values differ by rank and the layout has changed.
         """
         if not any(part in parts for parts in self.of_rank):
             raise CheckpointError(f"the checkpoint has no state of {part}: it was saved without {part}=")
         digests = [parts.get(part, "") for parts in self.of_rank]
         if saved == now:
             return self.trees[digests[rank]]
-        # On another layout a rank has no predecessor: a part is clear only where all that it could be are equal.
-        same: list[Sequence[int]] = [range(len(digests))]  # ranks whose part is this rank's, if they have one
+        # On another layout a rank has no predecessor: it takes a part only if all candidate ranks saved equal values.
+        same: list[Sequence[int]] = [range(len(digests))]  # sets of candidate ranks
         if saved.replicas == now.replicas:
             same.append(saved.ranks_of(now.replica(rank)))
         for ranks in same:
@@ -107,9 +107,9 @@ class PlainParts:
 
 
 def check_place(loader: Any, saved: Layout, now: Layout) -> None:
-    """CheckpointError where a loader's place may be counted in a replica's rows, and as many replicas are no longer.
+    """Raises CheckpointError if a loader may count a replica's rows and the number of replicas has changed.
 
-    A loader says by ``any_replicas = True`` that it is not: counted in batches of the whole run, say.
+    A loader with ``any_replicas = True`` declares that its state holds for any number of replicas.
     """
     if saved.replicas == now.replicas or getattr(loader, "any_replicas", False) is True:
         return
@@ -122,7 +122,7 @@ def check_place(loader: Any, saved: Layout, now: Layout) -> None:
 
 
 def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tree], dict[str, Tensor]]:
-    """A rank's plain data: part → digest, digest → JSON, and the tensors in it by name.
+    """A rank's plain data: part → digest, digest → JSON, and name → tensor for the tensors in the values.
 
     Raises:
         CheckpointError: something is not plain data.
@@ -137,8 +137,8 @@ def plain_parts(parts: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tre
 
 
 def tensors_for(tree: Tree, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Empty tensors for those that a value names, to be read; CheckpointError where ``stored`` lacks a name."""
-    # Rebuilding the value with a table that has every name finds out which names it asks for.
+    """Empty tensors to read a value's tensors into, by name; CheckpointError if ``stored`` lacks a name."""
+    # Rebuilds the value with a defaultdict, which collects the names that the value looks up.
     tensors: defaultdict[str, Tensor] = defaultdict(lambda: torch.empty(0))
     value_of(tree, tensors)
     for name in tensors:
@@ -150,7 +150,7 @@ def tensors_for(tree: Tree, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """The value again; CheckpointError where it was altered."""
+    """Rebuilds the value from JSON and tensors; CheckpointError if the data was altered."""
     try:
         return from_plain(tree, tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -158,7 +158,7 @@ def value_of(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def ties_of(model: torch.nn.Module) -> dict[str, str]:
-    """Further names of parameters → the first, under which optimizers have what belongs to them."""
+    """Further names of tied parameters → the first name, under which optimizers hold a parameter's state."""
     firsts = first_names(dict(model.named_parameters(remove_duplicate=False)))
     return {name: first for name, first in firsts.items() if name != first}
 
@@ -170,10 +170,10 @@ Savable: TypeAlias = "DistributedOptimizer | PlainOptimizer"
 
 
 def savable(optimizer: Any, module: torch.nn.Module) -> dict[str, Savable]:
-    """Optimizers by the names that they have in a checkpoint: "optim", or "optim.NAME" for each of a dict.
+    """Name in the checkpoint → optimizer: "optim", or "optim.NAME" for each entry of a dict.
 
     Raises:
-        CheckpointError: it is neither an optimizer of this model, nor a dict of some, nor None.
+        CheckpointError: ``optimizer`` is neither an optimizer of this model, nor a dict of such optimizers, nor None.
     """
     if optimizer is None:
         return {}
@@ -190,34 +190,34 @@ def _savable(optimizer: Any, module: torch.nn.Module) -> Savable:
         )
     own = set(map(id, module.parameters()))
     if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise CheckpointError(  # whose state would go by this model's names
+        raise CheckpointError(  # the state would be saved under this model's names
             "optimizer= steps parameters that are none of this forward_backward's; give what "
             "forward_backward.optimizer(...) returned"
         )
     return optimizer if isinstance(optimizer, DistributedOptimizer) else PlainOptimizer(module, optimizer)
 
 
-# --- Plain optimizer: torch's own, whose state bears the plain model's names in a checkpoint ---
+# --- Plain optimizer: a torch optimizer, whose state has the plain model's names in a checkpoint ---
 
 
 class PlainOptimizer:
-    """torch's own optimizer of ``forward_backward.parameters()``, under the model's names."""
+    """A torch optimizer of ``forward_backward.parameters()``, with its state under the model's names."""
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def _parameters(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Each parameter with its name and its group."""
+        """Yields each parameter's name, the parameter and its group."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 yield self._names[id(parameter)], parameter, group
 
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
-        """``{"state": {name: {key: value}}, "param_groups": {name: {key: value}}}``; nothing is changed by it.
+        """``{"state": {name: {key: value}}, "param_groups": {name: {key: value}}}``; leaves the optimizer unchanged.
 
-        A parameter that was never stepped is there with an initial state, and a frozen one if it was ``saved`` with a
-        state.
+        A parameter that was never stepped has an initial state; a frozen parameter that was never stepped has an
+        initial state only if ``saved`` holds the parameter's name.
         """
         if isinstance(self._optimizer, torch.optim.LBFGS):
             raise CheckpointError(
@@ -235,7 +235,7 @@ class PlainOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state_to_fill`` gave, with other values in it.
+        """Loads the dict that ``state_to_fill`` returned, with the checkpoint's values.
 
         Raises:
             CheckpointError: parameters of one group were saved with different options.
@@ -248,7 +248,7 @@ class PlainOptimizer:
                     "options; make the optimizer with the groups that it was saved with"
                 )
             entry = state["state"].get(name, {})
-            # What was never stepped stays without state, as torch has it: some optimizers begin by its absence.
+            # A parameter that was never stepped stays without state, as in torch: some optimizers test for that.
             stepped = parameter in self._optimizer.state
             if stepped or (entry and not is_initial(entry, self._initial(parameter, options))):
                 self._optimizer.state[parameter] = entry
@@ -257,13 +257,13 @@ class PlainOptimizer:
                 group.update(copy.deepcopy(state["param_groups"][self._names[id(parameter)]]))
 
     def _initial(self, parameter: Tensor, options: Mapping[str, Any]) -> Entry:
-        """What a first step would begin with."""
+        """The state with which a parameter's first step begins."""
         return initial_state(self._like_it, options, parameter.detach())
 
     def _like_it(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Another one of its class, without its state, its hooks and what schedulers have put around its ``step``."""
+        """A new optimizer of the same class, without state, hooks and the schedulers' wrapper of ``step``."""
         other = copy.copy(self._optimizer)
-        # A scheduler wraps ``step`` in the instance: a copy with it would step this optimizer.
+        # A scheduler sets a wrapped ``step`` in the instance: a copy with that wrapper would step this optimizer.
         own = {key: value for key, value in vars(self._optimizer).items() if key != "step"}
         fresh = {"state": defaultdict(dict), "param_groups": groups}
         other.__dict__.update({**own, **vars(other), **fresh})

@@ -1,1 +1,1 @@
-"""Parameters: who holds which tensor, where its values come from, and how they are saved."""
+"""Parameters: which rank holds which tensor, where its values come from, and how they are saved."""

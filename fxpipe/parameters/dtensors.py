@@ -1,6 +1,6 @@
-"""DTensors: what fxpipe has to know of a tensor that is spread over a mesh of ranks.
+"""DTensors: helpers for tensors that are spread over a mesh of ranks.
 
-Nothing here imports torch.distributed unless a DTensor is at hand, which can only be where it is there.
+These functions import torch.distributed only when they get a DTensor: a torch build may lack torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; a plain tensor unchanged."""
-    to_local = getattr(tensor, "to_local", None)  # by what it can do: torch.distributed may not be there
+    to_local = getattr(tensor, "to_local", None)  # not isinstance: torch.distributed may not exist
     shard: Tensor = tensor if to_local is None else to_local()
     return shard
 
 
 def ranks_of(tensor: DTensor) -> frozenset[int]:
-    """The ranks that a DTensor is spread over, counted over all processes."""
+    """The global ranks that a DTensor is spread over."""
     return frozenset(tensor.device_mesh.mesh.flatten().tolist())
 
 
 def is_cut_over(tensor: DTensor, ranks: Sequence[int]) -> bool:
-    """Whether a DTensor is cut along its first dimension over these ranks, in this order, and not otherwise spread."""
+    """Whether a DTensor's only placement is Shard(0) over these ranks, in this order."""
     (placement, *others) = tensor.placements
     return not others and placement.is_shard(0) and tensor.device_mesh.mesh.tolist() == list(ranks)
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a tensor. For a DTensor a collective call of its mesh."""
+    """The full tensor; for a DTensor this is a collective call of all ranks of its mesh."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -50,18 +50,18 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def part_of(held: Tensor, given: Tensor) -> Tensor:
-    """What of ``given``, a whole tensor or spread as ``held`` is, goes where ``held``'s memory is. Nothing travels."""
+    """The part of ``given``, a full tensor or spread like ``held``, for ``held``'s local shard; no communication."""
     if is_dtensor(given) or not is_dtensor(held):
         return local(given)
     from torch.distributed.tensor import distribute_tensor
 
-    # src_data_rank=None: each rank has the same whole tensor, and takes its part of it.
+    # src_data_rank=None: each rank has the same full tensor and takes its own part of it.
     given = given.detach().to(held.device)
     return local(distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None))
 
 
 def description_of(tensor: Tensor) -> str:
-    """How a tensor is spread, in words that are equal on ranks where it is spread in the same way."""
+    """Describes how a tensor is spread; ranks that spread it in the same way get equal texts."""
     if not is_dtensor(tensor):
         return "whole"
     mesh = tensor.device_mesh
@@ -71,7 +71,7 @@ def description_of(tensor: Tensor) -> str:
 
 
 def check_fits(name: str, target: Tensor, where: object, shape: torch.Size, dtype: torch.dtype) -> None:
-    """CheckpointError unless numbers of this shape and type, which ``where`` has, go into ``target``."""
+    """Raises CheckpointError unless ``target`` can take values of this shape and type, which ``where`` holds."""
     if target.shape != shape:
         raise CheckpointError(
             f"{name} has shape {list(target.shape)}, {where} has {list(shape)}; build the model with the configuration "
@@ -85,12 +85,12 @@ def check_fits(name: str, target: Tensor, where: object, shape: torch.Size, dtyp
 
 
 def settle_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer; where a group has plain tensors and DTensors, or those of several meshes, it steps one by one.
+    """Returns the optimizer with ``foreach=False`` in each group that mixes plain tensors and DTensors, or meshes.
 
-    torch's ``foreach`` implementations cannot mix them. A group for which the user has chosen stays unchanged.
+    torch's ``foreach`` implementations cannot mix them. A group whose ``foreach`` the user has set stays unchanged.
     """
     for group in optimizer.param_groups:
-        # foreach=None leaves the choice to torch. Whoever has made one, or asks for fused, keeps it.
+        # foreach=None leaves the choice to torch. A group with the user's choice, or with fused, is left alone.
         kinds = {tensor.device_mesh if is_dtensor(tensor) else None for tensor in group["params"]}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False

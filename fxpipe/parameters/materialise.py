@@ -1,8 +1,7 @@
-"""Materialise: gives the tensors of a model that was built on the meta device memory and values, on the rank that
-holds them.
+"""Materialise: on each rank, gives memory and values to the tensors that the rank holds of a meta-device model.
 
-What a checkpoint holds is read from it; what it lacks is made by ``init_fn``. A tensor's values depend on the seed and
-on its place in the model, and on no placement: another rank, or another number of ranks, would make the same.
+Tensors that the checkpoint holds are read; ``init_fn`` makes the others. A tensor's initial values depend on the seed
+and on its path in the model, not on the placement: any rank, and any number of ranks, would make the same values.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from fxpipe.validation import shown
 
 @dataclass(frozen=True)
 class _HeldTensor:
-    """A tensor of the model, all names that it bears, and the one under which the checkpoint has it."""
+    """A tensor of the model. ``names``: all its names. ``key``: its name in the checkpoint, or None if absent there."""
 
     tensor: Tensor
     names: tuple[str, ...]
     key: str | None
     is_saved: bool
-    """Whether checkpoints hold it: buffers may be registered as not persistent."""
+    """Whether checkpoints hold the tensor: buffers may be registered as not persistent."""
 
 
 def materialise(
@@ -51,23 +50,23 @@ def materialise(
     weights: Weights | None = None,
     seed: int = 0,
 ) -> dict[int, Tensor]:
-    """Puts a real tensor in the place of each meta tensor of the model that is called one of ``names``.
+    """Replaces each meta tensor of the model whose name is in ``names`` by a real tensor.
 
-    Returns, by the identity of the meta tensor, what has come in its place: for ``replace_tensors`` of modules that
-    held the model's tensors, too.
+    Returns ``id(meta tensor)`` → the new tensor; ``replace_tensors`` takes this mapping for other modules that held the
+    model's tensors.
 
-    Tied tensors remain tied; type, strides, ``requires_grad`` and attributes are kept. Tensors of other names are left
-    as they are, and so is the state of the random number generators. No collective call: each rank reads for itself.
+    Tied tensors remain tied; type, strides, ``requires_grad`` and attributes are kept. Tensors of other names and the
+    state of the random number generators do not change. The call is no collective: each rank reads its own tensors.
 
     Args:
-        model: the model; those of its tensors that are real already are loaded in place, and else left alone.
-        names: of this rank's parameters and buffers.
-        device: where the new tensors go.
-        init_fn: called, as ``model.apply`` would, on each submodule that holds a tensor the checkpoint lacks, directly
-            or further down. It may meet meta tensors, those of other ranks, and what it does to them is lost.
-        weights: the checkpoint. A tied tensor may be in it under any of its names; what it has beyond the model is not
+        model: the model; real tensors take the checkpoint's values in place, or stay unchanged if it lacks them.
+        names: the names of this rank's parameters and buffers.
+        device: the device of the new tensors.
+        init_fn: called, in the order of ``model.apply``, on each submodule that holds a tensor the checkpoint lacks,
+            directly or further down. Tensors of other ranks are on the meta device; writes to these have no effect.
+        weights: the checkpoint. A tied tensor may be in it under any of its names; tensors that the model lacks are not
             read.
-        seed: what random numbers in ``init_fn`` come from, along with the path of the submodule.
+        seed: the seed of random numbers in ``init_fn``, together with the submodule's path.
 
     Raises:
         CheckpointError: the checkpoint does not fit the whole model; on all ranks.
@@ -83,7 +82,7 @@ def materialise(
             f"{missing[0].names[0]} is a buffer on the meta device that no checkpoint holds (persistent=False); pass "
             "init_fn= (model._init_weights for a Hugging Face model, fxpipe.reset_parameters for modules of torch.nn)"
         )
-    # Memory for all of them, then init_fn, then the checkpoint: init_fn sees none of what the checkpoint fills.
+    # First memory for all tensors, then init_fn, then the checkpoint: init_fn does not see the checkpoint's values.
     new = {id(held.tensor): _real(held, device) for held in mine if held.tensor.is_meta}
     replace_tensors(model, new)
     if missing and init_fn is not None:
@@ -95,7 +94,7 @@ def materialise(
 
 
 def check_no_meta(module: nn.Module, stage: str) -> None:
-    """RunError where a stage's module still holds a tensor without values, which no name of the model leads to."""
+    """Raises RunError if a stage's module holds a meta tensor that is no parameter or buffer of the model."""
     for name, tensor in all_tensors(module).items():
         if tensor.is_meta:
             raise RunError(
@@ -105,15 +104,15 @@ def check_no_meta(module: nn.Module, stage: str) -> None:
 
 
 def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights | None:
-    """What ``compile(checkpoint=)`` was given, opened."""
+    """Opens the argument ``checkpoint`` of ``compile``, unless it is None or a ``Weights``."""
     return checkpoint if checkpoint is None or isinstance(checkpoint, Weights) else Weights.open(checkpoint)
 
 
-# --- what there is, and what the checkpoint has of it
+# --- the model's tensors, and which of them the checkpoint has
 
 
 def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
-    """Every tensor of the model once, in its order."""
+    """Every tensor of the model once, in the model's order."""
     known = frozenset(weights.names) if weights is not None else frozenset()
     # A tensor is saved unless all of its names are of buffers with persistent=False, or of a loss function.
     passing = {
@@ -133,7 +132,7 @@ def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
 
 
 def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: InitFn | None) -> None:
-    """CheckpointError where the checkpoint does not fit; warns of tensors that it lacks and ``init_fn`` will make."""
+    """Raises CheckpointError if the checkpoint does not fit; warns of missing tensors that ``init_fn`` will make."""
     for held in tensors:
         if held.key is not None:
             weights.check_fits(held.key, held.names[0], held.tensor)
@@ -159,7 +158,7 @@ def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: I
 
 
 def _real(held: _HeldTensor, device: torch.device) -> Tensor:
-    """A tensor like one on the meta device, with memory; its values are anything."""
+    """A tensor on ``device`` with the form of the meta tensor; the tensor's memory is not initialised."""
     meta = held.tensor
     if has_hooks(meta):
         raise RunError(f"{held.names[0]} is on the meta device and has a hook, which would be lost; register it later")
@@ -170,13 +169,13 @@ def _real(held: _HeldTensor, device: torch.device) -> Tensor:
     return tensor
 
 
-# --- init_fn: finds memory where it is to write; every other tensor of the model is on the meta device meanwhile
+# --- init_fn: the tensors that init_fn must write have memory; all others of the model are on the meta device
 
 InitFn = Callable[[nn.Module], Any]
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """An ``init_fn`` for modules that know how: those of torch.nn, and whatever has a ``reset_parameters``."""
+    """An ``init_fn`` for modules that have a ``reset_parameters`` method, as those of torch.nn."""
     _check_module(module)
     for name in ("reset_parameters", "_reset_parameters"):  # the second in nn.MultiheadAttention and nn.Transformer
         reset = getattr(module, name, None)
@@ -193,7 +192,7 @@ def _check_module(module: Any) -> None:
 def init_weights_of(model: nn.Module) -> InitFn:
     """An ``init_fn`` for models made of several Hugging Face models: each part is initialised by its own rules.
 
-    Those are the ``_init_weights`` of the innermost module around it that has one; without any, ``reset_parameters``.
+    The rule is ``_init_weights`` of the innermost enclosing module that has this method, else ``reset_parameters``.
     """
     _check_module(model)
     rules: dict[int, InitFn] = {}
@@ -213,9 +212,9 @@ def _initialise(
 ) -> None:
     """Calls ``init_fn`` on every submodule around a missing tensor, innermost first, as ``model.apply`` would.
 
-    ``missing``: all names of a tensor → the tensor, which the model holds already. RunError where one is not written.
+    ``missing``: all names of a tensor → the tensor in the model. RunError if ``init_fn`` leaves a tensor unwritten.
     """
-    # What is NaN afterwards was not written. Integers have no such value: of them it is known whether any was.
+    # An element that is NaN afterwards was not written. Integers have no NaN: only whole tensors are checked.
     for tensor in missing.values():
         tensor.detach().fill_(math.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
     around = {path for names in missing for name in names for path in _around(name)}
@@ -232,7 +231,7 @@ def _initialise(
                 _tensors_kept(submodule),
             ):
                 init_fn(submodule)
-    # What the writes of a tensor have not covered is still NaN.
+    # Elements that no write has covered are still NaN.
     for (name, *_), tensor in missing.items():
         is_partial = storage_id(tensor) in written
         left = tensor.is_floating_point() and tensor.element_size() > 1 and bool(tensor.isnan().any())
@@ -261,10 +260,10 @@ def _innermost_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds the random numbers anew before and after each write of a tensor of the model, by its name and its count.
+    """Seeds torch before and after each write to a tensor of the model, by the tensor's name and its count of writes.
 
-    Without it, a write of a tensor of another rank, which is on the meta device, would draw nothing, and the writes
-    after it would draw other numbers than on that rank. ``written``: takes the storages that are written.
+    Another rank's tensor is on the meta device, so that a write to it draws no random numbers; without new seeds, later
+    writes would draw other numbers than on that rank. ``written``: the mode adds the ids of written storages.
     """
 
     def __init__(self, model: nn.Module, seed: int, path: str, device: torch.device, written: set[int]) -> None:
@@ -280,7 +279,7 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = None if storage is None else self._names.get(storage)
         if storage is None or name is None:
             return func(*args, **(kwargs or {}))
-        # The second seed stands for what this write has drawn, which differs between a real tensor and a meta one.
+        # Seeded again after the write, since a real tensor and a meta tensor draw different counts of numbers.
         self._written.add(storage)
         self._writes[name] += 1
         self._start(name, 2 * self._writes[name])
@@ -294,7 +293,7 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _only(model: nn.Module, tensors: Any) -> Iterator[None]:
-    """While it is open, all real tensors but these are out of the model, and meta tensors in their place."""
+    """While the context is open, meta tensors replace all real tensors of the model except ``tensors``."""
     kept = {id(tensor) for tensor in tensors}
     hidden = [tensor for tensor in all_tensors(model).values() if not tensor.is_meta and id(tensor) not in kept]
     stand_ins = {id(tensor): on_meta(tensor) for tensor in hidden}
@@ -307,7 +306,7 @@ def _only(model: nn.Module, tensors: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tensors_kept(submodule: nn.Module) -> Iterator[None]:
-    """Where ``init_fn`` assigns a new tensor, the values go into the one that was there: it may be tied, or cast."""
+    """Copies a tensor that ``init_fn`` assigns into the original, which may be tied or cast, and puts that back."""
     tables = [(module, table) for module in submodule.modules() for table in (module._parameters, module._buffers)]
     places = [(module, name, tensor) for module, table in tables for name, tensor in table.items()]
     yield

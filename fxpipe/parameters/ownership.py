@@ -26,18 +26,18 @@ from fxpipe.validation import shown
 
 @dataclass(frozen=True)
 class Ownership:
-    """``names[rank]``: the names of what a rank holds. ``tied``: owners → names of what several ranks hold."""
+    """``names[rank]``: the names of the tensors that a rank holds. ``tied``: ranks → names of tensors they share."""
 
     names: tuple[frozenset[str], ...]
     tied: Mapping[tuple[int, ...], tuple[str, ...]]
 
     def of(self, rank: int | None) -> frozenset[str]:
-        """The names of what a rank holds; of all, for a process that plays every rank."""
+        """The names of the tensors that a rank holds; with None, for a process that plays every rank, all names."""
         return frozenset().union(*self.names) if rank is None else self.names[rank]
 
 
 def ownership(graph: StageGraph) -> Ownership:
-    """A rank holds what its stages use, under all names that it bears; what nobody uses is with the first stage."""
+    """Assigns each tensor, with all its names, to the ranks whose stages use it; unused tensors to the first stage."""
     ranks = rank_count(graph.placement)
     aliases: dict[int, list[str]] = {}
     for name, tensor in all_tensors(graph.module).items():
@@ -49,7 +49,7 @@ def ownership(graph: StageGraph) -> Ownership:
     names: list[set[str]] = [set() for _ in range(ranks)]
     tied: dict[tuple[int, ...], list[str]] = {}
     for key, group in aliases.items():
-        # All names of a tensor go to all its owners, so that each finds it under the name that its stages use.
+        # All names of a tensor go to all its owners, so that each rank finds the name that its stages use.
         holders = sorted(owners.get(key, graph.ranks(0)[:1]))
         for rank in holders:
             names[rank].update(group)
@@ -59,11 +59,11 @@ def ownership(graph: StageGraph) -> Ownership:
 
 
 _ORIGINAL, _HELD = "the model's part", "held as"
-"""Under names that no part of a model can bear. The second is the part's own number, which a copy of it has not."""
+"""Attributes of a part, by names that no submodule can have. The second holds the part's id, which a copy lacks."""
 
 
 def _reaches_nothing(name: str, instead: str) -> Any:
-    """The method of this name, refused for what a rank holds."""
+    """A method of ``nn.Module`` that raises RunError for a part that a rank holds."""
     original = getattr(nn.Module, name)
 
     @functools.wraps(original)
@@ -76,8 +76,8 @@ def _reaches_nothing(name: str, instead: str) -> Any:
 
 
 class _HeldPart(nn.Module):
-    """A part of the module that a rank holds; its tensors are those that the stages use. It refuses whatever would be
-    set here and reach nothing. A copy of it, such as one that averages weights, is like any module."""
+    """A part of ``RankModule`` that holds tensors of the stages. The part raises RunError for changes that the stages
+    would not see. A copy of the part, such as for weight averaging, behaves like any module."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -86,15 +86,15 @@ class _HeldPart(nn.Module):
     apply = _reaches_nothing("apply", "are of no class that a function would look for; call it on the model itself")
 
     def train(self, mode: bool = True) -> Self:
-        """As the model's own part has it, which may keep parts of its own in another mode."""
+        """Sets the mode of the model's own module, then copies each submodule's mode: a model may freeze some."""
         vars(self)[_ORIGINAL].train(mode)
         for part in self.modules():
             part.training = vars(part)[_ORIGINAL].training
         return self
 
     def _check_same(self, name: str, value: Any) -> Mapping[str, Any]:
-        """What it holds. RunError where that of this name would become another."""
-        # What is there already may be set again: nothing changes.
+        """The tensors and modules that the part holds. Raises RunError if ``value`` would replace that of this name."""
+        # The same object may be set again: nothing changes.
         own = self._parameters | self._buffers | self._modules
         if _is_held(self) and own.get(name, value) is not value:
             kind = "module" if name in self._modules else "tensor"
@@ -147,10 +147,10 @@ for _hook in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_ba
 
 
 class RankModule(_HeldPart):
-    """One rank's part of a model: the parameters and buffers that it holds, under the model's own names.
+    """One rank's part of a model: the parameters and buffers that the rank holds, under the model's own names.
 
-    ``train()`` and ``eval()`` reach the whole model, so that functional dropout follows them, too. ``replica``: its
-    number, from 0; a checkpoint has the first one's buffers.
+    ``train()`` and ``eval()`` set the mode of the whole model, so that functional dropout follows. ``replica``: the
+    replica's number, from 0; a checkpoint holds the buffers of replica 0.
     """
 
     def __init__(self, model: nn.Module, names: frozenset[str], replica: int = 0) -> None:
@@ -191,12 +191,12 @@ def release(
     why: Mapping[str, str] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> None:
-    """Frees every parameter and buffer whose name is not kept: an ``Elsewhere`` remains, without memory.
+    """Replaces every parameter and buffer whose name is not in ``keep`` by an ``Elsewhere``, which has no memory.
 
-    ``why``: a name → what is said where its values are used. ``device``: what stands for the meta device.
+    ``why``: name → error message for a use of its values. ``device``: replaces the meta device.
     """
     tensors = all_tensors(model)
-    # A tensor is kept if any of its names is: it may be tied to one that this rank holds under another.
+    # A tensor is kept if any of its names is in keep: this rank may hold a tied tensor under another name.
     done = {id(tensor) for name, tensor in tensors.items() if name in keep or isinstance(tensor, Elsewhere)}
     empty: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -207,16 +207,16 @@ def release(
 
 
 def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Puts ``new[id(tensor)]`` in the place of each parameter and buffer, wherever the module holds it."""
+    """Replaces each parameter and buffer of the module by ``new[id(tensor)]``, in every submodule that holds it."""
     for submodule in module.modules():
         for table in (submodule._parameters, submodule._buffers):
             for name, tensor in list(table.items()):
                 if id(tensor) in new:
-                    setattr(submodule, name, new[id(tensor)])  # by its setter: nn.LSTM, for one, keeps a list as well
+                    setattr(submodule, name, new[id(tensor)])  # by its setter: nn.LSTM keeps a list as well
 
 
 def why_elsewhere(graph: StageGraph, owners: Ownership) -> dict[str, str]:
-    """What is said where a rank uses the values of a parameter or buffer that it does not hold, by each name of it."""
+    """Name → error message for a use of values that this rank does not hold; for every parameter and buffer."""
     tensors, why = all_tensors(graph.module), {}
     users: dict[int, list[str]] = {id(tensor): [] for tensor in tensors.values()}
     for stage in graph:
@@ -238,12 +238,12 @@ _NO_VALUES = (
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """Another tensor or parameter like it, without memory."""
+    """A meta tensor or parameter like ``tensor``."""
     meta = torch.empty_like(tensor, device="meta")
     return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
-# --- what each replica has of its own, such as BatchNorm's statistics; a checkpoint has one replica's
+# --- buffers that differ between replicas, such as BatchNorm's statistics; a checkpoint holds one replica's
 
 
 def own_buffers(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -> set[str]:
@@ -253,10 +253,10 @@ def own_buffers(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -
 
 
 class OwnBuffer(Tensor):
-    """A buffer in the state dict of a replica that is not the first: a checkpoint has the first one's in its place.
+    """A buffer in the state dict of any replica but the first: the checkpoint holds the first replica's buffer.
 
-    torch.distributed.checkpoint would take each from whichever replica has less to write, so that a mean and its
-    variance could be of different rows. To everybody else it is a tensor, and results computed with it are plain ones.
+    torch.distributed.checkpoint would take each buffer from the replica with the fewest bytes to write, so that a mean
+    and its variance could be of different rows. For other code it is a tensor; results computed from it are plain.
     """
 
     __torch_function__ = plain_results
@@ -265,7 +265,7 @@ class OwnBuffer(Tensor):
         return []
 
     def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What torch's staging, which fills it, and ``copy.deepcopy`` begin with."""
+        """An empty ``OwnBuffer``, which torch's staging and ``copy.deepcopy`` then fill."""
         return super().new_empty(*args, **kwargs).as_subclass(OwnBuffer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -273,7 +273,7 @@ class OwnBuffer(Tensor):
 
 
 def mark_own_buffers(module: nn.Module, state: dict[str, Any], prefix: str = "", metadata: Any = None) -> None:
-    """Makes them ``OwnBuffer``s, in a state dict of a replica that is not the first."""
+    """Turns the replica's own buffers in its state dict into ``OwnBuffer``s; for all replicas but the first."""
     for name in own_buffers(module, state, prefix):
         state[name] = state[name].as_subclass(OwnBuffer)
 
@@ -282,7 +282,7 @@ def mark_own_buffers(module: nn.Module, state: dict[str, Any], prefix: str = "",
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The whole model's state dict; CheckpointError where it has more than tensors, which would be lost."""
+    """The whole model's state dict; CheckpointError if it holds a value other than a tensor, which would be lost."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -291,7 +291,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_in_model(model: nn.Module) -> dict[str, str]:
-    """Each name in the model's state dict → the parameter's or buffer's name, which differs where a hook renames it."""
+    """Name in the model's state dict → name of the parameter or buffer; the two differ if a hook renames the entry."""
     tensors = all_tensors(model)
 
     def named(name: str, value: Tensor) -> str:
@@ -305,8 +305,8 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """The whole model's state dict, on every rank: each tensor comes from the first rank that holds it.
 
-    A collective call of a pipe group, and with shards of all ranks. On ranks that do not hold a tensor it is on
-    ``device``.
+    A collective call of the pipe group; with shards, of all ranks. The tensors are on ``device``, except in a process
+    that plays every rank.
     """
     held = mine.state_dict()
     state: dict[str, Tensor] = {}
@@ -315,7 +315,7 @@ def full_state_dict(
         own_name = own_names[name]
         owner = next(rank for rank, names in enumerate(owners.names) if own_name in names)
         tensor = held.get(own_name, like)
-        # One tensor at a time, so that no more than the result and one tensor is in memory.
+        # Broadcasts one tensor at a time, so that memory holds the result and at most one more tensor.
         if transport.pipe_rank is not None:
             if transport.pipe_rank == owner:
                 tensor = _whole(tensor, transport).to(device)
@@ -329,17 +329,17 @@ def full_state_dict(
 
 
 def _whole(tensor: Tensor, transport: Transport) -> Tensor:
-    """A shard's whole tensor: a collective call of the ranks that hold the shards.
+    """A shard's full tensor; a collective call of the ranks that hold the shards.
 
-    ``full_tensor`` would do, but over groups that nobody closes where a rank fails, and by a mesh that torch caches
-    beyond the end of a world of processes.
+    ``full_tensor`` is not used: fxpipe does not close its groups when a rank fails, and torch caches the mesh beyond
+    the end of the process group.
     """
     own = local(tensor)
     if not is_dtensor(tensor):
         return tensor
-    if not is_cut_over(tensor, transport.ranks("gather")):  # the user's own mesh, which parallelize= was given
+    if not is_cut_over(tensor, transport.ranks("gather")):  # the mesh of the user's parallelize=
         return whole_of(tensor)
-    # FSDP2's chunks have ceil(rows / ranks) rows, the last ones fewer: padded, they can be gathered, and cut again.
+    # FSDP2's chunks have ceil(rows / ranks) rows, the last chunks fewer: pads them, gathers, and cuts the padding off.
     ranks = len(transport.ranks("gather"))
     part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
     part[: len(own)] = own
@@ -349,13 +349,13 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
 
 
 def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies what ``module`` holds out of a state dict of its own or of the whole ``model``; all of it or nothing.
+    """Copies the tensors of ``module`` from a state dict of ``module`` or of the whole ``model``; all of them or none.
 
-    The parameters of a loss function may be missing, as in a plain model's.
+    The parameters of a loss function may be missing, as in a plain model's state dict.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
-    own_names = names_in_model(model)  # of torch's checkpoint_wrapper, say
+    own_names = names_in_model(model)  # torch's checkpoint_wrapper renames entries, for example
     state = {own_names.get(name, name): value for name, value in state.items()}
     held, whole = module.state_dict(keep_vars=True), set(own_names.values())
     unknown = [name for name in state if name not in whole]
@@ -373,7 +373,7 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
         if not isinstance(state[name], Tensor) or state[name].is_meta or state[name].layout is not torch.strided:
             raise CheckpointError(f"{name} of the state dict is {shown(state[name])}; it is a dense tensor with values")
         check_fits(name, tensor, "the state dict", state[name].shape, state[name].dtype)
-    # Nothing is written until all of it fits.
+    # No tensor is written until all have been checked.
     with torch.no_grad():
         for name, tensor in held.items():
             for into, given in pairs(local(tensor), part_of(tensor, state[name])):

@@ -1,7 +1,7 @@
-"""Weights: a checkpoint on disk. Only what is asked for is read.
+"""Weights: a checkpoint on disk, of which only the requested tensors are read.
 
-There is a class for each kind of file. ``entries()``: shape and type of each tensor in it, by name. ``read_into(name,
-target)``: copies a tensor into one of the same shape.
+Each kind of file has a class. ``entries()`` returns name → shape and type of each tensor in the file; ``read_into(name,
+target)`` copies a tensor into ``target``, which has the same shape.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from fxpipe.checkpoint.files.reader import FolderReader, ModelValues
 
 PIECE = 8 * 2**20
-"""Bytes that are read at a time; a single row of more than that is read at once."""
+"""Bytes that a read copies at a time; a single row of more bytes is read at once."""
 
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SUFFIXES = (".safetensors", *_TORCH_SUFFIXES)
-_MOST_INDEX = 256 * 2**20  # bytes; that of a trillion parameters has some ten million
+_MOST_INDEX = 256 * 2**20  # bytes; the index of a trillion parameters has about ten million
 
 
 WeightFile: TypeAlias = "_Safetensors | _TorchFile | _Folder"
 
 
 def sources(path: Path) -> Iterator[WeightFile]:
-    """The files that a checkpoint is made of; CheckpointError where it is none."""
+    """The files that a checkpoint consists of; CheckpointError if ``path`` is no checkpoint."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint at {path}")
     if path.is_dir():
@@ -55,8 +55,8 @@ def sources(path: Path) -> Iterator[WeightFile]:
 
 
 def _sources_in(folder: Path) -> Iterable[WeightFile]:
-    """The first that is there: an index, fxpipe.save's manifest, safetensors files, DCP's .metadata, one torch file."""
-    # The order matters: beside an index lie its files, and beside the manifest of fxpipe.save a .metadata of torch's.
+    """The first kind found: an index, fxpipe.save's manifest, safetensors files, DCP's .metadata, or one torch file."""
+    # The order matters: a folder with an index also holds the index's files, one with a manifest torch's .metadata.
     for name in _INDICES:
         if (folder / name).exists():
             return _indexed(folder / name)
@@ -76,7 +76,7 @@ def _sources_in(folder: Path) -> Iterable[WeightFile]:
 
 
 def _indexed(index: Path) -> Iterator[WeightFile]:
-    """The files that a Hugging Face index names, which are in its folder or below it."""
+    """The files that a Hugging Face index names, in the index's folder or in its subfolders."""
     try:
         names = set(json.loads(read_small(index, _MOST_INDEX))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -85,20 +85,20 @@ def _indexed(index: Path) -> Iterator[WeightFile]:
         kinds = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
         raise CheckpointError(f"{index} names {odd!r:.500}, which is no file of weights in its folder; write {kinds}")
     for name in sorted(names):
-        if not os.path.isfile(index.parent / name):  # False, too, for a name that no file can bear
+        if not os.path.isfile(index.parent / name):  # False, too, for an invalid file name
             raise CheckpointError(f"{index} names {name}, which is not in {index.parent}; fetch all of its files")
         yield from sources(index.parent / name)
 
 
 def _is_weight_file(name: Any) -> bool:
-    """Whether an index may name this: a relative path that does not leave the index's folder, to a file of weights."""
+    """Whether an index may hold this name: a relative path to a file of weights, inside the index's folder."""
     if not isinstance(name, str):
         return False
     path = PurePath(name)
     return path.suffix in _SUFFIXES and not path.is_absolute() and ".." not in path.parts
 
 
-# --- how each kind is read
+# --- a class for each kind of file
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _Safetensors:
 
     def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         with self._open() as file:
-            return {name: self._entry(file, name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+            return {name: self._entry(file, name) for name in file.keys()}  # noqa: SIM118  (file is no mapping)
 
     def read_into(self, name: str, target: Tensor) -> None:
         def read(rows: slice | None) -> Tensor:
@@ -125,7 +125,7 @@ class _Safetensors:
 
     def _open(self) -> Any:
         try:
-            from safetensors import SafetensorError, safe_open  # an extra, only for who has such files
+            from safetensors import SafetensorError, safe_open  # an optional dependency
         except ImportError as error:
             raise CheckpointError(f"{self.path} needs the safetensors library: pip install safetensors") from error
         try:
@@ -139,7 +139,7 @@ class _TorchFile:
     path: Path
 
     def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        # Mapped, not read: of each tensor only shape and type are looked at.
+        # The file is mapped to memory: only each tensor's shape and type are read.
         state = self._load()
         return {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -148,7 +148,7 @@ class _TorchFile:
 
     def _load(self) -> Mapping[str, Any]:
         try:
-            if zipfile.is_zipfile(self.path):  # torch.load says what else it is
+            if zipfile.is_zipfile(self.path):  # torch.load reports other kinds of files
                 with self.path.open("rb") as file:
                     checked_zip(file)
             state = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
@@ -169,10 +169,10 @@ class _TorchFile:
 
 @dataclass(frozen=True)
 class _Folder:
-    """What torch.distributed.checkpoint has saved: read by this process alone, whatever world it is in, and as data.
+    """A folder of torch.distributed.checkpoint. This process alone reads the folder, as data, in a world of any size.
 
-    A checkpoint of ``fxpipe.save`` stands for its model, under the model's names; a parameter that was kept rounded
-    has the optimizer's master as its value. The pieces of files that are read are compared with the manifest.
+    Of a checkpoint of ``fxpipe.save`` the model's tensors are read, under the model's names; a parameter that was kept
+    rounded takes the optimizer's master value. Each piece of a file that is read is compared with the manifest.
     """
 
     path: Path
@@ -196,13 +196,13 @@ class _Folder:
 
 
 def _copy_by_rows(target: Tensor, read: Callable[[slice | None], Tensor]) -> None:
-    """Fills a tensor by ``PIECE`` bytes, or one row, at a time. ``read``: gives these rows; None: a number."""
+    """Fills a tensor by ``PIECE`` bytes, or one row, at a time. ``read``: returns the rows, or with None the scalar."""
     if not target.dim():
         target.copy_(read(None))
         return
     in_row = max(1, target[:1].numel() * target.element_size())
     step = max(1, PIECE // in_row)
-    # Each piece opens the file anew: the pages of one mapping stay in memory for as long as it is open.
+    # Each read opens the file anew: pages of a mapping stay in memory until the mapping is closed.
     for start in range(0, len(target), step):
         rows = slice(start, start + step)
         target[rows].copy_(read(rows))
@@ -210,7 +210,7 @@ def _copy_by_rows(target: Tensor, read: Callable[[slice | None], Tensor]) -> Non
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is, and what it is. ``key``: its name there."""
+    """A tensor's file, shape and type. ``key``: the tensor's name in the file."""
 
     source: WeightFile
     key: str
@@ -220,22 +220,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a checkpoint by name, each read when it is asked for."""
+    """The tensors of a checkpoint by name; a tensor's values are read on request."""
 
     path: Path
     entries: Mapping[str, Entry]
 
     @staticmethod
     def open(path: str | os.PathLike[str], rename: Callable[[str], str] | None = None) -> Weights:
-        """A checkpoint; nothing of it is read but which tensors it has.
+        """Opens a checkpoint; reads the names, shapes and types of its tensors, and no values.
 
         Args:
             path: a ``.safetensors`` file, a file that ``torch.save`` made of a state dict, a Hugging Face index
-                (``*.index.json``), or a folder that holds any of these, or what torch.distributed.checkpoint has saved.
+                (``*.index.json``), a folder that holds any of these, or a folder of torch.distributed.checkpoint.
             rename: the checkpoint's name of a tensor → the model's. ``lambda name: name.removeprefix("model.")``
 
         Raises:
-            CheckpointError: there is no such file, it is of no known kind, or two tensors are given one name.
+            CheckpointError: the file does not exist or is of no known kind, or two tensors get the same name.
         """
         if not isinstance(path, (str, os.PathLike)) or path == "":  # Path("") is the working folder
             hint = "; load_state_dict() takes a state dict" if isinstance(path, Mapping) else ""
@@ -260,29 +260,29 @@ class Weights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, as ``rename`` has made them."""
+        """The tensors' names, after ``rename``."""
         return tuple(self.entries)
 
     def shape(self, name: str) -> torch.Size:
-        """A tensor's shape; none of its numbers is read. CheckpointError where there is none of this name."""
+        """A tensor's shape, without a read of its values. CheckpointError if no tensor has this name."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is stored in. CheckpointError where there is none of this name."""
+        """The type that a tensor is stored in. CheckpointError if no tensor has this name."""
         return self._entry(name).dtype
 
     def read(self, name: str) -> Tensor:
-        """A tensor of the checkpoint, in memory of its own."""
+        """Returns a tensor of the checkpoint, in new memory."""
         entry = self._entry(name)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         entry.source.read_into(entry.key, tensor)
         return tensor
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Copies a tensor of the checkpoint into ``target``, which has its shape; of any floating type, on any device.
+        """Copies a tensor of the checkpoint into ``target``, of the same shape, any floating type and any device.
 
         Raises:
-            CheckpointError: the shapes differ, or the numbers mean something else in the type of ``target``.
+            CheckpointError: the shapes differ, or the stored type does not convert to the type of ``target``.
         """
         self.check_fits(name, name, target)
         entry = self._entry(name)
@@ -290,7 +290,7 @@ class Weights:
             entry.source.read_into(entry.key, target)
 
     def check_fits(self, name: str, bearer: str, target: Tensor) -> None:
-        """CheckpointError unless the tensor ``name`` can be read into ``target``, which the model calls ``bearer``."""
+        """Raises CheckpointError unless tensor ``name`` fits ``target``; ``bearer`` is the name in the model."""
         if not isinstance(target, Tensor):
             raise CheckpointError(f"{bearer} is {shown(target)}; it is a tensor to read into")
         entry = self._entry(name)

@@ -1,10 +1,10 @@
-"""Loading: the newest whole checkpoint of a run into a model and its optimizer, on any layout of ranks.
+"""Loading: loads a run's newest whole checkpoint into a model and its optimizer, on any layout of ranks.
 
-1. The first rank says which checkpoints there are; the ranks look through the files of the newest, each a share, and go
-   back to the one before it where a file was cut or altered.
-2. Each rank checks that what it has can be filled, and only then fills it, in place.
+1. The first rank lists the checkpoints. Each rank checks a share of the newest checkpoint's files; if a file was cut or
+   altered, the ranks try the previous checkpoint.
+2. Each rank checks that the checkpoint can fill its values, and only then fills them, in place.
 
-An optimizer's state dict is brought into the form that a checkpoint can fill, or refused in the optimizer's words.
+An optimizer's state dict is converted to a form that a checkpoint can fill; otherwise loading raises.
 """
 
 from __future__ import annotations
@@ -58,34 +58,34 @@ def load(
     loader: Any = None,
     required: bool = True,
 ) -> dict[str, Any]:
-    """Goes on from what ``fxpipe.save`` wrote, on any ranks, cut and ``zero``. A collective call of all ranks.
+    """Loads a checkpoint of ``fxpipe.save``, on any ranks, cut and ``zero``. A collective call of all ranks.
 
-    Nothing that is read is run. Before anything is changed, sizes and checksums of all files are compared with the
-    manifest's, and names and shapes with the model's. Where the same ranks lie as they lay, the run goes on with the
-    same bits. Elsewhere the random state is that of the same replica; ``loader``, ``scheduler`` and ``extra`` are taken
-    where they were the same on all ranks, or on all ranks of a replica and there are as many of these.
+    ``load`` runs no code from the files. Before changing any value, ``load`` compares sizes and checksums of all files
+    with the manifest, and names and shapes with the model. On the same layout of ranks the run goes on bit for bit. On
+    another layout a rank takes the random state of the same replica. A rank takes ``loader``, ``scheduler`` and
+    ``extra`` if these were equal on all ranks, or on all ranks of its replica and the number of replicas is the same.
 
     Args:
-        folder: of the run, for the checkpoint that was written last and is whole; or a checkpoint's own, for that one.
-        forward_backward: what ``fxpipe.compile`` returned.
-        optimizer: as it was saved; None: the model alone is read, to evaluate it, say.
-        scheduler: its ``load_state_dict`` is called with what was saved.
-        loader: likewise; on another number of replicas only one that says ``any_replicas = True``.
-        required: whether it is an error where nothing was saved yet. False: then nothing is loaded, and the step is 0,
-            so that a program which is started again after it failed is the same one.
+        folder: the run's folder, to load the newest whole checkpoint; or a checkpoint's own folder, to load that.
+        forward_backward: the object that ``fxpipe.compile`` returned.
+        optimizer: the optimizer, as it was saved; None: only the model is loaded, for example to evaluate it.
+        scheduler: an object whose ``load_state_dict`` is called with the saved state.
+        loader: likewise; on another number of replicas, its attribute ``any_replicas`` must be ``True``.
+        required: whether a folder without checkpoints is an error. False: ``load`` loads nothing and returns step 0, so
+            that the same program can start a run and restart it after a failure.
 
     Returns:
-        ``extra``, with the number of steps that were made under "step".
+        ``extra``, with the number of steps made under "step".
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or none that fits; on all ranks.
+        CheckpointError: the folder has no whole checkpoint, or none that fits; on all ranks.
     """
     steps = steps_of(forward_backward)
     gathering = TransportGathering(steps.transport)
     with (
         announced("load", extends=True),
-        steps.failing.together(Exception),  # which all ranks raise, with nothing under way
-        torch.inference_mode(False),  # or what is made for the optimizer could never be stepped
+        steps.failing.together(Exception),  # all ranks raise these errors, with no communication under way
+        torch.inference_mode(False),  # an optimizer cannot step tensors of inference mode
         torch.no_grad(),
     ):
         steps.failing.check_open()
@@ -93,12 +93,12 @@ def load(
         path, ranks = path_of(folder), len(steps.transport.ranks("all"))
         newest = _newest_whole(path, gathering, ranks, required)
         if newest is None:
-            if gathering.rank == 0:  # who alone looks at what is in the folder
+            if gathering.rank == 0:  # only the first rank lists the folder
                 continues(forward_backward, path.absolute())
             return {"step": 0}
         path, manifest = newest
         loading = _Loading(path, manifest, forward_backward, steps)
-        # Nothing is changed before every rank has found that all of it fits.
+        # No value changes before every rank has checked that the checkpoint fits.
         agreed(gathering, path, lambda: loading.prepare(optimizer, {"scheduler": scheduler, "loader": loader}))
         asked = {name for names in gathering.gather(sorted(loading.asked)) for name in names}
         if gathering.rank == 0:
@@ -112,13 +112,13 @@ def load(
 def _newest_whole(
     folder: Path, gathering: TransportGathering, ranks: int, required: bool
 ) -> tuple[Path, Manifest] | None:
-    """The checkpoint to load; None where there is none. One that is asked for by its own name is loaded or refused."""
+    """The checkpoint to load, or None without any. A checkpoint that is given by its own folder is loaded or raises."""
     candidates = agreed(gathering, folder, lambda: _candidates(folder, required) if gathering.rank == 0 else [])[0]
     refused: list[str] = []
-    manifests: dict[Path, Manifest] = {}  # read once: another job's keep= may delete a checkpoint at any moment
+    manifests: dict[Path, Manifest] = {}  # read once: another job's keep= may delete files at any moment
     for path in map(Path, candidates):
 
-        def check(path: Path = path) -> None:  # of the contents a rank reads its share
+        def check(path: Path = path) -> None:  # each rank reads its share of the contents
             manifests[path] = Manifest.read(path, sizes=True)
             manifests[path].check_contents(path, gathering.rank, ranks)
 
@@ -137,7 +137,7 @@ def _newest_whole(
 
 
 def _candidates(folder: Path, required: bool) -> list[str]:
-    """A checkpoint's own folder, or those of a run, the newest first."""
+    """``folder`` itself if it is a checkpoint's; otherwise the run's checkpoints, newest first."""
     wait_for_writes(folder)
     if folder.name == run_folder.LATEST:
         folder = folder.parent
@@ -152,7 +152,7 @@ def _candidates(folder: Path, required: bool) -> list[str]:
 
 
 class _Loading:
-    """One checkpoint on its way into one rank. ``asked``: the names of optimizers' values that this rank takes."""
+    """Loads a checkpoint on a rank. ``asked``: the names of the optimizers' values that this rank takes."""
 
     def __init__(self, path: Path, manifest: Manifest, forward_backward: ForwardBackward, steps: Steps) -> None:
         self._path, self._manifest, self._steps, self._rank = path, manifest, steps, steps.transport.rank
@@ -160,10 +160,10 @@ class _Loading:
         self.extra: dict[str, Any] = {}
 
     def prepare(self, optimizer: Any, takers: Mapping[str, Any]) -> None:
-        """Checks that everything fits."""
+        """Checks that the checkpoint fits this rank's model, optimizers and ``takers``; changes no value."""
         steps, reader = self._steps, FolderReader(self._path)
         names = {name.removeprefix(MODEL).partition(".<")[0] for name in reader.names if name.startswith(MODEL)}
-        if more := sorted(names - set(names_in_model(steps.module).values())):  # which would be lost
+        if more := sorted(names - set(names_in_model(steps.module).values())):  # these would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"
@@ -184,25 +184,25 @@ class _Loading:
             self._trees[BUFFERS] = plain.trees[mine[BUFFERS]]
         self._run = _next_step(value_of(self._trees.pop("run"), {}))
         self._replica = now.replica(self._rank)
-        self._random = None  # of a replica that nobody has saved
+        self._random = None  # no rank has saved this replica's random state
         if saved == now or self._replica < saved.replicas:
             source = self._rank if saved == now else saved.ranks_of(self._replica)[0]
             self._random = value_of(plain.trees[plain.of_rank[source]["random"]], {})
-        # Read together with the optimizers', in one pass over the files.
+        # The reader reads these tensors and the optimizers' in the same pass over the files.
         self._tensors = tensors_for(list(self._trees.values()), reader.tensors)
         self._fill = reader.plan({**self._states, PLAIN: self._tensors} if self._tensors else self._states)
         self.asked = {name for name in reader.asked if name.startswith("optim.")}
         values = ModelValues(reader, self._manifest.ties, leave=self.asked)
         self._model = _unrounded(self._module.state_dict(), values)
         self._fill_model = values.plan(self._model)
-        # what no optimizer asks for of masters is in the model
+        # masters that no optimizer asks for are loaded into the model
         self._saved = {name for name in reader.names if name.startswith("optim.")} - set(values.masters.values())
         self._left = [
             part for part in takers if part not in self._takers and any(part in parts for parts in plain.of_rank)
         ]
 
     def warn_of_what_is_left(self, asked: Set[str]) -> None:
-        """``asked``: of all ranks; nothing where the model alone is loaded."""
+        """Warns of saved values that no rank loads. ``asked``: all ranks' names; empty if only the model is loaded."""
         left, more = self._left, sorted(self._saved - asked)
         more = [name for name in more if not name.endswith(f".{_NEW}")]
         if asked and left:
@@ -217,13 +217,13 @@ class _Loading:
         warnings.warn(printable(f"{self._path} has {what}"), RuntimeWarning, stacklevel=4)
 
     def finish(self, goes_on: bool) -> None:
-        """``goes_on``: whether any rank has optimizers, for one without parameters may have none."""
+        """Loads all values. ``goes_on``: whether any rank has optimizers; a rank without parameters may have none."""
         self._fill()
         self._fill_model()
-        # The tensors of plain data have their values only now that they were read.
+        # Only now do the tensors of plain data have their values.
         values = {part: value_of(tree, self._tensors) for part, tree in self._trees.items()}
         buffers = values.get(BUFFERS)
-        if isinstance(buffers, dict) and buffers.keys() == own_buffers(self._module, self._model):  # cut as it was
+        if isinstance(buffers, dict) and buffers.keys() == own_buffers(self._module, self._model):  # same cut
             self._model.update(buffers)
         self._forward_backward.load_state_dict(self._model)
         for name, optimizer in sorted(self._optimizers.items()):
@@ -233,12 +233,12 @@ class _Loading:
         self.extra = {**dict(values["extra"] or {}), "step": self._manifest.step}
         if not goes_on:
             return
-        # what a next step depends on beside tensors
+        # other state that the next step depends on
         steps, run, device = self._steps, self._run, self._steps.state.device
         steps.number, steps.seed = run["number"], run["seed"]
         if run["costs"] is not None and tuple(run["stages"]) == self._forward_backward.stages.names:
             steps.recorder.loaded = Costs(**run["costs"])
-        # Last: nothing above may draw from what is restored here.
+        # Last: no code above may draw from the restored random state.
         if self._random is not None:
             RandomState([device], self._random).restore()
         else:
@@ -246,8 +246,8 @@ class _Loading:
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
-    """A state dict to be filled, with a tensor of the saved type for each that is kept rounded, since its master is not
-    rounded, and with a dense tensor for each that repeats its memory."""
+    """A state dict to be filled. A tensor that is kept rounded is replaced by a tensor of the saved, more exact type,
+    and a tensor with a stride of 0 by a dense tensor."""
     unrounded = dict(state)
     for name, tensor in state.items():
         dtype = values.tensors.get(name, (tensor.shape, tensor.dtype))[1]
@@ -258,25 +258,25 @@ def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tenso
 
 
 def _next_step(run: Any) -> Any:
-    """What is stored of the next step; CheckpointError where it was altered."""
+    """The stored number, seed, stages and costs for the next step; CheckpointError if they were altered."""
     kinds: dict[str, Any] = {"number": int, "seed": int, "stages": list, "costs": dict | None}
     if type(run) is not dict or not all(isinstance(run.get(key, ...), kind) for key, kind in kinds.items()):
         raise CheckpointError("the checkpoint's plain data was altered: it does not hold the next step")
     return run
 
 
-_NEW = "initial_lr"  # what a scheduler that was not saved has put into the groups
+_NEW = "initial_lr"  # an option that a scheduler adds to the groups
 
 
 def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.device) -> dict[str, Any]:
-    """The optimizer's state dict, with what the checkpoint has under ``name`` to be read into it.
+    """The optimizer's state dict, in the form of the checkpoint's values under ``name``, which are to be read into it.
 
-    Options come as they were saved, a number where there is a tensor now and a tensor where there is a number. What was
-    never trained has no state in it, and begins anew; what was trained has one, though it may be frozen now. What was
-    kept in full precision has no master, which then follows the model.
+    An option takes its saved type, number or tensor, whichever type it has now. A parameter that was never trained has
+    no saved state, and starts anew; a parameter that was trained has state, even if it is frozen now. A parameter that
+    was kept in full precision has no saved master; its master then takes the model's values.
 
     Raises:
-        CheckpointError: it was saved without this optimizer, or with one of another kind.
+        CheckpointError: the checkpoint was saved without this optimizer, or with an optimizer of another kind.
     """
     saved = reader.tree.get(name, {})
     if "param_groups" not in saved:
@@ -295,8 +295,8 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
                     "another class, has other groups, or one is torch's own and the other of "
                     "forward_backward.optimizer(...); make it as it was"
                 )
-            del group[option]  # what a first step puts there, and none had
-        # What was saved has also what its first steps have put there.
+            del group[option]  # added by a first step, which the saved optimizer had not made
+        # The saved group also has the options that the first steps have added.
         options = {option: where for option, where in there.items() if option in group or option != _NEW}
         group.update(_to_fill(group, options, reader, device))
     entries = {parameter: entry for parameter, entry in state["state"].items() if parameter in saved_state}
@@ -309,8 +309,8 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
 
 
 def _to_fill(own: Any, there: Any, reader: FolderReader, device: torch.device) -> Any:
-    """What each value that the checkpoint has ``there`` is read into: an optimizer's own value where that fits, for how
-    many values there are, and of which kind and shape, may depend on values."""
+    """The target of each value that the checkpoint has ``there``: the optimizer's own value if the shape fits, or else
+    a new tensor, since the number, kind and shape of an optimizer's values may depend on its state."""
     if isinstance(there, str) and there in reader.tensors:
         shape, dtype = reader.tensors[there]
         if isinstance(own, Tensor):
@@ -321,7 +321,7 @@ def _to_fill(own: Any, there: Any, reader: FolderReader, device: torch.device) -
     if isinstance(there, str):
         return None
     if isinstance(own, Tensor) or is_parts(own):
-        return own  # a tensor subclass has the form and the pieces that it has
+        return own  # a tensor subclass keeps its own form and pieces
     if is_parts(there):
         raise CheckpointError(f"{reader.folder} has {', '.join(there)} where the optimizer has no tensor to be filled")
     values = own if isinstance(own, Mapping) else dict(enumerate(own if isinstance(own, list) else ()))

@@ -1,9 +1,9 @@
-"""Saving: a run's state into a checkpoint that is complete or absent, at once or while training goes on.
+"""Saving: writes a run's state to a checkpoint that is complete or absent, at once or while training goes on.
 
-1. All ranks agree that they can: arguments, the folder and its lock, what the write before has come to.
-2. Each rank reports what it has; from that all know who writes what.
-3. Each writes its share into a ``.partial`` folder; the first rank adds the manifest, gives it its name, makes it the
-   latest and deletes old ones. With ``block=False`` this runs on a thread, on copies.
+1. All ranks agree that they can save: each checks the arguments, the folder, its lock and the previous write's result.
+2. Each rank reports which values it has; from the reports every rank computes which rank writes which value.
+3. Each rank writes its share to a ``.partial`` folder. The first rank adds the manifest, renames the folder, links
+   ``latest`` to it and deletes old checkpoints. With ``block=False`` a thread does this step, on copies.
 """
 
 from __future__ import annotations
@@ -57,32 +57,32 @@ def save(
     keep: int | None = 3,
     block: bool = True,
 ) -> Future[Path]:
-    """Writes a checkpoint, ``folder/step-000812``, that is complete or not there. A collective call of all ranks.
+    """Writes a checkpoint, ``folder/step-000812``, that is complete or absent. A collective call of all ranks.
 
-    It has the model and the optimizer in the plain model's names, as torch.distributed.checkpoint writes them; the
-    random state of every rank, the number of the next step and the seed for what stages draw; the costs of the last
-    recorded step; and what is given beside. It is written beside and renamed when all of it is on the disk, with a
-    manifest of sizes and checksums; ``folder/latest`` is always a complete one.
+    The checkpoint holds the model and the optimizer under the plain model's names, in the format of
+    torch.distributed.checkpoint; every rank's random state, the next step's number and the seed of the stages' random
+    numbers; the costs of the last recorded step; and the states of the other arguments. The files get their final
+    folder name once all are on the disk, with a manifest of sizes and checksums; ``folder/latest`` is always complete.
 
     Args:
-        folder: of the run; all ranks see it, and no other run writes to it.
-        forward_backward: what ``fxpipe.compile`` returned.
-        optimizer: what ``forward_backward.optimizer`` returned, a dict name → optimizer of several, or None; with
-            ``zero=0`` and 3 torch's own of ``forward_backward.parameters()``, too.
-        step: how many steps were made: where ``load`` goes on.
-        scheduler: its ``state_dict()`` goes along, on each rank.
-        loader: of the data, likewise: one whose state says which rows come next. A state that counts what one replica
-            has drawn, as torchdata's StatefulDataLoader has it, is of other rows on another number of replicas: one in
-            batches of the whole run says that it is not by an attribute, ``any_replicas = True``.
-        extra: what ``load`` gives back; plain data, that is None, bool, int, float, str, bytes, list, tuple, dict with
-            str or int keys, and tensors.
-        keep: how many are kept; older ones are deleted once this one is complete. None: all.
-        block: whether it is complete when this returns. False: it is copied to memory of the host and written while
-            training goes on; an error of that is raised by the next ``save``, or printed when the program ends.
+        folder: the run's folder; all ranks see it, and no other run writes to it.
+        forward_backward: the object that ``fxpipe.compile`` returned.
+        optimizer: the object that ``forward_backward.optimizer`` returned, a dict name → optimizer, or None; with
+            ``zero=0`` and 3 also a torch optimizer of ``forward_backward.parameters()``.
+        step: the number of steps made so far, from which ``load`` goes on.
+        scheduler: an object whose ``state_dict()`` is saved, on each rank.
+        loader: the data loader, saved likewise; its state says which rows come next. A state that counts one replica's
+            rows, as torchdata's StatefulDataLoader does, means other rows on another number of replicas. A loader that
+            counts batches of the whole run declares this by an attribute, ``any_replicas = True``.
+        extra: the value that ``load`` returns; plain data, that is None, bool, int, float, str, bytes, list, tuple,
+            dict with str or int keys, and tensors.
+        keep: the number of checkpoints to keep; older ones are deleted once this checkpoint is complete. None: all.
+        block: whether the checkpoint is complete when the call returns. False: it is copied to host memory and written
+            while training goes on; the next ``save`` raises an error of this write, or the program prints it at exit.
 
     Returns:
-        A future whose ``result()`` is the checkpoint's folder: done already, or with ``block=False`` once it is
-        complete.
+        A future whose ``result()`` is the checkpoint's folder. The future is done already or, with ``block=False``,
+        once the checkpoint is complete.
 
     Raises:
         CheckpointError: on all ranks, with the earlier checkpoints as they were: something is not plain data, the
@@ -95,7 +95,7 @@ def save(
     with (
         announced(f"save, step {step!r:.20}" + ("" if block else ", block=False"), extends=True),
         steps.failing.together(Exception),
-    ):  # which all ranks raise, with nothing under way
+    ):  # all ranks raise these errors, with no communication under way
         steps.failing.check_open()
         gathering = TransportGathering(steps.transport)
         wait_for_saves(forward_backward)
@@ -134,13 +134,13 @@ def save(
         except BaseException:
             if gathering.rank == 0:
                 shutil.rmtree(first["partial"], ignore_errors=True)
-                # Where it was not completed, the next of this number may be another's.
+                # If the write did not complete, another run may use this number next.
                 saver.known[path] = min(first["number"], run_folder.newest(path))
             raise
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
-    """CheckpointError for what is no path. What is empty would be the working folder."""
+    """Returns the path; CheckpointError if ``folder`` is no path, or is empty, which would mean the working folder."""
     if not isinstance(folder, (str, os.PathLike)) or str(folder) == "" or "\0" in str(folder):
         raise CheckpointError(f"folder is {shown(folder)}; it is the path of a folder that all ranks see")
     return Path(folder)
@@ -153,7 +153,7 @@ _STATEFUL = {
 
 
 def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: Any, block: Any) -> None:
-    """CheckpointError for what cannot be meant."""
+    """Raises CheckpointError for invalid arguments of ``save``."""
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r} is no number of steps; write how many were made, from 0 on")
     if not is_flag(block):
@@ -173,10 +173,10 @@ def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: A
 
 @dataclass
 class _Saver:
-    """What is known of one run's saves: the lock of its folder, and what is being written.
+    """The state of a run's saves: the lock of its folder, and the write under way (``pending``).
 
-    ``known``: folders that this run has saved to or was loaded from → the number of the newest checkpoint there that it
-    has written or found: those up to it are its own.
+    ``known``: folder that this run has saved to or was loaded from → number of the newest checkpoint there that the run
+    has written or found. The run owns all checkpoints up to this number.
     """
 
     known: dict[Path, int] = field(default_factory=dict)
@@ -190,16 +190,16 @@ class _Saver:
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
 
     def begin(self, folder: Path, step: int) -> dict[str, Any]:
-        """On the first rank: makes the folder that is written into."""
+        """On the first rank: makes the ``.partial`` folder."""
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
         wait_for_writes(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if self.lock is None or not self.lock.is_of(folder):  # a process that was forked keeps its parent's
+        if self.lock is None or not self.lock.is_of(folder):  # a forked process keeps its parent's lock object
             self.lock = lock_of(folder, _run_id())
         newest = run_folder.newest(folder)
-        # Numbers only grow, so that a larger one than this run's last was written by another run.
-        if newest > self.known.get(folder, 0):  # they would be mixed with this run's, and deleted in time
+        # Numbers only grow: another run wrote a checkpoint with a larger number than this run's last.
+        if newest > self.known.get(folder, 0):  # keep= would count, and delete, the other run's checkpoints
             latest = run_folder.checkpoints(folder)[0].name
             raise CheckpointError(
                 f"{folder} has a checkpoint that this run has not written or loaded, {latest}: call "
@@ -213,22 +213,22 @@ _SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()
 
 
 def continues(forward_backward: ForwardBackward, folder: Path) -> None:
-    """From now on the checkpoints that are in a folder are this run's."""
+    """Makes this run the owner of all checkpoints that a folder has now."""
     _SAVERS.setdefault(forward_backward, _Saver()).known[folder] = run_folder.newest(folder)
 
 
 @functools.cache
 def _run_id() -> str:
-    """The same for restarts of a job, where its launcher says."""
+    """The run's id: the launcher's job id, which restarts share, or else a random id."""
     ids = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("SLURM_JOB_ID", "none")
     return next((name for name in ids if name != "none"), "") or uuid.uuid4().hex[:12]
 
 
 @dataclass
 class _Job:
-    """What a rank does for a checkpoint: ``collect``, ``settle`` with what all have collected, ``write``.
+    """A rank's work for a checkpoint: ``collect``, then ``settle`` with the results of all ranks, then ``write``.
 
-    ``manifest``: of it, but for files and time. ``state``: all ranks' plain data, as JSON.
+    ``manifest``: the checkpoint's manifest without files and time. ``state``: all ranks' plain data, as JSON.
     """
 
     partial: Path
@@ -246,7 +246,7 @@ class _Job:
         extra: Any,
         costs: Costs | None,
     ) -> dict[str, Any]:
-        """What this rank has, for the others, and its plain data."""
+        """The description of this rank's values and its plain data, for the other ranks."""
         module, stages = forward_backward.module, forward_backward.stages.names
         run = {"number": steps.number, "seed": steps.seed, "stages": list(stages)}
         plain: dict[str, Any] = {
@@ -256,21 +256,21 @@ class _Job:
             **{name: value.state_dict() for name, value in stateful.items() if value is not None},
         }
         model = module.state_dict()
-        if steps.transport.data_rank:  # replicas differ in them: of the model's, each is the first replica's
+        if steps.transport.data_rank:  # replicas differ in these; the model's buffers are replica 0's
             plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(module, model)}
         digests, trees, tensors = plain_parts(plain)
         states: dict[str, Any] = {name: each.state_to_fill(()) for name, each in savable(optimizer, module).items()}
         # One state dict for model and optimizers: torch's planner divides the writing over ranks.
         states["model"] = model
         if "scheduler" in plain:
-            states["scheduler"] = plain["scheduler"]  # for who reads it by torch alone; fxpipe reads each rank's
+            states["scheduler"] = plain["scheduler"]  # for readers that use torch alone; fxpipe reads each rank's
         if tensors:
             states[PLAIN] = tensors
         self.plan = RankPlan(states, steps.transport.rank)
         return {"plan": self.plan.message(), "parts": digests, "trees": trees}
 
     def settle(self, everyone: Sequence[Any], copies: bool) -> None:
-        """Finds what this rank writes. CheckpointError where it does not see the folder."""
+        """Computes this rank's share of the write. CheckpointError if this rank does not see the folder."""
         self.plan.settle([rank["plan"] for rank in everyone])
         trees = {digest: tree for rank in everyone for digest, tree in rank["trees"].items()}
         self.state = json.dumps({"ranks": [rank["parts"] for rank in everyone], "trees": trees})
@@ -282,8 +282,8 @@ class _Job:
             self.plan.keep_copies()
 
     def write(self, gathering: Gathering) -> Path:
-        """The checkpoint's folder; where one rank fails, all do, and nothing is left of it."""
-        # A rank whose write failed still meets the others, who would wait for it.
+        """Writes this rank's share; returns the final folder. If a rank fails, all raise and the folder is deleted."""
+        # A rank whose write failed still joins the gathering, for which the other ranks wait.
         written = Verdict(self.partial, lambda: self.plan.write(self.partial))
 
         def complete() -> str:
@@ -299,12 +299,12 @@ class _Job:
         return Path(values_of([message], outcome)[0])
 
     def _finish(self, messages: Sequence[Any]) -> Path:
-        """What the first rank does once all have written."""
+        """On the first rank: completes the checkpoint once all ranks have written their shares."""
         files = self.plan.finish(self.partial, messages)
         write_text(self.partial / STATE, self.state)
         files[STATE] = written_of(self.partial / STATE)
         replace(self.manifest, saved_at=time.strftime("%Y-%m-%d %H:%M:%S%z"), files=files).write(self.partial)
-        # The rename is the moment from which the checkpoint is there: all before it may be lost.
+        # The rename makes the checkpoint visible: a crash before it loses only the new checkpoint.
         final = run_folder.complete(self.partial)
         try:
             run_folder.make_latest(final)
@@ -317,23 +317,23 @@ class _Job:
 # --- while training goes on
 
 _writing: dict[Future[Path], Path] = {}
-"""What is written beside the training, or could not be: → the folder of the run."""
+"""Each write that a thread makes during training, or that has failed → the run's folder."""
 
 
 def _write_later(job: _Job, gathering: Gathering, device: torch.device, lock: FolderLock | None) -> Future[Path]:
-    """Starts a thread that writes it. ``lock``: held for as long, whoever else lets go of it."""
+    """Starts a thread that writes the checkpoint. ``lock``: the thread holds the folder's lock until it is done."""
     later: Future[Path] = Future()
 
     def write() -> None:
         nonlocal lock
-        with contextlib.suppress(OSError, AttributeError):  # Linux: this thread comes behind those that compute
+        with contextlib.suppress(OSError, AttributeError):  # Linux: threads that compute go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             if device.type != "cpu":
                 torch.accelerator.set_device_index(device)
             path = job.write(gathering)
         except BaseException as error:
-            lock = None  # before others hear of it, who may then ask for the lock
+            lock = None  # before the error is visible: its receiver may take the lock
             later.set_exception(error)
         else:
             lock = None
@@ -341,27 +341,27 @@ def _write_later(job: _Job, gathering: Gathering, device: torch.device, lock: Fo
             later.set_result(path)
 
     _writing[later] = job.partial.parent.resolve()
-    threading.Thread(target=write).start()  # no daemon: a program that ends waits for it
+    threading.Thread(target=write).start()  # no daemon: the program's exit waits for this thread
     return later
 
 
 def wait_for_saves(forward_backward: ForwardBackward) -> None:
-    """Returns once nothing is being written for it any more."""
+    """Waits until no write for ``forward_backward`` is under way."""
     saver = _SAVERS.get(forward_backward)
     if saver is not None and saver.pending is not None:
         wait([saver.pending])
 
 
 def wait_for_writes(folder: Path) -> None:
-    """Returns once this process writes nothing into a run's folder, given itself or by one of its checkpoints: what
-    another ``forward_backward`` of it is writing would be missed, or taken for what a killed one has left."""
+    """Waits until this process has no write under way to a run's folder; ``folder`` is that folder or a checkpoint's.
+    Otherwise another ``forward_backward``'s write would be missed, or deleted as left over from a killed process."""
     runs = folder.resolve(), folder.resolve().parent
     wait([later for later, run in list(_writing.items()) if run in runs])
 
 
 @atexit.register
 def _report_failed() -> None:
-    """What could not be written, and no later save has raised. Threads are done by now."""
+    """Prints each write error that no later save has raised. All threads have ended by now."""
     for later in _writing:
         if (error := later.exception()) is not None:
             print(f"fxpipe: a checkpoint could not be written: {describe_error(error)}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""Checkpoints as folders: what is in one, whether it is whole, and how it is written and read without any pickle."""
+"""Checkpoint folders: their content, the check that a checkpoint is whole, and reading and writing without pickle."""

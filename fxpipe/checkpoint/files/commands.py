@@ -1,7 +1,7 @@
-"""Commands: ``python -m fxpipe checkpoint show|verify|export``, for who has a folder and no model.
+"""Commands: ``python -m fxpipe checkpoint show|verify|export``, which need a checkpoint's folder and no model.
 
-The safetensors file of ``export`` is written without the library: 8 bytes with the length of the header, a header in
-JSON, and the bytes of the tensors.
+``export`` writes the safetensors file without the library: 8 bytes with the length of the header in bytes, the header
+as JSON, and the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 40
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """A checkpoint's own folder, or those of a run, the newest first; CheckpointError where there are none."""
+    """``path`` itself if it is a checkpoint, or a run's checkpoints, newest first; CheckpointError without any."""
     if run_folder.is_checkpoint(path):
         return [path]
     folders = run_folder.checkpoints(path)
@@ -37,7 +37,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def show(path: Path) -> str:
-    """Of a run, a line for each checkpoint; of one checkpoint, what is in it."""
+    """For a run, a line per checkpoint; for a checkpoint, its files and tensors."""
     folders = checkpoints_in(path)
     return _of_one(folders[0]) if folders == [path] else tabulate([_line(folder) for folder in folders], _HEADERS)
 
@@ -76,10 +76,10 @@ def _of_one(folder: Path) -> str:
 
 
 def verify(path: Path) -> str:
-    """A line for each checkpoint, all of whose bytes are read.
+    """Reads all bytes of each checkpoint, and returns a line per checkpoint.
 
     Raises:
-        CheckpointError: a file of one is cut or altered; with the lines of all.
+        CheckpointError: a file of a checkpoint was cut or altered; the message has the lines of all checkpoints.
     """
     lines, damaged = [], False
     for folder in checkpoints_in(path):
@@ -97,13 +97,13 @@ def verify(path: Path) -> str:
 
 
 def export(path: Path, out: Path, config: Path | None, prefix: str) -> str:
-    """Writes the plain model's parameters and buffers as ``out/model.safetensors``; of a run, the newest checkpoint's.
+    """Writes the plain model's parameters and buffers as ``out/model.safetensors``; for a run, the newest checkpoint's.
 
-    What ``precision`` keeps rounded has its master's values. With ``config``, the model's ``config.json``, the folder
-    is one that ``from_pretrained`` loads.
+    A parameter that ``precision`` keeps rounded is written with its master's values. With ``config``, the model's
+    ``config.json``, ``from_pretrained`` can load the folder.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has no such names, or the file is there already.
+        CheckpointError: the checkpoint is damaged, no name begins with ``prefix``, or the file exists already.
     """
     folder = checkpoints_in(path)[0]
     manifest = Manifest.read(folder, sizes=True)
@@ -144,18 +144,18 @@ Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 def write_safetensors(path: Path, entries: Entries, read: Callable[[str, Tensor], None]) -> None:
-    """Writes tensors by name, reading one at a time; complete or not at all. ``read``: fills the one of this name.
+    """Writes a safetensors file, complete or not at all; reads one tensor at a time. ``read``: fills a named tensor.
 
     Raises:
-        CheckpointError: the file is there already, or a type is none of the format's.
+        CheckpointError: the file exists already, or the format lacks a tensor's type.
     """
     if path.exists():
         raise CheckpointError(f"{path} is there already; remove it, or name another folder")
     odd = [f"{name} ({dtype})" for name, (_, dtype) in entries.items() if dtype not in _KINDS]
     if odd:
         raise CheckpointError(f"safetensors has no type for {odd[0]}; export the others with --prefix")
-    names = sorted(entries, key=lambda name: (-entries[name][1].itemsize, name))  # so that each is aligned
-    # Written beside and renamed, so that a file of this name is whole.
+    names = sorted(entries, key=lambda name: (-entries[name][1].itemsize, name))  # aligns each tensor
+    # The file is written under another name and renamed, so that a file with the final name is complete.
     beside = path.with_name(f"{path.name}.partial")
     with beside.open("wb") as file:
         file.write(_header(entries, names))
@@ -178,5 +178,5 @@ def _header(entries: Entries, names: list[str]) -> bytes:
         header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the tensors to begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # in the format, tensors begin at a multiple of 8 bytes
     return struct.pack("<Q", len(text)) + text

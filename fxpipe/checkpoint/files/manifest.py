@@ -1,4 +1,4 @@
-"""Manifest: what a checkpoint's files are, how long each is and its crc32, so that a cut or altered one is known."""
+"""Manifest: the names, sizes in bytes and crc32s of a checkpoint's files, which reveal a cut or altered file."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fxpipe.validation import shown
 MANIFEST = "fxpipe.json"
 FORMAT = 1
 PIECE = 2**24
-"""Bytes that have a crc32 of their own, so that several threads and ranks can look through one file."""
+"""Bytes per crc32: a file has a crc32 per piece, so that several threads and ranks can check the same file."""
 _BUFFER = 2**18
 _THREADS = 4
 _MOST = 2**28  # bytes of a manifest
 
 
 Piece = tuple[str, int]
-"""A file's name, and the number of one of its pieces."""
+"""A file's name and a piece's number in the file."""
 
 
 class Written(NamedTuple):
-    """A file as it was written: its bytes, and the crc32 of each piece of them."""
+    """A file as it was written: its size in bytes, and the crc32 of each piece."""
 
     size: int
     crc32s: tuple[int, ...]
@@ -39,10 +39,10 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a checkpoint, and of every file in it.
+    """A checkpoint's description, with the size and the crc32s of every file.
 
-    ``number``: counts the checkpoints of a folder, over restarts. ``axes``: of the topology that has saved it.
-    ``ties``: further names of the model's parameters → the first, under which an optimizer has what belongs to them.
+    ``number``: counts the checkpoints of a run's folder, across restarts. ``axes``: the topology that saved the
+    checkpoint. ``ties``: further names of tied parameters → the first name, under which an optimizer holds the state.
     """
 
     step: int
@@ -55,18 +55,18 @@ class Manifest:
     ties: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def write(self, folder: Path) -> None:
-        """Writes it, behind everything else, and waits until it is on the disk."""
-        # It has a crc32 of its own, for all others are taken from it.
+        """Writes the manifest, after all other files, and waits until the manifest is on the disk."""
+        # The manifest has its own crc32, since all other checksums come from the manifest.
         content = asdict(self)
         text = json.dumps({"format": FORMAT, "crc32": _crc_of(content), "checkpoint": content}, indent=1)
         write_text(folder / MANIFEST, text)
 
     @staticmethod
     def read(folder: Path, sizes: bool = False) -> Manifest:
-        """The manifest of a checkpoint's folder. ``sizes``: those of the files are compared with it.
+        """Reads the manifest of a checkpoint's folder. ``sizes``: whether to compare the sizes of the files with it.
 
         Raises:
-            CheckpointError: there is none, it was altered, or is another version's; or a file is gone or cut.
+            CheckpointError: the manifest is missing, altered, or of another format; or a file is missing or cut.
         """
         path = folder / MANIFEST
         try:
@@ -82,7 +82,7 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """CheckpointError where a file is gone, or has another length than it was written with."""
+        """Raises CheckpointError if a file is missing, or its size in bytes differs from the manifest's."""
         for name, written in self.files.items():
             try:
                 status = os.lstat(folder / name)
@@ -97,13 +97,13 @@ class Manifest:
                 raise CheckpointError(f"{folder / name} has {size} bytes, and its manifest expects {written.size}")
 
     def check_contents(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
-        """CheckpointError where a piece has another crc32 than it was written with: each ``ranks``-th, for ``rank``."""
-        # Dealt out in turn: large files are shared by all ranks.
+        """Checks the crc32 of every ``ranks``-th piece, from piece ``rank`` on; CheckpointError if a crc32 differs."""
+        # Ranks take pieces in turn, so that all ranks share the work of large files.
         pieces = [(name, number) for name in sorted(self.files) for number in range(len(self.files[name].crc32s))]
         self.check_pieces(folder, pieces[rank::ranks])
 
     def check_pieces(self, folder: Path, pieces: Iterable[Piece]) -> None:
-        """CheckpointError where one has another crc32 than it was written with, or is of an unknown file."""
+        """Raises CheckpointError if a piece's crc32 differs from the manifest's, or the manifest lacks its file."""
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
             for _ in threads.map(partial(self._check_piece, folder), pieces):
                 pass
@@ -125,12 +125,12 @@ class Manifest:
 
 
 def pieces_of(name: str, start: int, length: int) -> list[Piece]:
-    """The pieces of a file that have these bytes."""
+    """The pieces of a file that hold ``length`` bytes from byte ``start`` on."""
     return [(name, number) for number in range(start // PIECE, -(-(start + length) // PIECE))]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, and waits until it is on the disk."""
+    """Writes a file, and waits until its bytes are on the disk."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -138,13 +138,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def written_of(path: Path) -> Written:
-    """The size and the checksums of a file."""
+    """The size in bytes and the crc32s of a file."""
     size = path.stat().st_size
     return Written(size, tuple(crc32_of(path, number) for number in range(-(-size // PIECE))))
 
 
 def crc32_of(path: Path, number: int) -> int:
-    """The crc32 of one piece of a file, read as much at a time as a cache holds."""
+    """The crc32 of a piece of a file; reads ``_BUFFER`` bytes at a time, which fit a cache."""
     crc, left, buffer = 0, PIECE, memoryview(bytearray(_BUFFER))
     with path.open("rb", buffering=0) as file:
         file.seek(number * PIECE)
@@ -159,7 +159,7 @@ def _crc_of(content: Any) -> int:
 
 
 def _parsed(path: Path, read: Any) -> Manifest:
-    """A manifest out of JSON; ValueError and the like for what ``write`` does not write."""
+    """Builds a manifest from parsed JSON; raises ValueError or similar for content that ``write`` does not write."""
     if read["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {str(read['format'])[:20]}; this fxpipe reads {FORMAT}")
     content = read["checkpoint"]
@@ -185,7 +185,7 @@ def _written(size: Any, crc32s: Any) -> Written:
 
 
 def natural(value: Any) -> int:
-    """A number that was read; ValueError for what is none, or could not be a size on a disk."""
+    """Returns a number that was read; ValueError if the value is no int or could not be a size on a disk."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"{shown(value)[:40]!r} stands where a number should")
     return value

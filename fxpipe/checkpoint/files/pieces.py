@@ -1,7 +1,7 @@
-"""Pieces: how a rank has a tensor, and how a checkpoint names that, on the way to files and back.
+"""Pieces: converts a rank's tensors to the pieces that a checkpoint stores by name, and back.
 
-A tensor subclass is saved as the tensors that it is made of, a run of a tensor's elements as a few boxes, and a DTensor
-as the box that its placement says.
+A tensor subclass is saved as its inner tensors, a run of a tensor's elements as a few boxes, and a DTensor as the box
+of its placement.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-# --- tensor subclasses, as the tensors that they are made of
+# --- tensor subclasses, as their inner tensors
 
 _METADATA = bool | int | float | str | torch.dtype | torch.layout | enum.Enum | None
 
 
 def plain_of(tensor: Tensor, what: str) -> Tensor:
-    """A tensor, in its own memory, as a file holds it and gives it back; CheckpointError for one of another kind."""
+    """Returns the tensor as a plain dense tensor on the same memory; CheckpointError if a file cannot hold its kind."""
     kinds = (Tensor, torch.nn.Parameter)
     if type(tensor) not in kinds and not {"__tensor_flatten__", "__create_chunk_list__"} & set(dir(tensor)):
-        tensor = tensor.view(tensor.shape)  # plain of a subclass that adds nothing, such as fxpipe's own
+        tensor = tensor.view(tensor.shape)  # a plain tensor, of a subclass that adds nothing
     if type(tensor) in kinds and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized):
         return tensor
     raise CheckpointError(
@@ -41,22 +41,22 @@ def plain_of(tensor: Tensor, what: str) -> Tensor:
 
 
 def in_parts(value: Any, what: str, piece: str = "") -> Any:
-    """A value, in dicts and lists, as a checkpoint has it: what is saved, and what is filled.
+    """A value, in dicts and lists, in the form that a checkpoint saves and fills.
 
-    A tensor subclass is ``{"<Class metadata piece>": {name: inner tensor}}``, so that only its like finds it again.
-    ``piece``: which of a tensor's parts it is; a DTensor says it itself. CheckpointError for what cannot be read again.
+    A tensor subclass becomes ``{"<Class metadata piece>": {name: inner tensor}}``, so that only the same form loads it.
+    ``piece``: names this part of the tensor; a DTensor has its own name. CheckpointError if no load could read a value.
     """
     if isinstance(value, Mapping):
         return {key: in_parts(inner, f"{what}.{key}".removeprefix("."), piece) for key, inner in value.items()}
     if type(value) is list:
         return [in_parts(inner, f"{what}.{index}", piece) for index, inner in enumerate(value)]
     if not isinstance(value, Tensor):
-        for inner in tensors_in(value):  # of a tuple, which is saved as one value
+        for inner in tensors_in(value):  # a tuple is saved as a single value
             plain_of(inner, what)
         return value
     with torch.no_grad():
         shard = local(value)
-    if hasattr(shard, "__create_write_items__"):  # a Slice, which says itself what of it is stored
+    if hasattr(shard, "__create_write_items__"):  # a Slice makes its own write items
         return value
     names, metadata = getattr(shard, "__tensor_flatten__", lambda: ((), None))()
     words = pytree.tree_map(lambda leaf: "device" if isinstance(leaf, torch.device) else leaf, metadata)
@@ -70,12 +70,12 @@ def in_parts(value: Any, what: str, piece: str = "") -> Any:
 
 
 def is_parts(value: Any) -> bool:
-    """Whether a value is what ``in_parts`` makes of a tensor subclass."""
+    """Whether a value is the dict that ``in_parts`` makes of a tensor subclass."""
     return isinstance(value, dict) and any(str(key)[:1] == "<" and " " in str(key) for key in value)
 
 
 def out_of_parts(like: Any, parts: Any, what: str) -> Any:
-    """A new tensor like this one, with the values of ``in_parts``."""
+    """A new tensor of the form of ``like``, with the values ``parts`` of ``in_parts``."""
     if not hasattr(like, "layout"):  # a DTensor's mesh
         return like
     if not hasattr(like, "__tensor_flatten__"):
@@ -89,8 +89,8 @@ def out_of_parts(like: Any, parts: Any, what: str) -> Any:
 
 
 def pairs(into: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The copies, (into, source), by which a tensor becomes another to the bit: those of the inner tensors of two
-    subclasses of one form."""
+    """The pairs (into, source) to copy so that ``into`` equals ``source`` bit by bit: the inner tensors, if both are
+    tensor subclasses of the same form, otherwise the two tensors."""
     form, other = (getattr(tensor, "__tensor_flatten__", lambda: ((), None))() for tensor in (into, source))
     if type(into) is not type(source) or not form[0] or form != other:
         return [(into, source)]
@@ -101,18 +101,18 @@ def pairs(into: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements ``start`` to ``stop`` of a row-major tensor as boxes, (offsets, sizes), each a run, in this order.
+    """The elements ``start`` to ``stop`` of a row-major tensor as boxes, (offsets, sizes), each contiguous, in order.
 
     >>> boxes((4, 3), 2, 10)
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
     if not shape:
         return [((), ())] * (start < stop)
-    lengths = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # of a row, in elements
+    lengths = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # elements per row
     run = []
     while start < stop:
-        # Whole rows of the outermost dimension in which a row begins here: as many as end before the run, and in one
-        # row of the dimension outside of it.
+        # Whole rows of the outermost dimension in which a row begins at ``start``: as many as end by ``stop``, within
+        # the same row of the next outer dimension.
         offsets = tuple(start // length % size for length, size in zip(lengths, shape, strict=True))
         dim, length = next(each for each in enumerate(lengths) if start % each[1] == 0 and start + each[1] <= stop)
         rows = min((stop - start) // length, shape[dim] - offsets[dim])
@@ -128,13 +128,13 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Slice(Tensor):
-    """One rank's run of elements of a tensor that has the shape ``shape`` as a whole.
+    """One rank's run of elements of a tensor whose full shape is ``shape``.
 
-    ``local``: the elements from ``start`` on, 1-dimensional. They count in the order of memory: ``order`` names the
+    ``local``: the elements from ``start`` on, 1-dimensional. Elements count in the order of memory: ``order`` lists the
     dimensions from the outermost in memory to the innermost, (0, 1, …) for a contiguous tensor.
 
-    torch.distributed.checkpoint saves and loads it by its boxes, so that ranks that cut the tensor otherwise, or not
-    at all, read their own part of it. Beyond that it can be copied and moved; calculate with ``local``.
+    torch.distributed.checkpoint saves and loads a Slice by its boxes, so that ranks that split the tensor otherwise, or
+    not at all, read their own part. A Slice supports copies and moves only; calculate with ``local``.
     """
 
     local: Tensor
@@ -150,8 +150,8 @@ class Slice(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What a checkpoint does with tensors on its way to a file."""
-        # Copies of the local part alone: whatever else torch computes would need the whole tensor, and is refused.
+        """Runs the operators that a checkpoint needs on its way to a file."""
+        # Only copies of the local part: any other operator would need the full tensor, and raises.
         part, *others = args
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
         if func in _COPIES:
@@ -165,7 +165,7 @@ class Slice(Tensor):
         return part
 
     def alike(self, local: Tensor) -> Slice:
-        """The same elements with other values."""
+        """A Slice of the same elements, with the values ``local``."""
         return Slice(local, self.start, self.shape, self.order)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -178,8 +178,8 @@ class Slice(Tensor):
         return self.alike(self.local.clone())
 
     def _boxes(self) -> dict[torch.Size, Tensor]:
-        """The values of each box by its offsets, in the tensor's own dimensions."""
-        # Boxes follow each other in memory, so each is a view of the next elements.
+        """Offsets → values of each box, in the tensor's own order of dimensions."""
+        # Boxes follow each other in memory, so that each box is a view of the next elements.
         stored, back = [self.shape[dim] for dim in self.order], [self.order.index(dim) for dim in range(self.ndim)]
         views, begin = {}, 0
         for offsets, sizes in boxes(stored, self.start, self.start + len(self.local)):
@@ -188,7 +188,7 @@ class Slice(Tensor):
             begin = end
         return views
 
-    # What torch.distributed.checkpoint asks of a tensor subclass (its _Checkpointable): boxes to save and to fill.
+    # The methods of torch.distributed.checkpoint's _Checkpointable: the boxes to save and to fill.
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

@@ -1,4 +1,4 @@
-"""Plain data: values that a file can hold and give back without running anything, as JSON with tensors beside it.
+"""Plain data: values that are written as JSON plus named tensors, and are read again without running any code.
 
 >>> import torch
 >>> to_plain({"epoch": 3, 7: (b"a", None)}, "extra")
@@ -24,14 +24,14 @@ from fxpipe.torch_compat import bytes_of
 PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, and tensors"
 
 Tree = Any
-"""What ``json`` writes: None, bool, int, float, str, list, and dicts of one key, which says what they stand for."""
+"""Values for ``json``: None, bool, int, float, str, list, and dicts with one key, which names the encoded type."""
 
 
 def to_plain(value: Any, what: str) -> tuple[Tree, dict[str, Tensor]]:
-    """A value as JSON and tensors, which have names by their content: equal ones have one.
+    """A value as JSON, and its tensors by name. A tensor's name is its content's digest: equal tensors share a name.
 
     Raises:
-        CheckpointError: it is not plain data; ``what`` is how it is called there.
+        CheckpointError: the value is not plain data; the message calls it ``what``.
     """
     tensors: dict[str, Tensor] = {}
     try:
@@ -43,7 +43,7 @@ def to_plain(value: Any, what: str) -> tuple[Tree, dict[str, Tensor]]:
 
 
 def from_plain(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """The value again; ValueError for what ``to_plain`` does not make."""
+    """Rebuilds the value that ``to_plain`` converted; ValueError for a tree that ``to_plain`` does not make."""
     if isinstance(tree, list):
         return [from_plain(each, tensors) for each in tree]
     if not isinstance(tree, dict):
@@ -70,7 +70,7 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         return {"tensor": _name_of(value, what, tensors)}
-    # JSON has string keys alone, so that a dict is a list of pairs. OrderedDicts and defaultdicts come back as dicts.
+    # JSON keys are strings, so a dict becomes a list of pairs. OrderedDicts and defaultdicts come back as dicts.
     if isinstance(value, dict):
         for key in value:
             if type(key) not in (str, int):
@@ -89,7 +89,7 @@ def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
 
 def _name_of(tensor: Tensor, what: str, tensors: dict[str, Tensor]) -> str:
     tensor = plain_of(tensor, what)
-    # Named by its content: a value that all ranks have is written once.
+    # The tensor's name is its content's digest: a tensor that all ranks have is written once.
     copy = tensor.detach().to("cpu", copy=True).contiguous()
     digest = hashlib.blake2b(f"{copy.dtype} {list(copy.shape)} ".encode(), digest_size=16)
     digest.update(bytes_of(copy))

@@ -1,7 +1,7 @@
-"""Reader: tensors and plain values out of a folder of torch.distributed.checkpoint, by this process alone, as data.
+"""Reader: reads tensors and plain values from a folder of torch.distributed.checkpoint, as data.
 
-Whatever world it is in, no process asks another, and nothing that was read is run. What is stored
-beside tensors is read by ``torch.load(weights_only=True)``.
+Each process reads alone, in a world of any size, and runs no code from the folder. Values other than tensors are read
+by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, checked_zi
 
 
 class FolderReader:
-    """A folder that is read from. ``names``: of tensors and plain values in it. ``tree``: these, nested as the values
-    were, by their places where these were lists. ``tensors``: shape and type of each tensor, by name. ``asked``: the
-    names that its plans fill. ``manifest``: the crc32 of each piece that is read is compared with it; None where that
-    has been done."""
+    """A checkpoint's folder. ``names``: the names of its tensors and plain values. ``tree``: the same names, nested as
+    the values were, with an index as the key for a list. ``tensors``: name → shape and type. ``asked``: the names that
+    the reader's plans fill. ``manifest``: each piece that is read must have the manifest's crc32; None: no comparison,
+    if the caller has compared or the folder has no manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder, self._manifest = folder, manifest
@@ -63,15 +63,15 @@ class FolderReader:
         }
 
     def plan(self, state: dict[str, Any]) -> Callable[[], None]:
-        """Checks that a state dict, nested or flat, can be filled; returns what fills it, in place.
+        """Checks that the folder can fill a state dict, nested or flat; returns a function that fills it in place.
 
         Raises:
-            CheckpointError: something is missing, or of another shape or kind.
+            CheckpointError: the folder lacks a value, or has a value of another shape or kind.
         """
-        # All is checked here, and filled later: a checkpoint that does not fit has changed nothing.
+        # The checks come first, the writes later: a checkpoint that does not fit changes no value.
         planner = _DataOnlyPlanner()
         planner.set_up_planner(in_parts(state, ""), self.metadata)
-        planner.original_state_dict = state  # values that are no tensors are put there
+        planner.original_state_dict = state  # load_bytes writes values other than tensors to this dict
         for name, value in planner.state_dict.items():
             self._check(name, value)
         self.asked |= planner.state_dict.keys()
@@ -81,14 +81,14 @@ class FolderReader:
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
 
         def fill() -> None:
-            if self._manifest is not None:  # each piece of a file is looked through once
+            if self._manifest is not None:  # checks each piece of a file once
                 stored = [self.metadata.storage_data[item.storage_index] for item in plan.items]
                 read = {piece for at in stored for piece in pieces_of(at.relative_path, at.offset, at.length)}
                 self._manifest.check_pieces(self.folder, sorted(read - self._checked))
                 self._checked |= read
             try:
                 reader.read_data(planner.finish_plan(plan), planner).wait()
-            except Exception as error:  # of torch's unpickler for weights, of its zip reader, of the file
+            except Exception as error:  # from torch's unpickler, its zip reader or the file
                 why = str(error).partition("\n")[0][:300] or type(error).__name__
                 raise CheckpointError(f"{self.folder} cannot be read, or was altered: {why}") from error
 
@@ -109,7 +109,7 @@ class FolderReader:
 
 
 class _DataOnlyPlanner(DefaultLoadPlanner):
-    """torch's, but for its ``load_bytes``, which unpickles."""
+    """torch's load planner with a ``load_bytes`` that runs no pickled code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         *outer, last = self.mappings[read_item.dest_index.fqn]
@@ -120,26 +120,26 @@ class _DataOnlyPlanner(DefaultLoadPlanner):
 
 
 def own_key(container: Any, key: Any) -> Any:
-    """The key of a dict that torch has written as text."""
+    """The key of ``container`` whose text is ``key``: torch writes keys as text. Without such a key, ``key`` itself."""
     return {str(own): own for own in container}.get(key, key) if isinstance(container, Mapping) else key
 
 
 MODEL = "model."
-"""What names of the model begin with in a checkpoint."""
+"""The prefix of the model's names in a checkpoint."""
 _OPTIMIZER, _STATE, _MASTER = "optim", ".state.", ".master"
 
 
 class ModelValues:
-    """The model's tensors in a checkpoint, as exact as it has them.
+    """The model's tensors in a checkpoint, in the highest precision that the checkpoint has.
 
-    A parameter that ``precision`` keeps rounded has its master among the optimizer's state,
-    ``optim.state.NAME.master``. Where the master rounds to what the model has, it is the value; elsewhere somebody has
-    written the parameter since.
+    A parameter that ``precision`` keeps rounded has a master in the optimizer's state, ``optim.state.NAME.master``. An
+    element takes the master's value if the master rounds to the parameter's saved value; otherwise the parameter was
+    written after the optimizer's step, and its saved value counts.
 
-    ``ties``: names of the model → the first name of the same parameter. ``leave``: masters that an optimizer reads.
+    ``ties``: a parameter's name → its first name. ``leave``: masters to ignore, since an optimizer reads these.
 
-    ``masters``: names of the model → that of the master in the checkpoint, where there is one that is more exact.
-    ``tensors``: shape and type of each tensor of the model, by its name there.
+    ``masters``: a model name → the name of its master in the checkpoint, if the master's type has more bits.
+    ``tensors``: a model name → shape and type of the tensor that is read.
     """
 
     def __init__(self, reader: FolderReader, ties: Mapping[str, str], leave: Collection[str] = ()) -> None:
@@ -161,8 +161,8 @@ class ModelValues:
         return shape == its_shape and converts(its_dtype, dtype) and its_dtype.itemsize > dtype.itemsize
 
     def plan(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Checks that tensors can be filled, by the model's names; returns what fills them."""
-        # Where there is a master, both it and the rounded value are read, and merged: two tensors for one.
+        """Checks that tensors, by the model's names, can be filled; returns a function that fills them."""
+        # For a parameter with a master, reads the master and the rounded value, and merges the two tensors.
         plain: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in into.items()}
         finer: list[tuple[Tensor, Tensor, Tensor]] = []
         for name, tensor in into.items():
@@ -188,21 +188,21 @@ class ModelValues:
 # --- torch's .metadata, as data
 
 METADATA = ".metadata"
-_MOST = 2**30  # bytes of what is read
-_DEPTH = 100  # of containers in each other
-_NUMBERS = 4  # of shapes and lists, for each byte: a pickle names twice what two tensors have
+_MOST = 2**30  # bytes of the file
+_DEPTH = 100  # nested containers
+_NUMBERS = 4  # elements of shapes and lists per byte of pickle: a pickle refers again to a value that tensors share
 
 _OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE
     STACK_GLOBAL EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT NEWOBJ BUILD MEMOIZE
     BINGET LONG_BINGET""".split()
-"""What torch's pickles are made of, beside those of ``_Unpickler``: protocols 4 and 5, which count memoised values."""
+"""The opcodes of torch's pickles in protocols 4 and 5, which count memoised values; ``_Unpickler`` adds its own."""
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a folder holds, and where. Nothing is run, and nothing is read outside of the folder.
+    """Reads a folder's ``.metadata``, without running code of the file or reading outside of the folder.
 
     Raises:
-        CheckpointError: there is none, it is damaged, names what torch does not write, or files that are too short.
+        CheckpointError: the file is missing or damaged, has content that torch does not write, or names short files.
     """
     path = folder / METADATA
     try:
@@ -211,14 +211,14 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         return _metadata(_Unpickler(pickled).load(), folder, Budget(_NUMBERS * len(pickled), "numbers"))
-    except Exception as error:  # an altered pickle raises anything
+    except Exception as error:  # an altered pickle raises errors of any type
         why = str(error)[:200] or type(error).__name__
         text = f"{path} is not what torch.distributed.checkpoint writes, or was altered: {why}"
         raise CheckpointError(text) from error
 
 
 class _Record:
-    """Stands in for a class: keeps the state that its instance is given."""
+    """Replaces a pickled class: an instance keeps the state that the pickle sets."""
 
     state: Any = None
 
@@ -227,20 +227,20 @@ class _Record:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own, of these operations alone. None copies, compares or hashes what another one has made: a few bytes
-    could ask for that again and again, and each of them for any amount of memory, as LONG_BINPUT does."""
+    """Python's unpickler, limited to the opcodes in ``dispatch``. No opcode copies, compares or hashes a container that
+    another opcode has made: a few bytes could repeat such work, or, as LONG_BINPUT does, request any memory size."""
 
     def __init__(self, pickled: bytes) -> None:
         super().__init__(io.BytesIO(pickled))
-        # Made anew: whatever a pickle does to them is gone with them.
-        # Classes become records, and functions hand on their argument: a pickle names them, and runs nothing of them.
+        # New classes for each pickle: its changes to them do not outlive the unpickler.
+        # Classes become records, and functions return their argument: a pickle names both and runs neither.
         self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in METADATA_CLASSES}
         self._known |= dict.fromkeys(METADATA_FUNCTIONS, itemgetter(0))
         self._known |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
-            return bool  # where it was saved: nothing asks for it
+            return bool  # the path of the save, which is not used
         if (module, name) not in self._known:
             raise ValueError(f"it names {module}.{name}")
         return self._known[module, name]
@@ -262,13 +262,13 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.SETITEM[0]] = lambda self: self.set_items([self.stack.pop(-2), self.stack.pop()])
 
 
-# --- checking what was read
+# --- checks of the values that were read
 
 
 def _metadata(read: Any, folder: Path, numbers: Budget) -> Metadata:
     top = _fields(read, "Metadata")
-    # Every name, offset and length is compared with the files that are there, before torch's reader follows them. What
-    # is no regular file is none of them: a link leads out of the folder, and for a pipe's other end one would wait.
+    # Compares every name, offset and length with the folder's files before torch's reader uses them. Only regular files
+    # count: a link may lead out of the folder, and a read from a pipe could block.
     lengths = {file.name: file.stat().st_size for file in os.scandir(folder) if file.is_file(follow_symlinks=False)}
     stored = {_index(key, numbers): _place(value, lengths) for key, value in _the(dict, top["storage_data"]).items()}
     entries = {
@@ -283,7 +283,7 @@ def _metadata(read: Any, folder: Path, numbers: Budget) -> Metadata:
         *outer, last = (key if type(key) is int else _the(str, key) for key in path)
         within = tree
         for key in outer[:_DEPTH]:
-            if isinstance(within.get(key), str):  # another rank has a value where this one has several
+            if isinstance(within.get(key), str):  # ranks differ: one has a value here, another a container
                 del within[key]
             within = within.setdefault(key, {})
         within.setdefault(last, _the(str, name))
@@ -291,7 +291,7 @@ def _metadata(read: Any, folder: Path, numbers: Budget) -> Metadata:
 
 
 def _the(kind: type, value: Any) -> Any:
-    """The value; ValueError unless it is of this very type."""
+    """Returns the value; ValueError unless ``type(value)`` is ``kind``."""
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} should")
     return value
@@ -310,7 +310,7 @@ def _sizes(value: Any, numbers: Budget) -> torch.Size:
 
 
 def _volume(sizes: torch.Size) -> int:
-    """How many elements a shape has; ValueError where they could not be on a disk."""
+    """The number of elements of a shape; ValueError if no disk could hold as many."""
     return reduce(lambda volume, size: natural(volume * size), sizes, 1)
 
 
@@ -349,8 +349,8 @@ def _entry(read: Any, numbers: Budget) -> TensorStorageMetadata | BytesStorageMe
 def _check_stored(
     name: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, Any], disk: Budget
 ) -> None:
-    """ValueError unless each part of a tensor is inside of it and stored, with bytes enough, and together they fill it.
-    So no shape is larger than what is on disk, of which each part counts as often as it is named."""
+    """Raises ValueError unless each chunk of a tensor is inside the tensor and stored with enough bytes, and all chunks
+    together fill the tensor. ``disk``: the bytes on disk; each chunk spends its bytes, so no shape exceeds the disk."""
     if isinstance(entry, BytesStorageMetadata):
         if MetadataIndex(name) not in stored:
             raise ValueError(f"{name[:80]} is stored nowhere")
@@ -364,7 +364,7 @@ def _check_stored(
         if where is None or where.length < needed or not inside:
             raise ValueError(f"a part of {name[:80]} is stored nowhere, or does not fit")
         disk.spend(needed)
-    # Chunks that are inside and have the tensor's volume together fill it, but for overlaps, which torch never writes.
+    # Chunks inside the tensor whose volumes add up to its volume fill it, unless they overlap; torch never writes that.
     volume = sum(map(_volume, (chunk.sizes for chunk in entry.chunks)))
     if volume != _volume(entry.size):
         raise ValueError(f"parts of {name[:80]} have {volume} elements of {_volume(entry.size)}")

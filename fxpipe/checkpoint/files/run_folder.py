@@ -1,9 +1,9 @@
-"""Run folder: the checkpoints of a run, each complete under its name or not there, and which is the latest.
+"""Run folder: the checkpoints of a run, each complete under its final name or absent, and a link to the latest.
 
     run/step-000800/   run/step-000812/   run/latest → step-000812   run/lock   run/step-000824.partial/
 
-A checkpoint is written into a ``.partial`` folder, which is renamed when all of it is on the disk; old ones are renamed
-to ``.removed`` before they are deleted. So a process may be killed at any moment.
+A checkpoint is written to a ``.partial`` folder, which is renamed once all its files are on the disk. An old checkpoint
+is renamed to ``.removed`` before its files are deleted. So a process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LEFT = re.compile(rf"{_NAME.pattern}({re.escape(PARTIAL)}|{re.escape(REMOVED)})
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint's own folder, and not one of many."""
+    """Whether ``path`` is the folder of a checkpoint, and not of a run."""
     return (path / MANIFEST).exists()
 
 
 def numbered(folder: Path) -> list[tuple[int | None, Path]]:
-    """The checkpoints of a run, whole or damaged since, each with its number, the one written last first.
+    """The number and folder of each checkpoint of a run, whole or damaged, newest first.
 
-    Those without a manifest that can be read come before the others, with None: when they were written is not known.
+    Checkpoints whose manifest cannot be read come first, with None as their number: their age is not known.
     """
     try:
         paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -54,33 +54,33 @@ def _number(path: Path) -> int | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those of ``numbered``."""
+    """The folders of ``numbered``."""
     return [path for _, path in numbered(folder)]
 
 
 def newest(folder: Path) -> int:
-    """The largest number that a checkpoint of the folder has; 0 where there is none."""
+    """The largest number of the folder's checkpoints; 0 without any."""
     return max((number or 0 for number, _ in numbered(folder)), default=0)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write into. What killed processes have left is deleted: the caller holds the lock."""
+    """Makes an empty ``.partial`` folder. Deletes folders that killed processes left: the caller holds the lock."""
     for left in folder.iterdir():
         if _LEFT.fullmatch(left.name):
             shutil.rmtree(left)
     latest = folder / LATEST
-    if latest.is_dir() and not latest.is_symlink():  # a copy by what follows links: it could never be replaced
+    if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links: replace() would fail
         raise CheckpointError(f"{latest} is a folder, and no link to a checkpoint; delete it")
     names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{again}" for again in itertools.count(2)))
-    free = next(name for name in names if not (folder / name).exists())  # nothing is ever overwritten
+    free = next(name for name in names if not (folder / name).exists())  # never overwrites a checkpoint
     partial = folder / f"{free}{PARTIAL}"
     partial.mkdir()
     return partial
 
 
 def complete(partial: Path) -> Path:
-    """Gives a folder its name, once all its files are on the disk."""
-    # The order must hold: a name is on the disk only after everything that it names.
+    """Renames a ``.partial`` folder to its final name, once all its files are on the disk."""
+    # The order must hold: the final name may reach the disk only after the folder's files.
     flush(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     partial.rename(final)
@@ -88,7 +88,7 @@ def complete(partial: Path) -> Path:
 
 
 def make_latest(final: Path) -> None:
-    """Waits until a folder's name is on the disk, and makes it the latest. There is no moment without a latest one."""
+    """Waits until a folder's name is on the disk, and replaces the link ``latest`` atomically."""
     flush(final.parent)
     beside = final.parent / f"{LATEST}{PARTIAL}"
     beside.unlink(missing_ok=True)
@@ -97,19 +97,19 @@ def make_latest(final: Path) -> None:
 
 
 def keep_newest(folder: Path, keep: int | None) -> None:
-    """Deletes all checkpoints but the ``keep`` that were written last; None: deletes none."""
+    """Deletes all checkpoints but the ``keep`` newest; None deletes no checkpoint."""
     if keep is None:
         return
-    readable = [path for number, path in numbered(folder) if number is not None]  # others are for the user to look at
+    readable = [path for number, path in numbered(folder) if number is not None]  # the user has to inspect the others
     for old in readable[keep:]:
-        # Renamed first: a checkpoint that is half deleted must not bear a checkpoint's name.
+        # Renames first: a partly deleted checkpoint must not have a checkpoint's name.
         leaving = old.with_name(f"{old.name}{REMOVED}")
         old.rename(leaving)
         shutil.rmtree(leaving)
 
 
 def flush(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Waits until the folder's directory entries are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -117,17 +117,17 @@ def flush(folder: Path) -> None:
         os.close(handle)
 
 
-# --- Lock: one run writes to a folder at a time. The system lets go of it when its process ends, however it ends ---
+# --- Lock: only one run at a time writes to a folder. The system releases the lock when the process ends ---
 
 
 class FolderLock:
-    """A folder's open lock file, closed when nobody refers to it."""
+    """A folder's open lock file; the file is closed when the object is garbage-collected."""
 
     def __init__(self, folder: Path) -> None:
         self.file = (folder / "lock").open("a+")
 
     def is_of(self, folder: Path) -> bool:
-        """Whether it is that folder's, and not of one that was there before."""
+        """Whether this is the lock file of ``folder``, and not of a deleted folder of the same path."""
         file = folder / "lock"
         return file.exists() and os.path.samestat(file.stat(), os.fstat(self.file.fileno()))
 
@@ -135,18 +135,18 @@ class FolderLock:
         self.file.close()
 
 
-# A process loses a lock when it closes any handle of the file: so there is one for all that write to a folder.
+# A process loses a lock when it closes any handle of the file: so all writers to a folder share a handle.
 _held: weakref.WeakValueDictionary[tuple[int, str], FolderLock] = weakref.WeakValueDictionary()
 
 
 def lock_of(folder: Path, run: str) -> FolderLock:
-    """A lock that is held until nobody refers to it, or its process ends.
+    """Locks a folder until the lock object is garbage-collected or the process ends.
 
-    A POSIX record lock: not a forked data loader's, and over NFS as well. Where a file system has none, a warning says
-    so.
+    The lock is a POSIX record lock: forked data loaders do not inherit it, and it works over NFS. On a file system
+    without such locks, the function warns.
 
     Raises:
-        CheckpointError: another process writes to the folder; with its host, its number and since when.
+        CheckpointError: another process writes to the folder; the message has its host, its process id and the time.
     """
     key = os.getpid(), str(folder.resolve())
     if key in _held and _held[key].is_of(folder):
@@ -167,7 +167,7 @@ def lock_of(folder: Path, run: str) -> FolderLock:
             RuntimeWarning,
             stacklevel=2,
         )
-    # Who holds it, for the message to others; the lock itself is the system's.
+    # The file names the lock's holder, for the message to others; the system keeps the lock itself.
     file.seek(0)
     file.truncate()
     since = time.strftime("%Y-%m-%d %H:%M:%S")

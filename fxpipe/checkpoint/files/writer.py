@@ -1,6 +1,6 @@
-"""Writer: this rank's part of a checkpoint, by torch's own writer of files, with the crc32 of what goes to the disk.
+"""Writer: writes this rank's part of a checkpoint with torch's FileSystemWriter, and computes the files' crc32.
 
-Plans and results travel between ranks as lists of plain values, for ``json``: nothing of a peer is unpickled.
+Ranks exchange plans and results as lists of plain values, for ``json``: a rank never unpickles data of a peer.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Message = list[Any]
 
 
 class RankPlan:
-    """What a rank has of a state dict, and, once it is settled, what of it this rank writes.
+    """A rank's part of a state dict and, after ``settle``, the share that this rank writes.
 
     Raises:
-        CheckpointError: a value is no plain data, or a tensor that could not be read again.
+        CheckpointError: a value is neither plain data nor a tensor that can be read again.
     """
 
     def __init__(self, state: dict[str, Any], rank: int) -> None:
@@ -46,16 +46,16 @@ class RankPlan:
         self._planner = _WritePlanner()
         self._planner.set_up_planner(in_parts(state, ""), is_coordinator=rank == 0)
         for name, value in self._planner.state_dict.items():
-            if not isinstance(value, Tensor):  # what a subclass of dict adds is not read again
+            if not isinstance(value, Tensor):  # turns subclasses of dict into dicts
                 self._planner.state_dict[name] = from_plain(*to_plain(value, name))
         self._plan = self._planner.create_local_plan()
 
     def message(self) -> Message:
-        """For the other ranks."""
+        """This rank's plan, for ``settle`` on the other ranks."""
         return [[_item_message(item) for item in self._plan.items], list(self._plan.planner_data.items())]
 
     def settle(self, messages: Sequence[Message]) -> None:
-        """Finds this rank's share. One rank writes what several have; each gets about the same number of bytes."""
+        """Computes this rank's share. One rank writes a value that several have; shares have about equal bytes."""
         local = [
             SavePlan([_item_of(*item) for item in items], planner_data={name: tuple(path) for name, path in paths})
             for items, paths in messages
@@ -63,9 +63,9 @@ class RankPlan:
         self._plans, self._metadata = self._planner.create_global_plan(local)
 
     def keep_copies(self) -> None:
-        """Copies the share to memory of the host, so that training may go on meanwhile.
+        """Copies the share to host memory, so that training can go on during the write.
 
-        A device copies by itself, in front of all that it is given later; ``write`` waits for it.
+        A device copies asynchronously, before any work that is queued later; ``write`` waits for the copies.
         """
         there = {item.index: self._planner.resolve_data(item) for item in self._plans[self._rank].items}
         tensors = {index: data for index, data in there.items() if isinstance(data, Tensor)}
@@ -74,13 +74,13 @@ class RankPlan:
         self._copies = lambda: {**others, **dict(zip(names, arriving(), strict=True))}
 
     def write(self, folder: Path) -> Message:
-        """Writes this rank's share, and waits until it is on the disk; for ``finish``."""
+        """Writes this rank's share and waits until its files are on the disk; returns the message for ``finish``."""
         if self._copies is not None:
-            self._planner.copies, self._copies = self._copies(), None  # nothing else holds them
-        # torch's zip writer would sum every tensor once more; the manifest's checksums cover all bytes of the file.
+            self._planner.copies, self._copies = self._copies(), None  # the only reference
+        # torch's zip writer need not checksum each tensor, too: the manifest's checksums cover all bytes of the file.
         (writer, written), torchs_crc32 = self._writer(folder), get_crc32_options()
         if self._planner.copies is not None:
-            writer.per_thread_copy_ahead = 0  # nothing is on a GPU any more
+            writer.per_thread_copy_ahead = 0  # all data is in host memory
         plan = writer.prepare_global_plan(self._plans)[self._rank]
         set_crc32_options(False)
         try:
@@ -91,14 +91,14 @@ class RankPlan:
         return [[_result_message(result) for result in done.value()], written]
 
     def finish(self, folder: Path, messages: Sequence[Message]) -> dict[str, Written]:
-        """Writes torch's ``.metadata`` once all ranks have written; the files that there are."""
+        """Writes torch's ``.metadata`` once all ranks have written; returns all files by name."""
         writer, written = self._writer(folder)
         writer.finish(self._metadata, [[_result_of(*result) for result in results] for results, _ in messages])
         files = {name: Written(size, tuple(crcs)) for _, sent in messages for name, (size, crcs) in sent.items()}
         return {**files, **{name.removesuffix(".tmp"): file for name, file in written.items()}}
 
     def _writer(self, folder: Path) -> tuple[FileSystemWriter, dict[str, Written]]:
-        """torch's own, and by name what it has written."""
+        """A FileSystemWriter, and name → size and crc32s of the files that it has written."""
         writer, checksums = FileSystemWriter(folder, overwrite=True), _Checksums()
         writer.fs = checksums
         writer.set_up_storage_writer(self._rank == 0, rank=self._rank, use_collectives=True)
@@ -106,19 +106,19 @@ class RankPlan:
 
 
 class _WritePlanner(DefaultSavePlanner):
-    """torch's, which can write copies. ``copies``: those that are still to be written; None: what is there itself."""
+    """torch's save planner, able to write copies. ``copies``: copies not written yet; None: writes the originals."""
 
     copies: dict[MetadataIndex, Any] | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if self.copies is None:
             return super().resolve_data(write_item)
-        data: Tensor | io.BytesIO = self.copies.pop(write_item.index)  # asked for once, its memory is needed no more
+        data: Tensor | io.BytesIO = self.copies.pop(write_item.index)  # torch asks once: frees the memory
         return data
 
 
 class _Checksums(FileSystem):
-    """Files whose bytes and crc32 are known once they are written: ``written``, by name."""
+    """A file system that records each written file. ``written``: name → size and crc32s."""
 
     def __init__(self) -> None:
         self.written: dict[str, Written] = {}
@@ -143,7 +143,7 @@ class _Summed:
 
     def write(self, data: Any) -> int:
         self._file.write(data)
-        # Checksums are of pieces of equal length, wherever the writes begin and end.
+        # Each checksum covers PIECE bytes of the file, wherever the writes begin and end.
         left = memoryview(data).cast("B")
         count = len(left)
         while left:
@@ -165,11 +165,11 @@ class _Summed:
         self._file.close()
 
     def fileno(self) -> int:
-        self._file.flush()  # torch asks when it waits for the disk, not always having flushed
+        self._file.flush()  # torch calls fileno() for fsync, sometimes without a flush
         return self._file.fileno()
 
 
-# --- what ranks send each other
+# --- messages between ranks
 
 
 def _item_message(item: WriteItem) -> Message:
