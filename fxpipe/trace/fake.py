@@ -38,7 +38,7 @@ from fxpipe.trace.state.contents import is_library, walk
 _META = torch.device("meta")
 
 
-@dataclass
+@dataclass(frozen=True)
 class FakeModel:
     """The fake tensors that replace the model's during a capture. ``names``: a fake tensor's id → its first name."""
 

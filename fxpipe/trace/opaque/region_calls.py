@@ -22,7 +22,7 @@ from fxpipe.trace.request import Request, tensors_of_words
 from fxpipe.trace.user_line import current_line, is_users
 
 
-@dataclass
+@dataclass(frozen=True)
 class RegionCall:
     """One call of a region in a capture."""
 
@@ -48,7 +48,7 @@ class RegionCall:
         return Effects(seen.reads, seen.writes, shares, draws_random=True, is_rehearsed=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Regions:
     """The regions of a capture, and their calls so far.
 

@@ -1,0 +1,37 @@
+"""Before ``run``, state is a value: dataclasses are frozen, but for those that one capture or one step fills."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+
+import fxpipe
+
+WITH_STATE = ("fxpipe.run", "fxpipe.sharding", "fxpipe.distributed")
+FILLED = {
+    "Balancing": "remembers the costs of the program that it was asked for last",
+    "Conversion": "a builder: it lives while one exported graph becomes a program",
+    "Emitter": "a builder: it lives while one tape becomes a graph",
+    "ListOfTensors": "one capture notes whether forward opens the list",
+    "Operation": "an entry of a tape, which the recorder of one capture completes",
+    "Saved": "a stage's forward leaves it to the backward, which needs a seed beside it",
+    "Touched": "an entry of a tape: what operations of one capture read and write",
+    "_ModesInGraph": "a builder: it follows the modes through one graph",
+    "_Writer": "a builder: it writes one graph",
+    "_Named": "one capture counts the calls of a submodule that is cut",
+}
+"""Class → why it is filled after it was made, and by whom."""
+
+
+def test_dataclasses_are_frozen() -> None:
+    modules = [importlib.import_module(each.name) for each in pkgutil.walk_packages(fxpipe.__path__, "fxpipe.")]
+    classes = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__.startswith("fxpipe.")
+    }
+    values = [each for each in classes if not each.__module__.startswith(WITH_STATE)]
+    assert len(values) > 100
+    assert {each.__name__ for each in values if not each.__dataclass_params__.frozen} == FILLED.keys()  # type: ignore[attr-defined]
