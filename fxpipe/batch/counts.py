@@ -69,7 +69,7 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 def _numbers(path: str, given: Any) -> Numbers:
     """Counts as Python numbers; waits for a GPU. RunError for other values."""
     try:
-        # a list on the CPU, whatever the default device is
+        # a list becomes a tensor on the CPU, not on torch's default device
         tensor = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
     except Exception:  # any error means that these are no numbers
         raise RunError(f"the counts of {path!r} are {shown(given)}; they are a tensor or a list of numbers") from None

@@ -101,7 +101,7 @@ class GroupInputs:
         microbatches: range,
         mode: Mode | None,
     ) -> tuple[Any, Joined]:
-        """Returns a group's concatenated parts, with all replicas' rows if ``mode`` is "global", and their ``Joined``."""
+        """Returns a group's concatenated parts, with all replicas' rows if ``mode`` is "global", and its ``Joined``."""
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, dims, likes = list[Any](), list[int | None](), list[Tensor | None]()

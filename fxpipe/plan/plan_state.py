@@ -63,7 +63,7 @@ class PlanState:
     again: frozenset[str] | None = None
     """The names of the recomputed stages, if they were chosen before the first plan."""
     by_shapes: Costs | None = None
-    """What the stages take, derived from the shapes of the example, where a limit of memory needs their bytes."""
+    """The stages' costs derived from the example's shapes, if a memory limit needs their bytes."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Makes a graph's stages run the modules that ``parallelize`` returned; None before ``parallelize`` was called."""
 
@@ -170,7 +170,7 @@ class PlanState:
             return self._plan(pattern, sample, capturing, at_compile=True)[0]
         except Unanswered:
             raise
-        except FxpipeError:  # evaluate() raises it again, unless it is given other inputs
+        except FxpipeError:  # evaluate() raises the error again for such inputs
             return self.with_captures(wrong=capturing.captures.wrong)
 
     def _plan(
@@ -215,7 +215,7 @@ class PlanState:
         identities = {id(plan) for plan in (self.first, *wanted)}
         plans = {pattern: plan for pattern, plan in self.plans.items() if id(plan) in identities}
         used = {pattern for plan in plans.values() for pattern in plan.captures}
-        # without places: a later plan of the same pattern may be of another capture
+        # row places are dropped: a later plan of the same pattern may come from another capture
         return replace(self, plans=plans, captures=self.captures.only(used), places={})
 
     def with_row_places(self, plan: Plan, pattern: Pattern) -> tuple[PlanState, Places]:
@@ -281,15 +281,15 @@ class PlanState:
         assert state.shown is not None
         state = replace(state, by_shapes=state.tables.costs_by_shapes(state.shown, self.first.graph), plans={})
         made: dict[int, Plan] = {}
-        # Evaluation keeps its tables: costs were measured in steps.
+        # Plans of evaluation keep their tables: the costs were measured in training steps.
         for pattern, plan in self.plans.items():
             if pattern.training and id(plan) not in made:
                 made[id(plan)] = state._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
             state = replace(state, plans={**state.plans, pattern: made.get(id(plan), plan)})
-        # Both tables at the new costs: the present one was made for others.
+        # Both tables are simulated at the new costs: the present table was made for other costs.
         present, new = self.first.schedule, state.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
-        costed = replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
+        costed = replace(family, costs=new.costs or family.costs)  # may add bytes from shapes
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
         state = self if stays else state
         return state, state.first

@@ -256,7 +256,7 @@ class Balancing:
         """Whether the user left the stages' ranks open, and there is a choice of ranks or a memory limit to keep."""
         ranks = self.topology.size("pipe")
         limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO
-        # The tables of recompute="auto" keep within the memory by themselves.
+        # With recompute="auto", the choice of tables already keeps the memory limit.
         left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
         return left and (stages > ranks > 1 or (limited and stages >= ranks))
 

@@ -359,7 +359,7 @@ def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iter
     rank_of, stages, ranks = list(layout.rank_of), range(layout.stages), rank_count(layout.rank_of)
     if layout.stages == ranks:
         return
-    # A rank must keep a stage, so only a stage of a rank that has several may move; any two may be exchanged.
+    # A rank must keep a stage, so only stages of ranks with several stages may move; any two may be exchanged.
     exchanges: list[dict[int, int | tuple[int, ...]]] = [
         {stage: rank} for stage in stages if rank_of.count(rank_of[stage]) > 1 for rank in range(ranks)
     ]

@@ -54,7 +54,7 @@ def by_upward_rank(work: BlockGraph) -> Order:
         rank[block] += work.blocks[block].seconds
         for source in work.sources[block]:
             rank[source] = max(rank[source], rank[block])
-    return tuple(sorted(order, key=lambda block: -rank[block]))  # stable, so topological where ranks are equal
+    return tuple(sorted(order, key=lambda block: -rank[block]))  # stable, so topological at equal ranks
 
 
 def depth_first(work: BlockGraph) -> Order:
@@ -198,7 +198,7 @@ def segments_of(order: Order, ends: Sequence[int]) -> dict[int, int]:
 
 
 def _tensor(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")  # not torch's default device
 
 
 def _sums(numbers: Iterable[float]) -> list[float]:

@@ -336,7 +336,7 @@ class _Trial:
         suspects = {fact: right for fact, right in wanted.items() if not is_close(got.get(fact), right)}
         if not suspects:
             return
-        self.run(self.stages, rounding := Rounding())  # again, to count its operators
+        self.run(self.stages, rounding := Rounding())  # runs the stages again, to count their operators
         gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == GRADIENT), default=0.0)
         # 2. A value's scale is its largest number; a gradient's is at least the model's largest gradient / CONSTANT.
         for fact, right in suspects.items():

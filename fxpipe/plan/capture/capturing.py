@@ -101,7 +101,7 @@ class Capturing:
         self.captures = replace(self.captures, wrong={**self.captures.wrong, (training, tracer): why})
 
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
-        """The key in ``captures.by_pattern`` of the capture for one micro-batch, which is made if there is none yet."""
+        """The key in ``captures.by_pattern`` of the capture for a micro-batch; makes the capture if none is valid."""
         # 1. A valid capture: for any shape, with symbolic sizes, or for this shape and the answers of this micro-batch.
         captures, shape, answers = self.captures, this.shape, this.answered
         kind = None if shape is None else (replace(this, shapes=(), answers=()), outline(shape))
@@ -310,7 +310,7 @@ class Tracing:
         return seen
 
     def _guessed(self, names: set[str], shape: Description) -> SeenCalls:
-        """What these regions do, guessed from the observed micro-batch that is most like this micro-batch."""
+        """The calls of these regions, guessed from the observed micro-batch that is most like this micro-batch."""
 
         # The best observation called these regions, in this mode, and each of its sizes maps to one size of this shape.
         def unlikeness(observed: Observed) -> tuple[int, bool, tuple[int, int]]:

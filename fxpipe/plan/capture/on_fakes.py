@@ -37,7 +37,7 @@ def left_as_it_is(module: nn.Module) -> Iterator[None]:
 
 
 def faked(value: Any, fake: FakeModel) -> Any:
-    """A value with a fake tensor in place of each tensor, floating-point ones in the type that inputs will have."""
+    """A value with a fake tensor in place of each tensor; floating-point tensors get the type of inputs in stages."""
     likes = pytree.tree_map_only(Tensor, TensorLike.of, value)
     return fake.inputs({"value": likes})["value"]
 
