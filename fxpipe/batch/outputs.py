@@ -210,9 +210,9 @@ def _is_mean(number: Tensor) -> bool:
 def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     """A replica's output with the whole batch's numbers. A collective call of the replicas that have an output.
 
-    A 0-dimensional floating-point tensor is this replica's part of a mean, already weighted by its share of the whole
-    batch, so the parts add up; so do counts (integers), and the total and count of a ``Sum``. ``is_of_all``: whether
-    each replica's output is of all rows, so that counts and sums are already the whole batch's.
+    A 0-dimensional floating-point or complex tensor is this replica's part of a mean, already weighted by its share of
+    the whole batch, so the parts add up; so do counts (integers), and the total and count of a ``Sum``. ``is_of_all``:
+    whether each replica's output is of all rows, so that counts and sums are already the whole batch's.
     RunError on all replicas if their outputs have different numbers.
     """
     if transport.data_size == 1:

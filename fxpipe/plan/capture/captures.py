@@ -82,7 +82,7 @@ class Captures:
     """The boundaries of ``boundaries=``: submodule path → where the submodule is cut."""
     balancing: Balancing
     latest: LatestReads = field(default_factory=LatestReads)
-    """The latest ``reads``, which a run compares for the regions that captures watch."""
+    """The ``reads`` of the present call, which ``run`` sets; watched regions check them for changes."""
     wrong: Mapping[tuple[bool, str], str] = field(default_factory=dict)
     """(in training, tracer) → the error in the tracer's capture at compile. Such a tracer is not tried again."""
     by_pattern: Mapping[Pattern, Captured] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Captures:
     asks_numbers: bool = False
     """Whether forward may also ask for numbers, because the model cannot be captured otherwise."""
     any_words: bool = False
-    """Whether a capture is valid for any strings. Then descriptions have only the strings' types."""
+    """Whether a capture is valid for any strings. Descriptions then omit strings; later captures try the same first."""
     objects: Mapping[ObjectValue, Any] = field(default_factory=dict)
     """This rank's inputs that are neither tensors nor plain values."""
     by_value: bool = False

@@ -49,7 +49,7 @@ from fxpipe.trace.state.reads import Reads, noting
 SMALL = 2**16
 """The most elements of a buffer that is copied."""
 MANY = 10
-"""The number of captures in one mode at which the user is warned."""
+"""The number of captures in a mode, training or evaluation, at which a report is logged."""
 OBSERVED = 16
 """The most micro-batches for which the results of opaque regions are remembered."""
 
