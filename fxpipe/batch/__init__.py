@@ -1,1 +1,1 @@
-"""Batch: how inputs are described, counted, split and joined; rows of outputs, and inputs of groups."""
+"""Batch: describes, counts, splits and joins inputs; finds the rows of outputs; joins the inputs of groups."""

@@ -1,4 +1,4 @@
-"""Batch: what a call was given, described and counted, and how it is split into micro-batches."""
+"""Batch: the description and the counts of a call's inputs, and their split into micro-batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxpipe.torch_compat import pytree
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch, or the micro-batches that the caller has split it into.
+    """A batch, or the micro-batches into which the caller has split a batch.
 
-    ``given``: the description of the batch, or of each micro-batch. ``counts``: of the packed inputs of a batch.
-    ``rows``: None where no input decides how many there are. ``sizes``: the rows of each micro-batch, or else 1.
+    ``given``: the description of the batch, or of each micro-batch. ``counts``: the counts of a batch's packed inputs.
+    ``rows``: the number of rows, or None if no input gives it. ``sizes``: the rows of each micro-batch, or 1 each.
     """
 
     given: tuple[Description, ...]
@@ -40,10 +40,10 @@ class Batch:
         microbatches: int | None,
         may_be_fewer: bool = False,
     ) -> Batch:
-        """A call's batch. RunError where its inputs do not go together, or have too few rows.
+        """A call's batch. RunError if its inputs contradict each other, or have too few rows.
 
-        ``microbatches``: how many a batch is split into; None where ``given`` are micro-batches. ``may_be_fewer``: a
-        batch of fewer rows is split into these.
+        ``microbatches``: the number of micro-batches; None if ``given`` are micro-batches. ``may_be_fewer``: a batch
+        with fewer rows is split into single rows.
         """
         rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(given, counts, strict=True)]
         if microbatches is None:
@@ -55,24 +55,24 @@ class Batch:
 
     @cached_property
     def part_sizes(self) -> PartSizes:
-        """How much of each input a micro-batch has."""
+        """Path → the size of each micro-batch's part of that input; under "" the rows of each micro-batch."""
         sizes, rules = {"": self.sizes}, counted(self.batch_dim)
         for path, rule in rules.items():
             own = sizes.get(rule.of if rule.of in rules else "")
             if own is None:
-                continue  # the input whose rows it is counted for was not given, nor was this one
+                continue  # neither the input with the counted rows nor this input was given
             if isinstance(rule, Offsets):
                 sizes[path] = own
             elif isinstance(rule.counts, int):
                 sizes[path] = tuple(rule.counts * size for size in own)
             elif path in self.counts:
-                # A micro-batch takes the counts of its own rows, which lie one after another.
+                # A micro-batch takes the counts of its own rows, which are consecutive.
                 ends = zip(accumulate(own), own, strict=True)
                 sizes[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
         return sizes
 
     def split(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of what a rank was given."""
+        """Splits a rank's inputs into micro-batches."""
         if not self.is_whole:
             return [dict(part) for part in given]
         rules = {name: rule_of(self.batch_dim, name, value) for name, value in given[0].items()}
@@ -80,7 +80,7 @@ class Batch:
         return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]
 
     def describe_parts(self, given: Sequence[Description] | None = None) -> list[Description]:
-        """The descriptions of the micro-batches. ``given``: of what one rank was given, in place of all ranks."""
+        """The descriptions of the micro-batches. ``given``: a single rank's description, instead of the merged one."""
         given = self.given if given is None else given
         if not self.is_whole:
             return list(given)
@@ -88,7 +88,7 @@ class Batch:
 
 
 def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
-    """The inputs of several micro-batches in a row; of an input that has no rows, or is not split, the first's."""
+    """The inputs of several micro-batches, concatenated; inputs without rows come from the first micro-batch."""
     first = batches[0]
     if len(batches) == 1:
         return dict(first)
@@ -96,12 +96,12 @@ def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[st
 
 
 def joined_description(descriptions: Sequence[Description], batch_dim: BatchDim) -> Description:
-    """The description of several micro-batches in a row."""
+    """The description of several concatenated micro-batches."""
     return _with_likes(descriptions[0], joined(list(map(example_of, descriptions)), batch_dim))
 
 
 def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
-    """The description of a batch of so many rows; packed inputs stay unchanged."""
+    """The description of a batch with ``rows`` rows; packed inputs stay unchanged."""
     likes = example_of(description)
     for name, like in likes.items():
         if type(rule := rule_of(batch_dim, name, like)) is InRows:
@@ -110,7 +110,7 @@ def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Descr
 
 
 def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
-    """The description with these inputs in place of its own."""
+    """The description with ``likes`` in place of its own inputs."""
     return tuple(
         (name, described(likes[name], not any(type(leaf) is str for leaf in given.detail[1])))
         if name in likes

@@ -1,4 +1,4 @@
-"""Counts: how many rows of a packed input go with each row of the batch, as a rank reads them from its inputs."""
+"""Counts: the number of a packed input's rows for each row of the batch, as a rank reads it from its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpipe.validation import is_mapping, shown
 Numbers = tuple[int, ...]
 """A count for each row."""
 Counts = Mapping[str, Numbers]
-"""Path of an input that is cut by a count → the count for each row that it is counted for."""
+"""Path of an input that is cut by counts → its count for each row of the batch, or of another packed input."""
 
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbers]:
@@ -27,7 +27,7 @@ def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbe
 
 
 def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
-    """RunError for an input that cannot be split: each micro-batch would be given all of it."""
+    """RunError for an input that cannot be split: each micro-batch would take all of it."""
     for name, value in values.items():
         rule_of(batch_dim, name, value).check(value)
 
@@ -47,7 +47,7 @@ def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_di
                 f"batch would be given all of it; pass a tensor, or write {written(rule.counts, 'fxpipe.Packed(1)')}"
             )
         return None if given is None else _numbers(path, given)
-    # A function of inputs: where a rank lacks one that must be given, another rank counts.
+    # A function of inputs: if this rank lacks a required input, another rank counts.
     given = {name: values[name] for name in read_by(rule) if values.get(name) is not None}
     if any(needed and name not in given for name, needed in read_by(rule).items()):
         return None
@@ -59,7 +59,7 @@ def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_di
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:
-    """An input, or what a dict input has at "batch.images"; None where there is none."""
+    """The value at a path such as "images", or "batch.images" in a dict input; None if it is absent."""
     value: Any = values
     for name in path.split("."):
         value = value.get(name) if is_mapping(value) else None
@@ -67,15 +67,15 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
 
 
 def _numbers(path: str, given: Any) -> Numbers:
-    """Counts as numbers of Python's: waits for a GPU. RunError for other values."""
+    """Counts as Python numbers; waits for a GPU. RunError for other values."""
     try:
-        # a list on the CPU, whatever the default device is
+        # a list becomes a tensor on the CPU, not on torch's default device
         tensor = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
-    except Exception:  # whatever it is, it is no numbers
+    except Exception:  # any error means that these are no numbers
         raise RunError(f"the counts of {path!r} are {shown(given)}; they are a tensor or a list of numbers") from None
     if tensor.is_meta:
         raise RunError(f"the counts of {path!r} are on the meta device, without numbers; give what they are read from")
-    # A list without entries is float32 to torch, and is as good as any integers.
+    # torch makes an empty list a float32 tensor, which is valid here.
     whole = not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel()
     if tensor.dim() != 1 or not whole:
         raise RunError(
@@ -102,7 +102,7 @@ def _lengths(path: str, offsets: Any) -> Numbers | None:
 
 
 def merge_counts(everyone: Sequence[Counts]) -> Counts:
-    """The counts of all ranks of a pipe group, taken together; RunError where two ranks' differ."""
+    """The merged counts of all ranks of a pipe group; RunError if the counts of two ranks differ."""
     merged: dict[str, tuple[int, Numbers]] = {}
     for rank, counts in enumerate(everyone):
         for path, numbers in counts.items():

@@ -1,4 +1,4 @@
-"""Descriptions: the inputs of a call without their numbers, as ranks send them to each other."""
+"""Descriptions: a call's inputs without their tensors' numbers, in the form that ranks send to each other."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fxpipe.validation import is_list, is_mapping, shown
 
 _FIXED = (bool, str, bytes, torch.dtype, torch.device)
 _BY_IDENTITY = tuple((type(value).__name__, repr(value)) for value in (None, True, False))
-"""What describes the values that code compares by ``is``."""
+"""The descriptions of the values that code compares by ``is``."""
 
 
 @admitted
 @dataclass(frozen=True)
 class InputDescription:
-    """An input as a rank was given it. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
+    """A rank's input. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
-    ``detail``: a fixed value, or its ``ObjectValue``; of an input the container, and its leaves: a ``TensorLike`` for a
-    tensor, and for a Python value its type, or its type and value. ``like``: the input with a ``TensorLike`` in place
-    of each tensor.
+    ``detail``: a fixed value, or its ``ObjectValue``; for an "input", its container and leaves: a ``TensorLike`` for a
+    tensor; the type, or the type and value, for a Python value. ``like``: the input with a ``TensorLike`` in place of
+    each tensor.
     """
 
     kind: str
@@ -45,8 +45,8 @@ class InputDescription:
 
     @property
     def fixed_leaves(self) -> tuple[Any, ...]:
-        """For each leaf that is an object, None or a truth value, what describes it; None for other leaves, and for
-        objects with tensors all of whose attributes are there."""
+        """The description of each leaf that is an object, None or a truth value; None for other leaves, and for objects
+        with tensors none of whose attributes is None."""
 
         def is_fixed(leaf: Any) -> bool:
             return isinstance(leaf, ObjectValue) or (isinstance(leaf, ObjectLike) and bool(leaf.absent))
@@ -55,7 +55,7 @@ class InputDescription:
 
     @property
     def has_names(self) -> bool:
-        """Whether the input is, or holds, a container whose items have names, of which any may be absent or None."""
+        """Whether the input is, or holds, a container with named items, any of which may be absent or None."""
         parts = self.like if isinstance(self.like, (list, tuple)) else [self.like]
         return self.kind == "input" and any(not pytree.tree_is_leaf(part) for part in parts)
 
@@ -70,7 +70,7 @@ Description = tuple[tuple[str, InputDescription], ...]
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's inputs by name, in the order of the signature; TypeError as Python itself would raise it.
 
-    TypeError, too, for inputs that ``*args`` takes: these have no names.
+    Also TypeError for inputs that ``*args`` takes, since these inputs have no names.
     """
     bound = signature.bind_partial(*args, **kwargs).arguments
     values: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def check_calls(calls: Any) -> None:
-    """TypeError unless these are micro-batches that are split already, (args, kwargs) each."""
+    """TypeError unless ``calls`` is a list of micro-batches, (args, kwargs) each."""
     if not is_list(calls):
         raise TypeError(f"microbatches is {shown(calls)}; it is a list of (args, kwargs)")
     for call in calls:
@@ -114,18 +114,18 @@ def required_names(signature: inspect.Signature) -> list[str]:
 def describe(
     values: Mapping[str, Any], exact: bool = False, objects: dict[ObjectValue, Any] | None = None
 ) -> Description:
-    """The description of inputs. ``exact``: with the values of Python's numbers, which a capture may depend on.
-    ``objects``: gets the objects among the inputs."""
+    """The description of inputs. ``exact``: whether it includes the values of Python's numbers, on which a capture may
+    depend. ``objects``: a dict to which the objects among the inputs are added."""
     return tuple((name, described(value, exact, objects)) for name, value in values.items())
 
 
 def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
-    """The description of an input, whose tensors may be ``TensorLike`` already."""
+    """The description of an input, whose tensors may already be ``TensorLike``."""
     if value is None:
         return InputDescription("none")
     if type(value) in _FIXED:
         return InputDescription("fixed", value)
-    # ``detail`` has all that a capture may depend on, and is compared; ``like`` is split as the values are.
+    # ``detail`` has all facts on which a capture may depend, and is compared; ``like`` is split as the input is.
     leaves, spec = pytree.tree_flatten(value)
     likes = [_like(leaf, objects) for leaf in leaves]
     if spec.is_leaf() and isinstance(likes[0], ObjectValue):
@@ -133,7 +133,7 @@ def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = 
     described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
     try:
         like = pytree.tree_unflatten(likes, spec)
-    except Exception as error:  # a container that looks at what it is made of, such as PackedSequence
+    except Exception as error:  # a container that checks its contents, such as PackedSequence
         raise RunError(
             f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "
             f"tensors, and make it of them in forward ({type(error).__name__}: {error})"
@@ -144,11 +144,11 @@ def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = 
 def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
     if isinstance(leaf, Tensor):
         return TensorLike.of(leaf)
-    # NumPy's numbers are described as Python's
+    # NumPy numbers are described as Python numbers
     leaf = leaf.item() if isinstance(leaf, numbers.Number) and hasattr(leaf, "item") else leaf
     if isinstance(leaf, (TensorLike, ObjectLike, ObjectValue)) or type(leaf) in PLAIN:
         return leaf
-    # Other ranks cannot be sent objects.
+    # Ranks cannot send objects to each other.
     like = like_of(leaf)
     if objects is not None and isinstance(like, ObjectValue):
         objects[like] = leaf
@@ -156,8 +156,8 @@ def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
 
 
 def _named(leaf: Any, exact: bool) -> Any:
-    """The type of a leaf that is no tensor, with its ``repr`` if ``exact``, by which 1, 1.0 and True differ, or for
-    None and truth values; an object's stand-in as it is."""
+    """The type of a leaf that is no tensor, with its ``repr``, by which 1, 1.0 and True differ, if ``exact``, and for
+    None and truth values. An object's stand-in is returned unchanged."""
     if isinstance(leaf, (ObjectLike, ObjectValue)):
         return leaf
     name = type(leaf).__name__
@@ -167,12 +167,12 @@ def _named(leaf: Any, exact: bool) -> Any:
 
 
 def example_of(description: Description) -> dict[str, Any]:
-    """The inputs that are neither None nor fixed, each with a ``TensorLike`` for each tensor."""
+    """The inputs that are neither None nor fixed, with a ``TensorLike`` in place of each tensor."""
     return {name: given.like for name, given in description if given.kind == "input"}
 
 
 def for_any_words(description: Description) -> Description:
-    """The description with a ``WORD``, as a capture has it, in place of each string in a container."""
+    """The description with a ``WORD`` in place of each string in a container."""
 
     def without(leaf: Any) -> Any:
         return WORD if leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") else leaf
@@ -186,14 +186,14 @@ def for_any_words(description: Description) -> Description:
 
 
 def known_by_type(description: Description) -> Iterator[str]:
-    """The names of inputs that have a leaf of which the description holds the type alone."""
+    """The names of inputs that have a leaf whose description is only its type."""
     for name, given in description:
         if given.kind == "input" and any(type(leaf) is str for leaf in given.detail[1]):
             yield name
 
 
 def check_objects(description: Description) -> None:
-    """TraceError for an object that forward may branch on, and of whose value nothing is known."""
+    """TraceError for an object on which forward may branch, and whose value is not known."""
     for name, given in description:
         for leaf in given.detail[1] if given.kind == "input" else ():
             if isinstance(leaf, ObjectLike) and not leaf.is_data:
@@ -205,8 +205,8 @@ def check_objects(description: Description) -> None:
 
 
 def merge(descriptions: Sequence[Description]) -> Description:
-    """The inputs that the ranks of a pipe group were given, taken together. RunError where two ranks' differ."""
-    # A rank may be given None for an input that its stages do not read.
+    """The merged description of the inputs of a pipe group's ranks. RunError if the inputs of two ranks differ."""
+    # A rank may pass None for an input that its stages do not read.
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, given in description:
@@ -223,7 +223,7 @@ def merge(descriptions: Sequence[Description]) -> Description:
 
 
 def _kind(given: InputDescription) -> Any:
-    """The facts of an input that must be the same on all ranks: all but its tensors' devices and strides."""
+    """The facts of an input that must be equal on all ranks: all facts except its tensors' devices and strides."""
     if given.kind != "input":
         return given
     container, leaves = given.detail

@@ -22,16 +22,16 @@ from fxpipe.packed import BatchDim, rule_at
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
-"""The data axis, in groups of its own: nothing waits there for gradients that are being summed."""
+"""The data axis with separate process groups, whose collectives do not wait for running gradient sums."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """How a value was put together. ``dims``: each leaf's dimension of rows, None for a leaf without rows.
+    """How a value was joined from parts. ``dims``: each leaf's row dimension; None for a leaf without rows.
 
-    ``likes``: for each leaf that gets a gradient a tensor of its shape without memory, before other replicas' rows are
-    joined; else None. ``rows``: of each part. ``everyone``: the rows of each replica, where the value has those of all;
-    else empty.
+    ``likes``: for each leaf that gets a gradient, a tensor without memory that has the leaf's shape before other
+    replicas' rows are joined; None for other leaves. ``rows``: the rows of each part. ``everyone``: the rows of each
+    replica if the value has all replicas' rows; else empty.
     """
 
     dims: Sequence[int | None]
@@ -44,8 +44,8 @@ class Joined:
 class GroupInputs:
     """The inputs of a step's gathered stages.
 
-    ``rows``: of each micro-batch. ``is_cut``: whether the micro-batches were cut from one batch, so that what they were
-    not split is the same. ``places``: where values have their rows, as far as it is known.
+    ``rows``: the rows of each micro-batch. ``is_cut``: whether the micro-batches were cut from a batch, so that inputs
+    that are not split are equal. ``places``: the row dimensions of values, as far as they are known.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GroupInputs:
         self._everyone: dict[range, tuple[int, ...]] = {}
 
     def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
-        """A batch input of a group. An input that is not split must be the same for all micro-batches."""
+        """The value of a batch input for a group. An input that is not split must be equal in all micro-batches."""
         along = rule_at(self._batch_dim, name)
         if not isinstance(along, int | None):
             if mode == "global" and self._transport.data_size > 1:
@@ -79,7 +79,7 @@ class GroupInputs:
     def of_stage(
         self, value: str, maker: str, parts: Sequence[Any], microbatches: range, mode: Mode | None
     ) -> tuple[Any, Joined]:
-        """The value of a group, joined from the parts that micro-batches, or a group, have sent; and how it was joined.
+        """Returns a group's value, joined from the parts that micro-batches, or a group, sent, and its ``Joined``.
 
         ``maker``: the name of the stage that sends the parts.
         """
@@ -101,7 +101,7 @@ class GroupInputs:
         microbatches: range,
         mode: Mode | None,
     ) -> tuple[Any, Joined]:
-        """The parts of a group in a row, behind those of other replicas where they are gathered, too."""
+        """Returns a group's concatenated parts, with all replicas' rows if ``mode`` is "global", and its ``Joined``."""
         everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, dims, likes = list[Any](), list[int | None](), list[Tensor | None]()
@@ -111,9 +111,9 @@ class GroupInputs:
             gets_gradient = isinstance(leaf, Tensor) and leaf.requires_grad
             leaves.append(leaf)
             dims.append(dim)
-            # An expanded zero has the shape, type and device and no memory of its own.
+            # An expanded zero has the leaf's shape, type and device, and takes no memory.
             likes.append(leaf.new_zeros(()).expand(leaf.shape) if gets_gradient else None)
-        # All replicas check before one of them starts a collective that the others would not join.
+        # All replicas check before any replica starts a collective that the others would not join.
         if everyone and self._transport.data_size > 1:
             self._check_alike(text, leaves, dims)
             pairs = zip(leaves, dims, strict=True)
@@ -122,7 +122,7 @@ class GroupInputs:
         return pytree.tree_unflatten(leaves, spec), Joined(dims, likes, spec, rows, everyone)
 
     def cut(self, joined: Joined, gradient: Any) -> list[Any]:
-        """The gradient of each part. Where the value is of all replicas, a collective call of them: their sum."""
+        """The gradient of each part. If the value has all replicas' rows, a collective call sums their gradients."""
         leaves: list[Any] = [None] * len(joined.dims) if gradient is None else pytree.tree_leaves(gradient)
         nothing: list[Any] = [None] * len(joined.rows)
         columns = []
@@ -140,7 +140,7 @@ class GroupInputs:
     def _dim_of_rows(
         self, leaf: tuple[str, int], text: str, column: Sequence[Any], rows: Sequence[int], is_global: bool
     ) -> int | None:
-        """The dimension of the rows; None where each part is None. RunError for parts without rows to be gathered."""
+        """The row dimension; None if each part is None. RunError for parts without rows to be gathered."""
         if all(part is None for part in column):
             return None
         if not all(isinstance(part, Tensor) and part.dim() for part in column):
@@ -150,7 +150,7 @@ class GroupInputs:
             )
         dims = self._places.get(leaf, range(column[0].dim()))
         has_rows = len({part.dim() for part in column}) == 1
-        # A dimension holds the rows where its size is the number of rows in every micro-batch.
+        # A dimension has the rows if its size is the number of rows in every micro-batch.
         fits = [dim for dim in dims if has_rows and [part.shape[dim] for part in column] == list(rows)]
         is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
         if len(fits) == 1 or (fits and is_alone):
@@ -170,14 +170,14 @@ class GroupInputs:
     # over the replicas
 
     def _rows_of_everyone(self, microbatches: range) -> tuple[int, ...]:
-        """Each replica's rows of a group; a collective call of them, once for each group."""
+        """Each replica's rows of a group; a collective call of the replicas, once for each group."""
         if microbatches not in self._everyone:
             mine = sum(self._rows[microbatch] for microbatch in microbatches)
             self._everyone[microbatches] = self._transport.gather_int("data", mine)
         return self._everyone[microbatches]
 
     def _check_alike(self, text: str, leaves: Sequence[Any], dims: Sequence[int | None]) -> None:
-        """RunError on all replicas where their rows do not go together. A collective call of them."""
+        """RunError on all replicas if their rows cannot be concatenated. A collective call of the replicas."""
         facts = [
             (leaf.dtype, leaf.requires_grad, beside(leaf, dim)) if dim is not None else None
             for leaf, dim in zip(leaves, dims, strict=True)
@@ -200,13 +200,13 @@ class GroupInputs:
         return torch.cat(parts, dim).requires_grad_(tensor.requires_grad)
 
     def _summed(self, gradient: Tensor | None, like: Tensor, dim: int, everyone: Sequence[int]) -> Tensor:
-        """The own rows of a gradient, summed over the replicas."""
+        """This replica's rows of a gradient, summed over the replicas."""
         own, longest = everyone[self._transport.data_rank], max(everyone)
-        if gradient is None:  # nothing here came of it, and the others wait for that
+        if gradient is None:  # the value was unused here, and other replicas wait
             shape = list(like.shape)
             shape[dim] = sum(everyone)
             gradient = like.new_zeros(shape)
-        # reduce_scatter needs chunks of one size, so each replica's rows are padded to the longest.
+        # reduce_scatter needs chunks of equal size, so each replica's rows are padded to the largest number of rows.
         padded = [_padded(part, dim, longest) for part in torch.split(gradient, list(everyone), dim)]
         total = torch.empty_like(padded[0])
         self._perform("reduce_scatter", total.view(-1), torch.stack(padded).view(-1))
@@ -217,7 +217,7 @@ class GroupInputs:
 
 
 def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:
-    """A tensor with its rows in dimension 0, contiguous, and with zeros behind them up to so many rows."""
+    """A contiguous tensor with its rows in dimension 0, padded with zeros to ``rows`` rows."""
     tensor = tensor.movedim(dim, 0)
     if len(tensor) == rows:
         return tensor.contiguous()
@@ -227,19 +227,19 @@ def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def shapes_of(column: Sequence[Tensor]) -> str:
-    """The shapes of tensors, for an error."""
+    """The shapes of tensors, for an error message."""
     return ", ".join(str(list(part.shape)) for part in column)
 
 
 def beside(tensor: Tensor, dim: int) -> tuple[int, ...]:
-    """A tensor's sizes in all dimensions but that of its rows."""
+    """A tensor's sizes in all dimensions except the row dimension."""
     sizes = list(tensor.shape)
     del sizes[dim]
     return tuple(sizes)
 
 
 def _in_a_row(text: str, column: Sequence[Any], dim: int | None) -> Any:
-    """The parts of a group in a row, or the first, where they have no rows. RunError for parts of other sizes."""
+    """The concatenated parts of a group, or the first part if ``dim`` is None. RunError if other sizes differ."""
     if dim is None:
         return column[0]
     if len({beside(part, dim) for part in column}) > 1:
@@ -251,8 +251,8 @@ def _in_a_row(text: str, column: Sequence[Any], dim: int | None) -> Any:
 
 
 def _check_whole(name: str, column: Sequence[Any]) -> None:
-    """RunError where micro-batches were given other values of an input that a group takes once."""
-    # The number of items of a micro-batch is its share of the whole: it differs where shares differ.
+    """RunError if micro-batches have different values of an input that a group takes once."""
+    # A micro-batch's number of items is its share of the whole batch's, so ITEMS may differ.
     if name != ITEMS and not all(_are_equal(column[0], other) for other in column):
         raise RunError(
             f"input {name!r} has no rows and is not the same for all micro-batches, but a stage that runs once for all "
@@ -261,7 +261,7 @@ def _check_whole(name: str, column: Sequence[Any]) -> None:
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Whether two values are one, or equal tensors of one type, or equal plain values, or objects of one class."""
+    """Whether two values are the same object, equal tensors of equal type, equal plain values, or of the same class."""
     if value is other or not isinstance(value, (Tensor, *PLAIN)):
         return type(value) is type(other)
     if isinstance(value, Tensor) and isinstance(other, Tensor):

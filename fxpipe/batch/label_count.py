@@ -1,9 +1,9 @@
-"""Label count: ``num_items_in_batch``, which Hugging Face's losses divide by in place of a micro-batch's own labels.
+"""Label count: ``num_items_in_batch``, by which Hugging Face's losses divide instead of a micro-batch's own labels.
 
-With N labels in the whole batch, over all micro-batches and replicas, micro-batch i is given N·wᵢ, wᵢ being the share
-by which its loss is weighted: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is.
-What is not divided by the number (a mean over rows, an auxiliary loss, all of a model that ignores the number) is the
-mean over the micro-batches, so that nobody needs to know what the model does with it.
+Let N be the labels in the whole batch, over all micro-batches and replicas, and wᵢ the weight of micro-batch i's loss.
+Micro-batch i gets N·wᵢ: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is.
+A loss that is not divided by the number (a mean over rows, an auxiliary loss, any loss of a model that ignores it)
+becomes the mean over the micro-batches. So fxpipe need not know how the model uses the number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _GIVEN = described(TensorLike((), torch.float32, (), "cpu", False), exact=False)
 
 @dataclass(frozen=True)
 class Items:
-    """How a model's labels are counted. ``shifts``: its loss predicts each label from the one before. ``uncounted``:
-    why nobody counts them; a number that the call gives is dealt out all the same. ``is_taken``: whether a call can
-    give the number."""
+    """How a model's labels are counted. ``shifts``: whether its loss predicts a label from the label before, so that a
+    row's first label does not count. ``uncounted``: the reason why labels are not counted; a number that the call gives
+    is still passed to micro-batches. ``is_taken``: whether a call can give the number."""
 
     shifts: bool = False
     uncounted: str = ""
@@ -40,10 +40,10 @@ class Items:
 
     @staticmethod
     def of(model: nn.Module | StageGraph, uncounted: str = "") -> Items:
-        """As ``forward``, its loss function and its configuration say."""
+        """The items of a model, from its ``forward``, its loss function and its configuration."""
         if isinstance(model, StageGraph):
             return Items(uncounted="the stages are given", is_taken=ITEMS in model.inputs)
-        # An adapter (PEFT) takes any input: the model inside says what it takes. transformers' Trainer asks it, too.
+        # An adapter (PEFT) takes any input, so the signature of the model inside decides, as in transformers' Trainer.
         base: Any = getattr(model, "get_base_model", lambda: model)()
         parameters = inspect.signature(base.forward).parameters
         if ITEMS not in parameters:
@@ -58,7 +58,7 @@ class Items:
         return Items(is_causal and not encoder_decoder, uncounted)
 
     def note(self, inputs: Collection[str], read: Collection[str]) -> str:
-        """Whether the labels of such a batch are counted. ``read``: the inputs that stages read."""
+        """A note that says whether the labels of a batch are counted. ``read``: the inputs that stages read."""
         if "labels" not in inputs or not self.is_taken:
             return ""
         if ITEMS in read and not self.uncounted:
@@ -68,13 +68,13 @@ class Items:
         return f"labels are not counted: {self.uncounted or f'the loss does not read {ITEMS}'}"
 
     def described(self, batch: Description) -> Description:
-        """The batch, with the number of its items, where it has labels and the user has not given the number."""
+        """The batch's description, with the number of items if it has labels and the user has not given the number."""
         given = dict(batch)
         wanted = not self.uncounted and "labels" in given and are_counted(given["labels"].like) and ITEMS not in given
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches, with the number of their items, where ``described`` adds the number."""
+        """The micro-batches, with the number of their items if ``described`` adds the number."""
         counted = (are_counted(batch.get("labels")) and ITEMS not in batch for batch in batches)
         if self.uncounted or not all(counted):
             return [dict(batch) for batch in batches]
@@ -82,18 +82,18 @@ class Items:
         return [{**batch, ITEMS: count} for batch in batches]
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """The labels in these micro-batches that a loss counts: 0-dimensional, int64."""
+        """The number of labels in these micro-batches that a loss counts: 0-dimensional, int64."""
         return torch.stack([(self._labels(batch) != IGNORED).sum() for batch in batches]).sum()
 
     def counts_of(self, batches: Sequence[Mapping[str, Any]]) -> list[int]:
-        """How many labels these micro-batches have that a loss counts, and how many with the first of each row; of
-        micro-batches without labels nothing."""
+        """The number of labels that a loss counts, and the number with the first label of each row included; empty for
+        micro-batches without labels."""
         if not all(are_counted(batch.get("labels")) for batch in batches):
             return []
         return [int(self.count(batches)), int(replace(self, shifts=False).count(batches))]
 
     def _labels(self, batch: Mapping[str, Any]) -> Tensor:
-        # Sequence-parallel batches bring labels that are shifted already, beside plain ones.
+        # Sequence-parallel batches contain shifted labels in addition to plain labels.
         if batch.get("shift_labels") is not None:
             return torch.as_tensor(batch["shift_labels"])
         labels = torch.as_tensor(batch["labels"])
@@ -101,15 +101,15 @@ class Items:
 
 
 def are_counted(labels: Any) -> bool:
-    """Whether these are labels: a tensor, or something that stands for one, or numbers in lists. A detector's, a dict
-    for each image, are not counted, by transformers' Trainer, either."""
+    """Whether labels can be counted: a tensor, a ``TensorLike``, or numbers in lists. A detector's labels, a dict for
+    each image, are not counted, as in transformers' Trainer."""
     if is_list(labels):
         return all(isinstance(leaf, Real) for leaf in pytree.tree_leaves(labels))
     return isinstance(labels, (Tensor, TensorLike))
 
 
 def with_number(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs, a number of items among them as a tensor of the one type that captures hold for."""
+    """The inputs, with a number of items converted to a float32 tensor, the type for which captures are valid."""
     number = inputs.get(ITEMS)
     return inputs | {ITEMS: as_number(number)} if isinstance(number, (Tensor, Real)) else inputs
 

@@ -1,4 +1,4 @@
-"""Objects among the inputs: those that hold tensors are data, and others are values, as a string is."""
+"""Objects among the inputs: objects that hold tensors are data, and other objects are values, as strings are."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fxpipe.torch_compat import OpOverload, OpOverloadPacket, block_mask_rows
 from fxpipe.trace.state.contents import captured_by, open_reading_of, reading_of, walk
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-"""Of what lies in a container beside tensors, what a capture can hold for alone."""
+"""The types of plain values in a container, besides tensors; a capture may be valid for a single such value."""
 _BY_REPR = (*PLAIN, range, slice, torch.layout, torch.memory_format, OpOverload, OpOverloadPacket)
 _LONG = 200
 
 
 def like_of(value: Any) -> ObjectValue | ObjectLike:
-    """What stands for an object that is no tensor and no plain value."""
+    """The stand-in of an object that is no tensor and no plain value."""
     try:
-        if any(part.parts and not part.is_entered for part in walk(value)):  # of more parts than are looked at
+        if any(part.parts and not part.is_entered for part in walk(value)):  # more parts than ``walk`` reads
             raise _Unknown
         text = _text_of(value, ())
-    except (_Unknown, ValueError):  # of a closure's variable that has no value yet
+    except (_Unknown, ValueError):  # ValueError: a closure's variable without a value
         parts = (part.value for part in walk(value, open_reading_of))
         is_data = any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts)
         attributes = getattr(value, "__dict__", {})
@@ -38,11 +38,11 @@ def like_of(value: Any) -> ObjectValue | ObjectLike:
 
 
 class _Unknown(Exception):
-    """Something in an object cannot be distinguished from another of its class."""
+    """An object has a part that cannot be distinguished from other objects of its class."""
 
 
 def _text_of(value: Any, around: tuple[int, ...]) -> str:
-    """A text that is the same for equal values on all ranks, and differs for others. ``_Unknown`` for tensors, too."""
+    """A text that is equal for equal values on all ranks, and differs for others. ``_Unknown`` also for tensors."""
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
     if cls in _BY_REPR:
@@ -62,13 +62,13 @@ def _text_of(value: Any, around: tuple[int, ...]) -> str:
     elif reading.is_leaf or is_array(value) or id(value) in around:
         raise _Unknown
     texts = [_text_of(part, (*around, id(value))) for part in parts]
-    # of a subclass of int, say, the number that it is
+    # the number itself, for a subclass of int, for example
     texts += [kind.__repr__(value) for kind in (int, float, complex, str, bytes) if isinstance(value, kind)]
     return f"{name}({', '.join(sorted(texts) if isinstance(value, (set, frozenset)) else texts)})"
 
 
 def _code_text(code: CodeType) -> str:
-    """A hash of what a function does: of one that is defined anew under its name, as in a notebook, it is another."""
+    """A hash of a function's code, which changes if the function is redefined under its name, as in a notebook."""
     inside = [
         _code_text(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else c
         for c in code.co_consts
@@ -78,14 +78,14 @@ def _code_text(code: CodeType) -> str:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether it is an array of some dimensions."""
-    # asked of its type: objects make up what they have
+    """Whether a leaf is an array with at least one dimension."""
+    # The type is asked, since some objects make up attributes.
     return hasattr(type(leaf), "__array__") and getattr(leaf, "ndim", 0) > 0
 
 
 def has_numbers(leaf: Any) -> bool:
-    """Whether it is an array, as NumPy's and pandas' are, or holds tensors, as an object or a function does; of a
-    ``BlockMask``, which is cut into its rows, whether it has one row and its ``mask_mod`` does."""
+    """Whether a leaf is an array of NumPy or pandas, or an object or a function that holds tensors. A ``BlockMask`` is
+    cut into its rows: it counts if it has a single row and its ``mask_mod`` holds tensors."""
     if (block_rows := block_mask_rows(leaf)) is not None:
         return block_rows == 1 and has_numbers(leaf.mask_mod)
     if hasattr(type(leaf), "__array__"):

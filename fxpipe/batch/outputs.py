@@ -1,4 +1,4 @@
-"""Outputs: those of micro-batches, put together as the whole batch's; their numbers over the data axis, too."""
+"""Outputs: joins the outputs of micro-batches to the whole batch's output, and sums their numbers over replicas."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_mapping, shown
 
 Where = tuple[Any, ...]
-"""The path of a value in an output: its key, or its index, in each container around it."""
+"""The path of a value in an output: the key or the index in each container around the value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """A list that has an entry for each row: an entry's tensors and numbers are that row's alone. A leaf for pytree."""
+    """A list with an entry for each row; an entry's tensors and numbers belong to its row only. A leaf for pytree."""
 
     values: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class OutputRows:
-    """How many rows the outputs of each micro-batch, or group of them, have, and in which dimensions rows may be.
+    """The number of rows in the outputs of each micro-batch, or group of micro-batches, and possible row dimensions.
 
-    ``along``: the inputs' dimensions of rows, beside dimension 0; empty where all inputs are packed. ``packed``:
-    (dimension, sizes) of packed inputs: an output may have as many rows as one of them, such as tokens. ``in_lists``:
-    whether an input is a list with an entry for each row, so that an output may be one; a list of dicts always may.
-    ``logged``: the paths of outputs of which a log line has said that they are given in a list.
+    ``along``: the inputs' row dimensions, in addition to dimension 0; empty if all inputs are packed. ``packed``:
+    (dimension, sizes) of packed inputs: an output may have the rows of a packed input, such as tokens. ``in_lists``:
+    whether an input is a list with an entry for each row, so that an output may be such a list; a list of dicts always
+    may. ``logged``: the paths of outputs that a log line has reported as lists.
     """
 
     sizes: Sequence[int]
@@ -51,7 +51,7 @@ class OutputRows:
 
     @staticmethod
     def of(batch: Batch, group: int, sizes: Sequence[int], logged: set[Where]) -> OutputRows:
-        """The rows of the outputs of a batch, each of a ``group`` of so many micro-batches."""
+        """The rows of a batch's outputs. ``group``: the number of micro-batches in each output."""
         rules = list(rules_in(batch.given[0], batch.batch_dim).values())
         along = {rule.dim for rule, like in rules if type(rule) is InRows and rule.length(like) is not None}
         packed = [rule for rule, _ in rules if type(rule) is InPackedRows]
@@ -60,20 +60,20 @@ class OutputRows:
         return OutputRows(sizes, sorted(along), several, in_lists, logged)
 
     def dims_in(self, column: Sequence[Tensor]) -> list[int]:
-        """The dimensions in which all parts have their micro-batches' rows, or those of a packed input."""
+        """The dimensions in which all parts have their micro-batches' rows, or the rows of a packed input."""
         packed = [dim for dim, sizes in self.packed if _are(column, dim, sizes)]
         own = [dim for dim in (*self.along, 0) if _are(column, dim, self.sizes)] if self.along or not packed else []
         return list(dict.fromkeys(dim % column[0].dim() for dim in (*own, *packed)))
 
     def are_entries(self, parts: Sequence[Sequence[Any]], where: Where) -> bool:
-        """Whether lists, one for each micro-batch, have an entry for each row. RunError in doubt.
+        """Whether the micro-batches' lists have an entry for each row. RunError in doubt.
 
-        A list without an entry for each row is a container: its tensors have all rows, or one shape in all parts.
+        A list without an entry for each row is a container: its tensors have all rows, or equal shapes in all parts.
         """
         is_of_rows = self.in_lists or all(is_mapping(entry) for part in parts for entry in part)
         if not is_of_rows or [len(part) for part in parts] != list(self.sizes):
             return False
-        # Lists of different lengths or structures cannot be containers of the same tensors: each entry is a row's.
+        # Lists of different lengths or structures cannot be containers of the same tensors: each entry is for a row.
         structures = {str(pytree.tree_structure(part)) for part in parts}
         if len(parts) == 1 or len(set(self.sizes)) > 1 or len(structures) > 1:
             return True
@@ -87,8 +87,8 @@ class OutputRows:
         if have_none or any(len({leaf.shape for leaf in column}) > 1 for column in without_rows):
             return True
         if tall and self.in_lists and self.sizes[0] == 1 and all(map(is_mapping, parts[0])):
-            return True  # what detectors return, if with one box for each image
-        # Entries have tensors of the same shapes; a container, such as logits beside hidden states, has others.
+            return True  # a detector's result with a box for each image
+        # Entries have tensors of equal shapes; a container, such as (logits, hidden states), has different shapes.
         if tall and not without_rows and all(len(set(map(_shapes_in, part))) > 1 for part in parts):
             return False
         shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
@@ -100,11 +100,11 @@ class OutputRows:
         )
 
     def join(self, outputs: Sequence[Any], shares: Sequence[float], where: Where = ()) -> Any:
-        """Micro-batch outputs as the whole batch's: rows concatenated, means weighted, the rest as it came first.
+        """The whole batch's output: rows are concatenated, means weighted; other values are the first micro-batch's.
 
-        ``shares``: of the micro-batches in means. ``where``: the path of the outputs in those of the model.
-        A list with an entry for each row is put together as one, in ``Entries``. Tensors that have the rows neither in
-        dimension 0 nor in the inputs' become a list of them. RunError where two dimensions may be meant.
+        ``shares``: the micro-batches' weights in means. ``where``: the path of ``outputs`` in the model's output.
+        Lists with an entry for each row are joined to a single list, in ``Entries``. Tensors whose rows are neither in
+        dimension 0 nor in the inputs' dimensions become a list of tensors. RunError if two dimensions may be meant.
         """
         first = outputs[0]
         if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
@@ -138,7 +138,7 @@ class OutputRows:
         if not first.dim():
             if not _is_mean(first):
                 return torch.stack(list(column)).sum()
-            # A part without weight may be nan, as the mean of no rows is: 0 · nan would be nan.
+            # A part of weight 0 may be nan, as the mean of no rows is, and 0 · nan would be nan.
             weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
             return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
         if len(column) == 1:
@@ -156,7 +156,7 @@ class OutputRows:
         return torch.cat(list(column), along)
 
     def _rows_along(self, column: Sequence[Tensor], where: Where) -> int | None:
-        """The dimension in which each part has its micro-batch's rows: the inputs', or 0. None where neither has."""
+        """The dimension in which each part has its micro-batch's rows: the inputs' or 0. None if neither has them."""
         fits, sizes = self.dims_in(column), list(self.sizes)
         if len(fits) > 1:
             raise RunError(
@@ -194,7 +194,7 @@ def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _are(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:
-    """Whether the parts are of one number of dimensions, and of these sizes in one of them."""
+    """Whether all parts have the same number of dimensions, and these sizes in dimension ``dim``."""
     dims = {part.dim() for part in parts}
     has_dim = len(dims) == 1 and all(-each <= dim < each for each in dims)
     return has_dim and [part.shape[dim] for part in parts] == list(sizes)
@@ -208,19 +208,19 @@ def _is_mean(number: Tensor) -> bool:
 
 
 def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
-    """A replica's output with the whole batch's numbers in it. A collective call of the replicas that have an output.
+    """A replica's output with the whole batch's numbers. A collective call of the replicas that have an output.
 
-    A 0-dimensional tensor of fractions is this replica's part of a mean, weighted already by its share of the whole
-    batch, so that the parts only add up; and so do counts (integers), and the total and count of a ``Sum``.
-    ``is_of_all``: each replica's output is that of all rows, so that counts and sums are the whole batch's as they are.
-    RunError on all of them where they have different numbers.
+    A 0-dimensional floating-point or complex tensor is this replica's part of a mean, already weighted by its share of
+    the whole batch, so the parts add up; so do counts (integers), and the total and count of a ``Sum``. ``is_of_all``:
+    whether each replica's output is of all rows, so that counts and sums are already the whole batch's.
+    RunError on all replicas if their outputs have different numbers.
     """
     if transport.data_size == 1:
         return output
     leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum))
 
     def numbers_in(leaf: Any) -> Sequence[Any]:
-        """What of a leaf is added up."""
+        """The numbers of a leaf that replicas add up."""
         if isinstance(leaf, Sum):
             return () if is_of_all else leaf
         is_number = isinstance(leaf, Tensor) and not leaf.dim() and (_is_mean(leaf) or not is_of_all)
@@ -235,7 +235,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
         )
     if not numbers:
         return output
-    # One all-reduce for all of them: complex128 holds each type, integers up to 2^53 exactly.
+    # A single all-reduce for all numbers: complex128 represents each type, integers exactly up to 2^53.
     tensors = [torch.as_tensor(number).to(transport.device, torch.complex128) for number in numbers]
     message = torch.view_as_real(torch.stack(tensors))
     transport.all_reduce("data", message)
@@ -247,7 +247,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
 
 
 def _of_type(number: Any, total: Tensor) -> Any:
-    """A total, [real, imaginary] in double precision, of the type that its number has."""
+    """Converts a total, [real, imaginary] in double precision, to the type of its number."""
     if not isinstance(number, Tensor):
         return type(number)(total[0].item())
     value = torch.view_as_complex(total) if number.is_complex() else total[0]
@@ -255,7 +255,7 @@ def _of_type(number: Any, total: Tensor) -> Any:
 
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
-    """What one rank of a pipe group has, on all of them, its tensors on ``device``. A collective call of the group."""
+    """Returns a rank's ``output`` on all ranks of its pipe group, with tensors on ``device``. A collective call."""
     meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
     tree = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
     if meta is None:

@@ -18,9 +18,9 @@ from fxpipe.trace.request import target_of
 @admitted
 @dataclass(frozen=True)
 class Flags:
-    """The facts of a model that a capture depends on: each module's training flag, each parameter's requires_grad, and
-    the number of the state of the attributes that forward reads (``Reads``). ``states``: all ranks', if they differ.
-    """
+    """The facts of a model on which a capture depends: each module's training flag, each parameter's requires_grad, and
+    the number of the state of the attributes that forward reads (``Reads``). ``states``: the numbers of all ranks, if
+    they differ."""
 
     training: bytes
     trainable: bytes
@@ -41,13 +41,13 @@ class Flags:
 
 
 def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:
-    """The name of the first module or parameter whose flags differ; both ranks have flags in one order."""
+    """The name of the first module or parameter whose flags differ; both ranks have the flags in the same order."""
     return next(name or "the model" for (name, _), flag, other in zip(named, mine, its, strict=True) if flag != other)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """``model.modules()``, in its order, without the names that torch makes for each: every step asks."""
-    # A stack of iterators, in torch's depth-first order.
+    """``model.modules()`` in the same order, faster, since every step calls it: torch makes a name for each module."""
+    # A stack of iterators gives torch's depth-first order.
     modules = {id(model): model}
     waiting = [iter(model._modules.values())]
     while waiting:
@@ -61,39 +61,39 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
-    """``model.parameters()`` for the modules of a model, in its order."""
+    """``model.parameters()`` for the modules of a model, in the same order."""
     return {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
 
 
 class GivenInputs(NamedTuple):
-    """The inputs of a micro-batch: the names of tensors and containers, the names and values of fixed ones."""
+    """The inputs of a micro-batch: the names of tensors and containers, and the names and values of fixed inputs."""
 
     inputs: tuple[str, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
     holding: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
-    """Each input whose items have names, or that holds an object, None or a truth value: its container and these."""
+    """(name, container, fixed leaves) of inputs with named items, or with an object, None or a truth value inside."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The facts that a capture depends on: the names of inputs, the values fixed in it, the flags of the model."""
+    """The facts on which a capture depends: the names of inputs, the fixed values, the flags of the model."""
 
     given: tuple[GivenInputs, ...]
-    """Of each micro-batch: one may lack an input that another has."""
+    """The inputs of each micro-batch: micro-batches may lack different inputs."""
     with_loss: bool
     flags: Flags
     training: bool = True
-    """Whether it is for a step; else for a forward-only run, where the user's own table need not fit."""
+    """Whether the pattern is for a training step; a forward-only run does not need the user's own table."""
     shapes: tuple[Description, ...] = ()
-    """Each micro-batch, described, for tracers that need it; () where no batch has been seen yet."""
+    """The description of each micro-batch, for tracers that need it; () if no batch has been seen yet."""
     ambient: Ambient = Ambient()  # noqa: RUF009  (it is frozen)
     everyone: tuple[int, ...] = ()
-    """The rows of each micro-batch on all replicas together, where stages see them; () where that is not known yet."""
+    """Each micro-batch's rows summed over all replicas, if stages see them; () if they are not known yet."""
 
     answers: tuple[Answers, ...] = ()
-    """What forward asks of each micro-batch, as far as this is known; () where nothing is."""
+    """The known answers to forward's questions about each micro-batch; () if there are no answers."""
     asks: bool = field(default=True, compare=False)
-    """Whether forward may ask: not of inputs without numbers, nor of a group of micro-batches."""
+    """Whether forward may ask questions: not about inputs without numbers, nor about a group of micro-batches."""
 
     @property
     def microbatches(self) -> int:
@@ -101,11 +101,11 @@ class Pattern:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of inputs that any micro-batch has."""
+        """The names of the inputs of all micro-batches together."""
         return tuple(dict.fromkeys(name for each in self.given for name in each.inputs))
 
     def each(self) -> list[Pattern]:
-        """For each micro-batch the pattern of the capture for it alone."""
+        """For each micro-batch, the pattern of its own capture."""
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
         return [
@@ -124,7 +124,7 @@ class Pattern:
 
     @property
     def shape(self) -> Description | None:
-        """The description of the first micro-batch; None where no batch has been seen."""
+        """The description of the first micro-batch; None if no batch has been seen."""
         return self.shapes[0] if self.shapes else None
 
     def for_any_words(self) -> Pattern:
@@ -132,7 +132,7 @@ class Pattern:
         return replace(self, shapes=tuple(map(for_any_words, self.shapes)))
 
     def for_any_shape(self) -> Pattern:
-        """The pattern without the facts that only tracers that need shapes depend on."""
+        """The pattern without shapes, row counts and answers, on which only tracers that need shapes depend."""
         return replace(self, shapes=(), everyone=(), answers=())
 
 
@@ -144,8 +144,8 @@ def pattern_of(
     ambient: Ambient,
     wants_loss: bool = False,
 ) -> Pattern:
-    """The captures that micro-batches like these need. ``wants_loss``: in evaluation, as far as it needs no target."""
-    # In evaluation a target may be left out: then the plan is of the model alone, whatever else is given.
+    """The pattern of these micro-batches. ``wants_loss``: whether evaluation has a loss if it requires no target."""
+    # An evaluation may lack a target: then the plan is of the model without the loss.
     target = target_of(loss_fn)
     has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
     is_free = target is None or target.default is not target.empty

@@ -1,4 +1,4 @@
-"""Rows: how many rows a batch has by its inputs, and each micro-batch's. Counts must fit what they count."""
+"""Rows: the number of rows of a batch, from its inputs, and of each micro-batch; checks counts against their inputs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def rules_in(description: Description, batch_dim: BatchDim) -> dict[str, tuple[N
 
 
 def row_count(description: Description, batch_dim: BatchDim, counts: Counts | None = None) -> int | None:
-    """The number of rows of a batch; None where no input gives it. ``counts``: merged; None: they are not checked.
+    """The number of rows of a batch; None if no input gives it. ``counts``: merged counts; None: no check of counts.
 
-    ``description``: what ranks reported, without objects of this one's, so that all refuse the same.
+    ``description``: the ranks' merged description, without this rank's objects, so that all ranks raise alike.
 
-    RunError where inputs disagree, or counts do not fit what they count.
+    RunError if inputs have different numbers of rows, or counts do not fit their input.
     """
-    # Every input that gives rows must give as many, and so must counts of the batch's rows.
+    # All inputs with rows, and all counts for the batch's rows, must give the same number of rows.
     rules = rules_in(description, batch_dim)
     lengths = {path: rule.length(like) for path, (rule, like) in rules.items()}
     by_input = {path: rules[path][0].rows(length) for path, length in lengths.items() if length is not None}
@@ -59,9 +59,9 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
 
 def _check_lists(likes: Mapping[str, Any], rows: Mapping[str, int]) -> None:
     """RunError for a list that may have an entry for each row. ``likes``: the inputs that ``batch_dim`` does not name.
-    ``rows``: of all inputs that give them."""
-    # A list of images, 3 × height × width, looks like a list of tensors with 3 rows each: torchvision's detectors take
-    # the former, and a DataLoader's batch is the latter.
+    ``rows``: the number of rows that each input gives."""
+    # A list of images, 3 × height × width, looks like a list of tensors with 3 rows each. torchvision's detectors take
+    # a list of images, and a DataLoader makes a list of tensors with rows.
     lists = {path: list(lists_in(path, like)) for path, like in likes.items()}
     is_alone = all(map(lists.get, rows))
     for path in likes:
@@ -75,9 +75,9 @@ def _check_lists(likes: Mapping[str, Any], rows: Mapping[str, int]) -> None:
 
 
 def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> list[str]:
-    """The lists without tensors that have as many entries as the batch has rows, and that ``batch_dim`` does not name.
+    """The paths of lists without tensors whose length is the batch's rows, and that ``batch_dim`` does not name.
 
-    A ``DataLoader`` makes such lists, and puts strings into tuples. A tuple of numbers is a shape, or a mean.
+    A ``DataLoader`` makes such lists, and tuples of strings. A tuple of numbers is a shape, or a mean.
     """
     return [
         path
@@ -100,8 +100,8 @@ def _is_named(path: str, batch_dim: BatchDim) -> bool:
 
 
 def _may_be_rows(listed: Sequence[Any], rows: int, is_alone: bool) -> bool:
-    """Whether a list may have an entry for each row: dicts do; tensors may, where there are as many as rows, or where
-    they are images, and the only inputs with rows."""
+    """Whether a list may have an entry for each row. A list of dicts may; a list of tensors may if it has as many
+    tensors as there are rows, or if the tensors are images and no other input has rows."""
     if any(map(is_mapping, listed)):
         return True
     dims = {len(entry.shape) for entry in listed}
@@ -111,8 +111,8 @@ def _may_be_rows(listed: Sequence[Any], rows: int, is_alone: bool) -> bool:
 
 
 def _check_counts(lengths: Mapping[str, int | None], rows: int | None, counts: Counts, batch_dim: BatchDim) -> None:
-    """RunError where there is not a count for each row, or counts do not sum to the length of their input."""
-    # counted() has inputs that are packed for the batch's rows in front of those that are packed for rows of these.
+    """RunError if a row has no count, or if counts do not sum to the length of their input."""
+    # counted() yields inputs that are packed for the batch's rows before inputs that are packed for rows of the former.
     rules = counted(batch_dim)
     for path, rule in rules.items():
         length = lengths.get(path)
@@ -145,11 +145,11 @@ def _numbers_of(path: str, rule: Packed | Offsets, rows: int, counts: Counts) ->
     )
 
 
-# --- and how it is cut
+# --- the split
 
 
 def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
-    """Rows of each micro-batch, as ``torch.tensor_split`` cuts them; 1 each where nothing is cut."""
+    """The rows of each micro-batch, cut as by ``torch.tensor_split``; 1 each if no input has rows."""
     if rows is None:
         return (1,) * microbatches
     if rows < microbatches:

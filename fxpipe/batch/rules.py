@@ -1,4 +1,4 @@
-"""Rules: how an input is counted, split into micro-batches, and joined again, as ``batch_dim`` says of it."""
+"""Rules: count the rows of an input, split the input into micro-batches, and join them again, by ``batch_dim``."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from fxpipe.torch_compat import block_mask_part, block_mask_rows, pytree
 from fxpipe.validation import is_mapping, shown
 
 PartSizes = Mapping[str, tuple[int, ...]]
-"""The rows of each micro-batch, under the empty path; and under the path of a counted input how many each has of it."""
+"""Path of a counted input → the size of each micro-batch's part of it. The empty path: each micro-batch's rows."""
 
 
 @dataclass(frozen=True)
 class NotSplit:
-    """An input, or a value in a dict input, of which each micro-batch takes all. Other rules override its methods.
+    """An input, or a value in a dict input, that each micro-batch takes unsplit. Other rules override the methods.
 
-    A ``like`` is the input with a ``TensorLike`` in place of each tensor; a ``value`` may be either.
+    A ``like`` is an input with a ``TensorLike`` in place of each tensor; a ``value`` has tensors or ``TensorLike``.
     """
 
     path: str
 
     def each(self, like: Any) -> Iterator[tuple[NotSplit, Any]]:
-        """The rule and the input; of a dict input whose values have rules of their own, these and its values."""
+        """The rule and the input; for a dict input with a rule for each value, these rules and the values."""
         yield self, like
 
     def check(self, value: Any) -> None:
         """RunError for a value that cannot be split by the rule."""
 
     def length(self, like: Any) -> int | None:
-        """The number of rows, entries or sequences that are split; None where nothing is."""
+        """The number of rows, entries or sequences that are split; None if nothing is split."""
         return None
 
     def rows(self, length: int) -> int | None:
-        """The number of rows of a batch whose input has that length; None where the input does not decide it."""
+        """The number of rows of a batch whose input has this length; None if the input does not decide the number."""
         return None
 
     def split(self, value: Any, sizes: PartSizes) -> list[Any]:
-        """The part of each micro-batch: views, and copies of offsets."""
+        """The part of each micro-batch. Parts are views; parts of offsets are copies."""
         return [value] * len(sizes[""])
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """The value whose parts these are."""
+        """The value joined from these parts."""
         return parts[0]
 
 
@@ -130,7 +130,7 @@ class InRows(NotSplit):
 
 @dataclass(frozen=True)
 class InPackedRows(InRows):
-    """An input whose tensors have another number of rows for each row of the batch, by its counts."""
+    """An input whose tensors have a different number of rows for each row of the batch; counts give the numbers."""
 
     packed: Packed
 
@@ -154,7 +154,7 @@ class InPackedRows(InRows):
 
 @dataclass(frozen=True)
 class InEntries(InPackedRows):
-    """A list, or tuple, that has a number of entries for each row of the batch."""
+    """A list, or tuple, with a counted number of entries for each row of the batch."""
 
     def length(self, like: Any) -> int:
         return len(like)
@@ -168,7 +168,7 @@ class InEntries(InPackedRows):
 
 @dataclass(frozen=True)
 class ByOffsets(InRows):
-    """An input of n + 1 offsets of n sequences. Parts overlap by one offset, and each begins with 0."""
+    """An input with the n + 1 offsets of n sequences. Parts overlap by an offset, and each part begins with 0."""
 
     of: str | None
 
@@ -188,7 +188,7 @@ class ByOffsets(InRows):
     def join(self, parts: Sequence[Any]) -> Any:
         if isinstance(parts[0], TensorLike):
             return replace(parts[0], shape=(sum(part.shape[0] - 1 for part in parts) + 1,))
-        joined = list(parts[:1])  # each later part goes on where the one before it ends
+        joined = list(parts[:1])  # each later part continues at the end of the part before
         for part in parts[1:]:
             joined.append(part[1:] + joined[-1][-1])
         return torch.cat(joined)
@@ -196,7 +196,7 @@ class ByOffsets(InRows):
 
 @dataclass(frozen=True)
 class InDict(NotSplit):
-    """A dict input whose values have rules of their own. ``written``: the rules that ``batch_dim`` has for it."""
+    """A dict input with a rule for each value. ``written``: the rules that ``batch_dim`` has for these values."""
 
     written: Mapping[str, Any]
 
@@ -230,7 +230,7 @@ class InDict(NotSplit):
 
 
 def rule_of(batch_dim: BatchDim, name: str, value: Any) -> NotSplit:
-    """The rule of an input: its kind depends on what ``batch_dim`` says of it, and on what it is."""
+    """The rule of an input. The kind of rule depends on the input's entry in ``batch_dim``, and on its value."""
     return _rule_of(name, rule_at(batch_dim, name), value)
 
 
@@ -252,7 +252,7 @@ def is_entries(value: Any) -> bool:
 
 
 def sequences_in(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
-    """The lists, and tuples without names, that an input is or has in a dict."""
+    """(path, list) for each list, or tuple without names, that is an input or a value in a dict input."""
     if is_mapping(like):
         for name, value in like.items():
             yield from sequences_in(f"{path}.{name}", value)
@@ -261,18 +261,18 @@ def sequences_in(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def lists_in(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
-    """The lists of tensors, or of dicts, that an input is or has in a dict."""
+    """(path, list) for each list of tensors or of dicts that is an input or a value in a dict input."""
     for inner, listed in sequences_in(path, like):
         if all(isinstance(entry, TensorLike) or is_mapping(entry) for entry in listed):
             yield inner, listed
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each of the parts begins, and its size."""
+    """(start, size) of each part."""
     return zip(accumulate(sizes, initial=0), sizes, strict=False)
 
 
 def _with_values(mapping: Any, values: Sequence[Any]) -> Any:
-    """A dict input with other values, of the same class."""
+    """A dict input of the same class with new values."""
     _, spec = pytree.tree_flatten(mapping, is_leaf=lambda node: node is not mapping)
     return pytree.tree_unflatten(list(values), spec)

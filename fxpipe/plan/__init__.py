@@ -1,1 +1,1 @@
-"""Plan: everything that is known before a step."""
+"""Plan: all facts about a step that are known before it runs."""

@@ -1,6 +1,6 @@
-"""Agreement: before each call the ranks of a pipe group settle what kind of batch this is. Bad input fails on all.
+"""Agreement: before each call the ranks of a pipe group agree on the kind of batch. Bad input fails on all ranks.
 
-What a rank was given → a digest → the plan. A digest that is not known yet is settled once, by a full exchange.
+A rank's inputs → a digest → the plan. The ranks settle a new digest once, by a full exchange.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from fxpipe.torch_compat import global_hook_tables
 from fxpipe.trace.request import target_of
 
 KINDS = 256
-"""Kinds of batch that are remembered: beyond them the eighth that was not used for longest is met as if it were new."""
+"""The most kinds of batch that are remembered; above it, the least recently used eighth is forgotten."""
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
 Key = tuple[int, ...]
-"""The number of each rank's proposal, or of each replica's rows."""
+"""The numbers of all ranks' proposals, or of all replicas' rows."""
 Rows = tuple[int, ...]
 """The rows of each micro-batch."""
 
@@ -57,7 +57,7 @@ Rows = tuple[int, ...]
 @admitted
 @dataclass(frozen=True)
 class Proposal:
-    """One rank's side of a call: what it was given, described; or what is wrong with it."""
+    """One rank's side of a call: the description of its inputs, or an error."""
 
     training: bool
     split_evenly: bool
@@ -65,16 +65,16 @@ class Proposal:
     ambient: Ambient = Ambient()  # noqa: RUF009
     given: tuple[Description, ...] = ()
     counts: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
-    """Of each, what is cut by a count, as far as this rank can count it."""
+    """For each of ``given``, the counts by which inputs are cut, as far as this rank knows them."""
     error: str = ""
     answers: tuple[Answers, ...] = ()
-    """Of each micro-batch, what forward asks about its inputs, as far as this rank can answer it."""
+    """For each micro-batch, the answers to forward's questions about its inputs, as far as this rank knows them."""
     wants_loss: bool = False
-    """Of an evaluation, whether it is asked for the loss alone."""
+    """Whether an evaluation is asked only for the loss."""
 
 
 class ReportedCall(NamedTuple):
-    """All ranks' proposals for a call, and the batch that these come to."""
+    """All ranks' proposals for a call, and the batch merged from them."""
 
     proposals: Sequence[Proposal]
     batch: Batch
@@ -104,59 +104,59 @@ def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str],
 
 @dataclass(frozen=True)
 class AgreedBatch:
-    """What every rank of a pipe group knows of a call. ``kind`` numbers the kinds of batch seen so far."""
+    """The facts of a call on which all ranks of a pipe group agree. ``kind`` numbers the kinds of batch seen so far."""
 
     kind: int
     pattern: Pattern
     plan: Plan
     call: ReportedCall
     places: Places
-    """Where gathered values have their rows, as far as this is known."""
+    """The row dimensions of gathered values, as far as they are known."""
     has_loss: bool
-    """Whether the plan computes a loss; in evaluation a loss function may be left out."""
+    """Whether the plan computes a loss; an evaluation may run without a loss function."""
     wire_layouts: tuple[int, ...]
-    """A number for each micro-batch; those of one number, in any kind, make messages of the same layouts."""
+    """A number for each micro-batch. Micro-batches with equal numbers, in any kind, send messages of equal layouts."""
 
     @property
     def sizes(self) -> Rows:
-        """Rows of each micro-batch."""
+        """The number of rows of each micro-batch."""
         return self.call.batch.sizes
 
 
 class Agreement:
-    """Settles calls, and remembers: of a kind of batch met before, only a number per rank travels."""
+    """Settles calls, and remembers kinds of batch: for a known kind, each rank sends only a number."""
 
     def __init__(self, planning: PlanState, transport: Transport) -> None:
         self.planning, self._transport, self._options = planning, transport, planning.options
-        """What planning knows: replaced once all ranks of a pipe group have made the same of it."""
+        """The plan state, replaced after all ranks of a pipe group have made the same new state."""
         self._numbers: dict[Proposal, int] = {}
         self._types = {id(parameter): parameter.dtype for parameter in planning.module.parameters()}
-        self._parameters = list(planning.module.parameters())  # so that no other one is given their ids
+        self._parameters = list(planning.module.parameters())  # keeps their ids from being reused
         self._take(planning.with_captures(reads=planning.captures.reads.after_compile()))
         self._kinds = itertools.count()
         self._reported: dict[Key, ReportedCall] = {}
         self._rows: dict[Key, Rows] = {}
         self._settled: dict[tuple[Key, Rows | None], AgreedBatch] = {}
-        """The kinds, the least recently used first: all ranks of a pipe group have them in one order. Beside what was
-        reported stand the rows of all replicas; None where the plan holds for any."""
-        self._pairs = set(pairs(planning.first.instructions))  # between which queues are open
+        """The known kinds, least recently used first, in the same order on all ranks of a pipe group. The second part
+        of a key is each micro-batch's rows over all replicas, or None if the plan accepts any row counts."""
+        self._pairs = set(pairs(planning.first.instructions))  # the (sender, receiver) pairs with open queues
         self._layouts: dict[Hashable, int] = {}
-        self._new_layouts = itertools.count()  # a number that was forgotten never comes back
+        self._new_layouts = itertools.count()  # a forgotten number is never used again
         self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
-        self._lists: set[str] = set()  # named in a warning that they are not split
+        self._lists: set[str] = set()  # lists that a warning has named as not split
         self.dropped: list[int] = []
-        """Kinds that are not known any more, for those who keep something of each; they take them out."""
+        """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
 
     def _take(self, planning: PlanState) -> None:
-        """Goes on with this state, by whose reads regions are watched."""
+        """Replaces the plan state, and has watched regions compare its reads."""
         self.planning, planning.captures.latest.reads = planning, planning.captures.reads
 
-    # what this rank was given
+    # this rank's inputs
 
     def propose(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
     ) -> tuple[Proposal, list[dict[str, Any]]]:
-        """This rank's side, and its inputs by name. What is wrong is reported to the others, who raise it, too."""
+        """Returns this rank's proposal, and its inputs by name. An error goes into the proposal; all ranks raise it."""
         batch_dim, objects = self._options.batch_dim, dict[ObjectValue, Any]()
         try:
             self._check_parameters()
@@ -171,7 +171,7 @@ class Agreement:
                 raise RunError("a step needs at least one micro-batch")
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
-            # Python's numbers are compared only where a capture holds for these alone: else each makes a new kind.
+            # Python's numbers are described only if a capture is tied to them: otherwise each number makes a new kind.
             described = tuple(describe(values, self.planning.needs_shapes, objects) for values in given)
             self._take(planning := self.planning.at_present(objects))
             if planning.captures.any_words:
@@ -190,22 +190,22 @@ class Agreement:
             return Proposal(training, split_evenly, error=f"{error}{hint}"), []
 
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
-        """The proposal, with what this rank can answer of what forward asks about the inputs of each micro-batch."""
+        """The proposal with this rank's answers to forward's questions about the inputs of each micro-batch."""
         questions = self.planning.captures.questions
-        # Questions are asked of micro-batches, so a rank cuts its own batch, before all have agreed on how it is cut.
+        # Questions are about micro-batches, so a rank cuts its own batch before all ranks agree on the cut.
         if questions.asked:
             parts: Sequence[dict[str, Any]] = given
             if proposal.split_evenly:
                 batch = self._batch(proposal, proposal.given, list(map(dict, proposal.counts)))
-                parts = [] if batch.rows is None else batch.split(given)  # this rank was given nothing that is cut
+                parts = [] if batch.rows is None else batch.split(given)  # this rank has no input that is cut
             proposal = replace(proposal, answers=tuple(map(questions.answers, parts)))
         if proposal not in self._numbers:
             self._numbers[proposal] = number_of(encode(proposal))
         return proposal
 
     def _check_parameters(self) -> None:
-        """RunError where the model has others than those whose gradients and optimizers are known, or other types."""
-        # By identity: it is asked in every step, and a tensor's own hash is a call of Python.
+        """RunError if a parameter, or the type of a parameter, of the model is not the same as at compile."""
+        # Parameters are compared by id: the check runs in every step, and a tensor's own hash is a call of Python.
         module, types = self.planning.module, self._types
         if all(types.get(id(parameter)) == parameter.dtype for parameter in parameters_in(modules_of(module))):
             return
@@ -230,7 +230,7 @@ class Agreement:
             )
 
     def _signature_for(self, training: bool) -> inspect.Signature:
-        """In evaluation the target of a loss function may be left out."""
+        """The signature of a call. In evaluation the target of a loss function is optional."""
         signature = self.planning.signature
         if training or target_of(self._options.loss_fn) is None:
             return signature
@@ -238,9 +238,9 @@ class Agreement:
         return signature.replace(parameters=parameters)
 
     def required(self, graph: StageGraph, rank: int | None, answering: bool = True) -> tuple[str, ...]:
-        """The inputs that a rank (None: all of them) must be given. ``answering``: with those by which the first rank
-        answers what forward asks, and that no stage reads."""
-        # 1. What its stages read; loss_weight= may read any input, on the ranks that make the loss.
+        """The inputs that a rank must be given; None stands for all ranks. ``answering``: also the inputs from which
+        the first rank answers forward's questions, and the inputs that captures hold objects from."""
+        # 1. The inputs that the rank's stages read. On the ranks that make the loss, loss_weight= may read any input.
         weighs = self._options.loss_weight is not None and rank in graph.ranks(graph.output_stage)
         used = {
             name
@@ -248,8 +248,8 @@ class Agreement:
             if rank is None or rank in graph.ranks(stage.index)
             for name in (graph.inputs if weighs else stage.batch_inputs)
         }
-        # 2. What a capture on any rank is given, what the first rank answers questions by, and what counts and packed
-        # inputs are read from.
+        # 2. The inputs that captures on all ranks take, that the first rank answers questions from, and that counts and
+        # packed inputs are read from.
         captures, items = self.planning.captures, self.planning.items
         used |= captures.inputs_with_objects if answering else set()
         if answering and not rank:
@@ -257,34 +257,34 @@ class Agreement:
             asked = itertools.chain.from_iterable(each.inputs for each in captures.questions.asked.values())
             used |= {name for name in asked if name not in read}
         if ITEMS in used and not items.uncounted:
-            used = (used | {"labels"}) - {ITEMS}  # from which it is made
+            used = (used | {"labels"}) - {ITEMS}  # the count is made from labels
         used |= read_for(used, self._options.batch_dim, graph.inputs)
         return tuple(name for name in dict.fromkeys((*graph.inputs, *sorted(used))) if name in used)
 
-    # what all agree on
+    # the agreement of all ranks
 
     def settle(self, proposal: Proposal, given: list[dict[str, Any]]) -> AgreedBatch:
-        """The same decision on every rank, or an error on every rank. A collective call.
+        """Returns the same decision on every rank, or raises an error on every rank. A collective call.
 
-        Where forward asks something new about the inputs, all ranks of the pipe group find that out, answer it, and
+        If forward asks a new question about the inputs, all ranks of the pipe group find the question, answer it, and
         settle again.
         """
         everyone: Rows | None = None
         while True:
-            # 1. One number a rank: -1 for an error, which the others must read. Only a new set of numbers takes a full
-            # exchange, and none where all ranks were given the same.
+            # 1. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of numbers
+            # needs a full exchange, and a set of equal numbers needs none.
             key = self._transport.gather_int("pipe", self._numbers.get(proposal, -1))
             if key not in self._reported:
                 is_same = len(set(key)) == 1 and key[0] >= 0
                 proposals = [proposal] * len(key) if is_same else self._transport.gather("pipe", proposal)
                 self._reported[key] = self._merged(proposals)
-            # 2. The kind of batch that these numbers stand for, with the rows of all replicas where its plan sees them.
+            # 2. The numbers select the kind of batch, together with all replicas' rows if the kind's plan sees them.
             reported = self._reported[key]
-            if everyone is None:  # all replicas ask for it, once
+            if everyone is None:  # all replicas gather the rows, once
                 everyone = self._rows_of_everyone(reported.batch.sizes)
             rows = everyone if (key, everyone) in self._settled else None
             agreed = self._settled.pop((key, rows), None)
-            # 3. A new kind takes a plan, and captures, on all ranks of the pipe group at once.
+            # 3. For a new kind, all ranks of the pipe group make captures and a plan at once.
             if agreed is None:
                 try:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
@@ -293,14 +293,14 @@ class Agreement:
                     described = tuple(describe(values, self.planning.needs_shapes) for values in given)
                     proposal = self._answered(replace(proposal, given=described), given)
                     continue
-                # a plan for any shapes is kept under the pattern without them
+                # a plan for any shapes is stored under the pattern without shapes
                 rows = everyone if agreed.pattern in self.planning.plans else None
-            self._settled[key, rows] = agreed  # now the one used last
+            self._settled[key, rows] = agreed  # moves the kind to the most recently used end
             self._drop()
             return agreed
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
-        """RunError, on all ranks, where they make different calls, or one has reported what is wrong with its own."""
+        """Merges the proposals into a batch; RunError on all ranks if calls differ or a rank has reported an error."""
         _check_same_call(proposals, partial(member, self._transport, "pipe"), self.planning.module)
         merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
         counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
@@ -321,53 +321,53 @@ class Agreement:
         return Batch.of(given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training)
 
     def _pattern(self, reported: ReportedCall, everyone: Rows) -> Pattern:
-        """What the plan of a call depends on. ``everyone``: the rows of each micro-batch on all replicas together,
-        where stages see them."""
+        """The pattern on which the plan of a call depends. ``everyone``: each micro-batch's rows summed over all
+        replicas, if stages see them."""
         first = reported.proposals[0]
         described = list(map(self.planning.items.described, reported.batch.describe_parts()))
         states = tuple(proposal.flags.state for proposal in reported.proposals)
         flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
         pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient, first.wants_loss)
-        # What any rank has answered about each micro-batch; the first rank's where two have, as dict() keeps the last.
+        # All ranks' answers about each micro-batch. If two ranks answer, the lower rank wins: dict() keeps the last.
         each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
         answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]
         found = tuple(tuple(sorted(answer.items())) for answer in answers)
         return replace(pattern, everyone=everyone, answers=found)
 
     def _rows_of_everyone(self, sizes: Rows) -> Rows:
-        """The rows of each micro-batch on all replicas together, where stages see them; else nothing.
+        """Each micro-batch's rows summed over all replicas, if stages see them; otherwise empty.
 
-        A collective call of the data axis: all replicas ask, whether or not captures of theirs depend on it by now.
+        A collective call of the data axis: all replicas make it, whether or not their captures depend on the rows.
         """
         if self._transport.data_size == 1 or not self.planning.first.graph.sees_replicas:
             return ()
-        # As for a proposal: a number each, and the rows themselves only for numbers that are new.
+        # As for a proposal, each replica sends a number, and the rows themselves only for a new set of numbers.
         key = self._transport.gather_int("data", digest_of(map(str, sizes)))
         if key not in self._rows:
             everyone = self._transport.gather("data", list(sizes))
-            is_even = len({*map(len, everyone)}) == 1  # as many micro-batches on all: else there is no common group
+            is_even = len({*map(len, everyone)}) == 1  # all have as many micro-batches: else no group is common
             self._rows[key] = tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
-            if len(self._rows) > KINDS:  # on all replicas, who have asked for the same
+            if len(self._rows) > KINDS:  # all replicas drop the same entry
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
 
     def _sample(self, reported: ReportedCall, given: list[dict[str, Any]]) -> Sample | str:
-        """What a new kind of batch is checked on: its own micro-batches, where this process has the whole model."""
+        """The micro-batches on which a new kind is checked, if this process has the whole model."""
         if self._transport.pipe_rank is not None:
             return LATER
         return Sample(self.planning.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
 
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
-        # 1. The plan. Where one rank fails none keeps it, so that all capture again in the next call.
+        # 1. The plan. If any rank fails, no rank keeps the plan, so that all ranks capture again in the next call.
         with phase("capture"), self._naming_reads(pattern):
             planning, plan = plan_together(self._transport, ("pipe",), partial(self.planning.plan, pattern, sample))
         self._take(planning)
-        # 2. Process groups for ranks that have sent each other nothing before; all ranks make them in one order.
+        # 2. Process groups for pairs of ranks without earlier messages; all ranks create the groups in the same order.
         if new := set(pairs(plan.instructions)) - self._pairs:
             self._transport.open_more(sorted(new))
             self._pairs |= new
-        # 3. What this batch must have for it.
+        # 3. The inputs that the plan requires of this batch.
         gathered = [stage.name for stage in plan.graph if stage.gathered is not None]
         if gathered and len(reported.batch.sizes) > 1 and reported.batch.rows is None:
             raise RunError(
@@ -376,7 +376,7 @@ class Agreement:
                 "microbatches=1"
             )
         self._check_required(plan, reported.proposals)
-        # 4. How its values are put together and sent.
+        # 4. The row dimensions for joining gathered values, and the layouts of messages.
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(reported.batch.sizes) > 1 or self._transport.data_size > 1)
         self.planning, places = self.planning.with_row_places(plan, pattern) if joins else (self.planning, {})
@@ -385,7 +385,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def _naming_reads(self, pattern: Pattern) -> Iterator[None]:
-        """What fails where ranks' models are in states that differ says in which attributes they do."""
+        """If the ranks' models are in different states, an error inside names the attributes that differ."""
         try:
             yield
         except Unanswered:
@@ -417,17 +417,17 @@ class Agreement:
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
 
     def _layouts_of(self, plan: Plan, pattern: Pattern, reported: ReportedCall) -> tuple[int, ...]:
-        """A number for each micro-batch: those of one number make messages of the same shapes, strides and types.
+        """A number for each micro-batch. Equal numbers mean messages of the same shapes, strides and types.
 
-        They do where the stages come from one capture, the table has their backwards in the same form, and each rank
-        was given inputs of the same description. A gathered stage sees other micro-batches: with one, each has a number
-        of its own.
+        Micro-batches have equal numbers if their stages come from the same capture, the table has their backwards in
+        the same form, and each rank's inputs have the same description. A gathered stage reads several micro-batches:
+        in a plan with a gathered stage, each micro-batch has its own number.
         """
         if plan.graph.gathers:
             return tuple(next(self._new_layouts) for _ in plan.graphs)
         proposals = reported.proposals
-        # Not the digest of a proposal: that of a batch of other rows may have micro-batches of the same.
-        distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks were given the same
+        # A proposal's digest is no key here: batches with different numbers of rows may have equal micro-batches.
+        distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks have equal inputs
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts = [reported.batch.describe_parts(given) for given in distinct]
         fixed = replace(pattern.for_any_shape(), given=pattern.given[:1])
@@ -438,22 +438,22 @@ class Agreement:
         ]
         return tuple(self._layouts.setdefault(key, next(self._new_layouts)) for key in keys)
 
-    # what is remembered
+    # the known kinds
 
     def _drop(self) -> None:
-        """Drops the least recently used kinds beyond a bound, and what was captured for them alone.
+        """Drops the least recently used kinds above ``KINDS``, and the captures that only these kinds use.
 
-        The first plan stays, and what the kind at hand needs; gradients, optimizers and buffers belong to no kind.
+        The first plan stays, and the present kind's plan; gradients, optimizers and buffers belong to no kind.
         """
         if not self._are_many:
             return
         while self._are_many and len(self._settled) > 1:
-            # An eighth at once: with one, each new kind would tidy everything anew.
+            # An eighth is dropped at once: otherwise each new kind would filter all plans and captures again.
             for key in list(self._settled)[: len(self._settled) // 8 + 1]:
                 self.dropped.append(self._settled.pop(key).kind)
             self.planning = self.planning.only(self.plans)
         self._layouts.clear()
-        # Of what was exchanged, only what a known kind still needs.
+        # Of the exchanged proposals, only those of known kinds stay.
         self._reported = {key: agreed.call for (key, _), agreed in self._settled.items()}
         known = set(itertools.chain(*self._reported))
         self._numbers = {proposal: number for proposal, number in self._numbers.items() if number in known}
@@ -464,16 +464,16 @@ class Agreement:
 
     @property
     def graphs(self) -> list[StageGraph]:
-        """The stages of all kinds that are known."""
+        """The stages of all known kinds."""
         return self.planning.graphs
 
     @property
     def plans(self) -> list[Plan]:
-        """Of all kinds that are known."""
+        """The plans of all known kinds."""
         return [agreed.plan for agreed in self._settled.values()]
 
     def replan(self, planning: PlanState) -> None:
-        """Takes up other tables' plans; their micro-batches have new numbers."""
+        """Replaces the plans after a change of tables; their micro-batches get new layout numbers."""
         self._take(planning)
         self._layouts.clear()
         for key, agreed in self._settled.items():
@@ -483,7 +483,7 @@ class Agreement:
 
 
 def _check_no_gradients(described: Sequence[Description]) -> None:
-    """RunError for an input that would be given a gradient by plain PyTorch: a step's reach parameters alone."""
+    """RunError for an input that requires a gradient: a step computes gradients of parameters only."""
     for name, given in itertools.chain(*described):
         if any(tensor.requires_grad for tensor in given.tensors):
             raise RunError(

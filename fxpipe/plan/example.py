@@ -1,4 +1,4 @@
-"""Example: the batch that ``compile`` was shown, the first plan, which is made for it, and what can be compiled."""
+"""Example: the example batch of ``compile``, the first plan, which is made for it, and checks of the model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _WRAPPERS = {
     "OptimizedModule": "give the model inside, its ._orig_mod, and write compile(..., stage_compiler=torch.compile)",
     "RecursiveScriptModule": "give the model that it was made from",
 }
-"""What stands around a model by habit, and what to write instead."""
+"""Common wrappers around a model, and the code to write instead."""
 
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
-    """RunError for what is no model, and for options that do not go with it: what would be ignored is refused."""
+    """RunError if ``model`` is no model, or if the model would ignore an option."""
     if isinstance(model, StageGraph):
         if options.loss_fn is not None:
             raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
@@ -54,22 +54,22 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     name = type(model).__name__
     if name in _WRAPPERS and type(model).__module__.startswith("torch."):
         raise RunError(f"model is a {name}; {_WRAPPERS[name]}")
-    # A lazy parameter gets its shape in the first call, which changes its module's class as well.
+    # A lazy parameter gets its shape in the first call, which also changes the class of its module.
     lazy = next((name for name, tensor in all_tensors(model).items() if is_lazy(tensor)), None)
     if lazy is not None:
         raise RunError(f"{lazy} has no shape yet; call the model once on a batch before compiling it")
     parameters = Request.signature(model, options.loss_fn).parameters
     if target_of(options.loss_fn) is not None and "target" in inspect.signature(model.forward).parameters:
         raise RunError("forward itself takes 'target', which loss_fn= would take from it; rename the argument")
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):  # else any name may come
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):  # else any name fits
         check_names(options.batch_dim, tuple(parameters))
 
 
 @dataclass(frozen=True)
 class Example:
-    """The batch that ``compile`` was shown, in micro-batches as a call would cut it; all is empty where there is none.
+    """The example batch of ``compile``, cut into micro-batches as a call cuts it; empty if the user gave no example.
 
-    ``options``: those of ``compile``, with the example, which ``state`` does not have.
+    ``options``: the options of ``compile`` with the example, which the options of ``state`` lack.
     """
 
     state: PlanState
@@ -77,7 +77,7 @@ class Example:
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """The inputs by name. RunError where they are no inputs of the model, or cannot be split."""
+        """The inputs by name. RunError if they are no inputs of the model, or cannot be split."""
         args = () if self.options.example_args is None else tuple(self.options.example_args)
         try:
             given = with_number(bind(self.state.signature, args, self.options.example_kwargs or {}))
@@ -88,49 +88,49 @@ class Example:
         return given
 
     def batch(self, may_be_fewer: bool = True) -> Batch:
-        """The batch. RunError where its inputs do not go together; or for too few rows, unless it ``may_be_fewer``."""
+        """The batch. RunError if its inputs contradict each other; or for too few rows, unless ``may_be_fewer``."""
         given, batch_dim = self.given, self.options.batch_dim
         counts = [counts_of(given, batch_dim)]
         return Batch.of([describe(given)], counts, batch_dim, self.state.microbatches, may_be_fewer)
 
     @cached_property
     def microbatches(self) -> list[dict[str, Any]]:
-        """The batch split into micro-batches; one of too few rows is each micro-batch itself."""
+        """The micro-batches of the batch. If the batch has too few rows, each micro-batch is the whole batch."""
         batch, count = self.batch(), self.state.microbatches
         return batch.split([self.given]) if len(batch.sizes) == count else [self.given] * count
 
     @property
     def numbered(self) -> list[dict[str, Any]]:
-        """The micro-batches, with the number of their labels where these are counted."""
+        """The micro-batches, with the number of labels if labels are counted."""
         return self.state.items.given(self.microbatches)
 
     @property
     def has_numbers(self) -> bool:
-        """Whether a model can be run on it: none of its tensors is on the meta device."""
+        """Whether a model can run on the example: no tensor of it is on the meta device."""
         if not self.options.has_example:
             return False
         return not any(tensor.is_meta for tensor in tensors_in(self.microbatches))
 
     @property
     def sample(self) -> Sample | str:
-        """The micro-batches to run stages on; or why none are run."""
+        """The micro-batches on which stages are checked, or the reason for no check."""
         return Sample(self.numbered, self.options.batch_dim) if self.options.has_example else "no example batch"
 
     @property
     def answers(self) -> tuple[Answers, ...]:
-        """What forward asks about each micro-batch, as far as this is known."""
+        """For each micro-batch, the answers to forward's known questions about its inputs."""
         questions = self.state.captures.questions
         return tuple(map(questions.answers, self.numbered)) if questions.asked else ()
 
     @cached_property
     def described(self) -> tuple[list[Description], dict[ObjectValue, Any]]:
-        """The description of each micro-batch, and the objects that they have."""
+        """The description of each micro-batch, and the objects in all of them."""
         objects: dict[ObjectValue, Any] = {}
         parts = [self.state.items.described(describe(part, True, objects)) for part in self.microbatches]
         return parts, objects
 
     def pattern(self, answers: tuple[Answers, ...] = (), training: bool = True) -> Pattern:
-        """What its plan depends on; without an example, what a call with the required inputs alone has."""
+        """The pattern of the example; without an example, the pattern of a call with only the required inputs."""
         state, loss_fn = self.state, self.options.loss_fn
         if not self.options.has_example:
             given = (GivenInputs(tuple(required_names(state.signature))),) * state.microbatches
@@ -141,19 +141,19 @@ class Example:
 
     @property
     def with_objects(self) -> PlanState:
-        """The state, for captures that are given the objects of the example."""
+        """The state whose captures take the objects of the example."""
         return self.state.at_present(self.described[1] if self.options.has_example else {})
 
 
 def plan_first(
     example: Example, answers: tuple[Answers, ...] = (), keeps_part: bool = False
 ) -> tuple[PlanState, Unanswered | None]:
-    """The state with the plan for a step on the example, whose stages are run against the model; or with a question,
-    which forward asks about the micro-batches, and that is not among ``answers``.
+    """Returns the state with the plan for a step on the example, whose stages are checked against the model; or a state
+    and a question of forward about the micro-batches that ``answers`` lack.
 
     Evaluation is planned, too, if it may use parameters that training does not use, and the example can be evaluated.
-    So it is where a rank ``keeps_part`` of the model, and cannot check a later capture, if a capture takes little time,
-    as by symbolic.
+    If a rank ``keeps_part`` of the model, it cannot check later captures, so evaluation is also planned if the symbolic
+    tracer, which is fast, made the capture.
     """
     state = example.with_objects
     try:
@@ -169,10 +169,10 @@ def plan_first(
 
 
 def previewed(state: PlanState, options: Options) -> PlanState:
-    """The state with the plan for the example, whose stages are not run.
+    """The state with the plan for the example, whose stages do not run.
 
-    Where an opaque region did not say what it returns, the model runs once to show it, unless it is on the meta device.
-    RunError where a call could not cut the example.
+    If an opaque region does not declare its results, the model runs once to show them, unless the example is on the
+    meta device. RunError if a call could not cut the example.
     """
     example = Example(state, options)
     if options.has_example:
@@ -188,4 +188,4 @@ def previewed(state: PlanState, options: Options) -> PlanState:
         except TraceError:
             if runs or not (options.auto_opaque and example.has_numbers):
                 raise
-            runs = True  # a part that no tracer takes may be opaque, once a run has shown what it returns
+            runs = True  # a run shows the results of parts that no tracer can capture

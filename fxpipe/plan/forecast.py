@@ -1,6 +1,6 @@
-"""Forecast: computes what a ``Preview`` shows, from a plan, its costs and its topology.
+"""Forecast: computes the figures of a ``Preview`` from a plan, its costs and its topology.
 
-What a rank sends over the data axis in a step follows from the formulas of a ring.
+The bytes that a rank sends over the data axis in a step follow from the formulas of ring collectives.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fxpipe.schedules.simulate import peak_bytes
 
 @dataclass(frozen=True)
 class Stepping:
-    """How an optimizer steps parameters. ``states``: how many numbers it keeps of each. ``whole``: whether a rank steps
-    whole ones, as it must where elements are not stepped by themselves."""
+    """How an optimizer steps parameters. ``states``: the number of state values per element. ``whole``: whether a rank
+    steps whole parameters, as it must if the optimizer does not step each element independently."""
 
     states: float = 2.0
     whole: bool = False
 
 
 def preview_of(planning: PlanState, stepping: Stepping) -> Preview:
-    """What the first plan comes to."""
+    """The preview of the first plan."""
     return _Forecast(planning, stepping).preview(timed=planning.options.hardware is not None)
 
 
 def over_the_limit(planning: PlanState) -> str:
-    """In words, where the first plan does not keep within ``memory_per_rank``, or that is not known; else empty."""
+    """A warning if the first plan exceeds ``memory_per_rank``, or if its bytes are not known; otherwise empty."""
     if planning.options.memory_per_rank is None:
         return ""
     preview = _Forecast(planning, Stepping()).preview(timed=False)
@@ -69,11 +69,11 @@ class _Forecast:
         self.used = self.graph.held
         self.hardware = Hardware.of(self.options.hardware)
         self.sizes: dict[Edge, tuple[float, float]] = {}
-        """Edge → the bytes of its value, as its stage makes it at once, and of that value's gradient."""
+        """Edge → the bytes of the value that its stage makes in one action, and of the value's gradient."""
         if self.staged is None:
             self.timeline = self.schedule.planned()
             return
-        # A gathered stage makes the value of its whole group at once.
+        # A gathered stage makes the value of its whole group in one action.
         for edge in self.graph.edges:
             cost, group = self.staged.work.costs[edge.value], self.schedule.groups[edge.source]
             self.sizes[edge] = group * cost.bytes_out, group * cost.gradient_bytes
@@ -82,7 +82,7 @@ class _Forecast:
         self.timeline = self.schedule.planned(costs)
 
     def preview(self, timed: bool) -> Preview:
-        """``timed``: with seconds, for which figures of the hardware are needed."""
+        """The preview. ``timed``: whether it includes seconds, which need the hardware's figures."""
         timed = timed and self.staged is not None
         graph = replace(self.graph, bytes_of={edge: int(size) for edge, (size, _) in self.sizes.items()})
         return Preview(
@@ -102,7 +102,7 @@ class _Forecast:
 
     @cached_property
     def _tensors(self) -> list[list[Tensor]]:
-        """Each rank's parameters and buffers, each once."""
+        """Each rank's parameters and buffers, without duplicates."""
         held = all_tensors(self.graph.module)
         names = ownership(self.graph).names
         return [list({id(held[name]): held[name] for name in sorted(mine)}.values()) for mine in names]
@@ -130,11 +130,11 @@ class _Forecast:
         return tuple(found)
 
     def _held(self, tensors: Sequence[Tensor]) -> Held:
-        """What the fullest of the replicas holds of these."""
+        """The bytes that the fullest replica holds for these tensors."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
-        # Element-wise optimizers shard every parameter evenly. Others step whole parameters, and the rank that is dealt
-        # the most bytes decides.
+        # Element-wise optimizers shard every parameter evenly. Other optimizers step whole parameters, and the rank
+        # with the most bytes decides.
         parts = [[self.account.part_of(parameter.numel(), rows_of(parameter)) for parameter in parameters]]
         if self.stepping.whole and self.account.zero in (1, 2) and parameters:
             sizes = [parameter.numel() for parameter in parameters]
@@ -147,19 +147,19 @@ class _Forecast:
         return max(held, key=lambda memory: memory.sum) + Held(parameters=float(buffers))
 
     def _of_one(self, parameter: Tensor, part: float) -> Held:
-        """``part``: how many of its elements a rank steps."""
+        """The bytes of one parameter. ``part``: the number of its elements that a rank steps."""
         count = parameter.numel()
         held = partial(self.account.held, count, self._element(parameter), floating=parameter.is_floating_point())
         stepped = held(parameter.requires_grad, part=part)
         if id(parameter) in self.used:
             return stepped
-        # No stage uses it: it is never stepped, and zero=3 does not shard it.
+        # A parameter that no stage uses is never stepped, and zero=3 does not shard it.
         if self.account.zero == 3:
             return Held(held(False, part=count).parameters)
         return replace(stepped, optimizer=held(False, part=part).optimizer)
 
     def _element(self, tensor: Tensor) -> int:
-        """The bytes of an element as stages run it."""
+        """The bytes of an element in the type in which stages compute."""
         precision = self.options.precision
         return precision.compute.itemsize if precision and tensor.is_floating_point() else tensor.element_size()
 
@@ -173,8 +173,8 @@ class _Forecast:
     def _most_under_way(self, row: Sequence[Instruction]) -> float:
         """The most bytes of buffers that a rank holds for messages at once."""
         now = most = 0.0
-        # A buffer to receive into is held from its post until the action that uses it begins, one to send from until
-        # the receiver is known to have the message.
+        # A receive buffer is held from its post until the action that uses it begins, a send buffer until the receiver
+        # is known to have the message.
         coming: defaultdict[Use | None, float] = defaultdict(float)
         for instruction in row:
             match instruction:
@@ -193,23 +193,23 @@ class _Forecast:
     # time
 
     def _of_step(self, *names: str) -> float:
-        """What the nodes have of this, all together, on all ranks."""
+        """The sum of these node costs over all nodes, micro-batches and replicas of a step."""
         nodes = self.staged.work.costs.nodes.values() if self.staged else ()
         each = sum(getattr(node, name) for node in nodes for name in names)
         return float(each * self.schedule.microbatches * self.topology.size("data"))
 
     @cached_property
     def _traffic(self) -> list[DataTraffic]:
-        """Each rank's on the data axis."""
+        """Each rank's traffic on the data axis."""
         data, zero, precision = self.topology.size("data"), self.options.zero, self.options.precision
-        # Without zero, gradients are summed inside of a node first, and then between nodes.
+        # Without zero, gradients are summed inside each node first, and then between nodes.
         node = min(map(len, self.topology.shard_groups()))
         shards = self.account.shards if zero else node if 1 < node < data else data
         replicas, part = data // shards, (shards - 1) / shards
         per_node, groups = self.topology.ranks_per_node, self.topology.groups("data")
         crossing = max(_leaving(group, per_node) for group in groups) if shards == data else 0.0
-        # In a ring of S ranks a reduce-scatter, or an all-gather, sends (S - 1) / S of a tensor, an all-reduce both.
-        # zero=2 has a reduce-scatter for each micro-batch.
+        # In a ring of S ranks, a reduce-scatter or an all-gather sends (S - 1) / S of a tensor, an all-reduce twice as
+        # much. zero=2 runs a reduce-scatter for each micro-batch.
         times = {0: 2, 2: self.schedule.microbatches}.get(zero, 1)
         found = []
         for tensors in self._tensors:
@@ -228,8 +228,8 @@ class _Forecast:
 
     @cached_property
     def _seconds(self) -> float:
-        """The last rank's end. The sums of a rank's gradients begin with the first of its stages' last backwards, with
-        zero=2 with its first one, and what is left when all have ended is waited for; so are gathers of parameters."""
+        """The end of the last rank. A rank's gradient sums begin with the first of its stages' last backwards, or with
+        its first backward under zero=2. The rest of the sums, and the parameter gathers, run after the table's end."""
         assert self.staged is not None
         end = whole = self.timeline.makespan + self.staged.tied_seconds
         if self.topology.size("data") == 1:
@@ -238,7 +238,7 @@ class _Forecast:
             backwards = [action for action in row if action.op in (Op.B, Op.W)]
             sums = sum(collective.seconds(self.hardware) for collective in traffic.sums)
             gathers = sum(collective.seconds(self.hardware) for collective in traffic.gathers)
-            # A bucket is reduced as soon as the last backward of its stage has run; with zero=2 behind each backward.
+            # A bucket is reduced after the last backward of its stage, with zero=2 after each backward.
             begin = backwards if self.options.zero == 2 else {action.stage: action for action in backwards}.values()
             start = min((self.timeline.spans[action].start for action in begin), default=0.0)
             end = max(end, start + sums + gathers, whole + gathers)
@@ -275,28 +275,28 @@ class _Forecast:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a rank sends on groups of one kind. ``crossing``: which part of them leaves its node, on average over
-    the ranks of a group: only those at the end of their node send to another."""
+    """Bytes that a rank sends on groups of one kind. ``crossing``: the fraction of the bytes that leaves the node, on
+    average over a group's ranks: only the last rank of a node sends to another node."""
 
     size: float
     crossing: float
 
     def seconds(self, hardware: Hardware) -> float:
-        """A ring is as fast as its slowest link."""
+        """The seconds of the collective; a ring is as fast as its slowest link."""
         return hardware.latency + self.size / hardware.wire(self.crossing > 0) if self.size else 0.0
 
 
 class DataTraffic(NamedTuple):
-    """What a rank sends over the data axis in a step."""
+    """The bytes that a rank sends over the data axis in a step."""
 
     sums: list[Sent]
-    """Of gradients."""
+    """Sums of gradients."""
     gathers: list[Sent]
-    """Of parameters."""
+    """Gathers of parameters."""
 
 
 def _leaving(group: list[int], per_node: int | None) -> float:
-    """The part of a ring's links that leads from one node to another."""
+    """The fraction of a ring's links that connect different nodes."""
     if per_node is None:
         return 0.0
     # The ring closes, from the last rank to the first.

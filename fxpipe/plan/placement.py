@@ -1,4 +1,4 @@
-"""Placement: which pipe rank each stage runs on."""
+"""Placement: assigns stages to pipe ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fxpipe.plan.balance.segments import between, partition, segments_of
 from fxpipe.torch_compat import BATCH_STATISTICS
 
 Place = int | Sequence[int]
-"""A rank, or ranks that take a stage's micro-batches in turn."""
+"""A rank, or several ranks that take a stage's micro-batches in turn."""
 
 
 def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
     """The rank, or ranks, of each stage: as wanted, or in topological order, balanced by parameters.
 
-    PartitionError where there are more ranks than stages, a name is unknown, or a rank would have no stage.
+    PartitionError if there are more ranks than stages, a name is unknown, or a rank would have no stage.
     """
     if len(graph) < ranks and wanted is None:
         none = "" if len(graph) > 1 or graph[0].gathered else "no stage_boundary was reached; "
@@ -48,7 +48,7 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["a
 
 
 def check_replicated(graph: StageGraph, options: Options) -> None:
-    """PartitionError for a stage on several ranks that they could not keep equal, or that must be on one."""
+    """PartitionError for a stage on several ranks whose copies would come to differ, or that must be on one rank."""
     stages = [stage for stage in graph if len(graph.ranks(stage.index)) > 1]
     for stage in stages:
         where = f"stage {stage.name!r} is on {named(graph.placement[stage.index])}"
@@ -56,8 +56,8 @@ def check_replicated(graph: StageGraph, options: Options) -> None:
             raise PartitionError(f"{where}, and zero=3 shards what one rank holds; write zero=2, or place it on one")
         if options.parallelize is not None:
             raise PartitionError(f"{where}, and parallelize= works on what one rank holds; place it on one")
-        # Each of its ranks sees other micro-batches, and would come to hold other values. A BatchNorm in eval mode is
-        # let pass: it writes its statistics in training alone.
+        # Each rank of the stage sees other micro-batches, so written tensors would come to differ. A BatchNorm in eval
+        # mode is allowed: it writes its statistics only in training.
         for name in sorted(graph.written.intersection(stage.tensors)):
             owner = graph.module.get_submodule(name.rpartition(".")[0])
             if owner.training or not isinstance(owner, BATCH_STATISTICS):
@@ -68,7 +68,7 @@ def check_replicated(graph: StageGraph, options: Options) -> None:
 
 
 def writes(name: str) -> str:
-    """What a stage on several ranks must not do, and the remedy."""
+    """The part of a message that names a forbidden write of a stage on several ranks, and the remedy."""
     return (
         f"its forward writes {name}, and its ranks would come to hold different values; place it on one rank (a "
         "BatchNorm in eval mode only reads its statistics)"
@@ -76,8 +76,8 @@ def writes(name: str) -> str:
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """Contiguous groups, none empty, whose greatest cost is least."""
+    """The rank of each stage in contiguous, non-empty groups that minimize the greatest cost of a group."""
     cost = between([0, *accumulate(costs)])
     ends = partition(lambda behind: cost, ranks)
-    assert ends is not None  # there are no fewer stages than ranks
+    assert ends is not None  # the caller ensures as many stages as ranks
     return tuple(segments_of(tuple(range(len(costs))), ends).values())

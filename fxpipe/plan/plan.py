@@ -1,4 +1,4 @@
-"""Plan: all that is known about a step before it runs."""
+"""Plan: all facts about a step that are known before it runs."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ class Plan:
     graph: StageGraph
     """The stages, and all values that pass between them for any micro-batch."""
     graphs: tuple[StageGraph, ...]
-    """The stages for each micro-batch: where shapes are a part of a capture, each shape has its own code; and where it
-    lacks an input, some do nothing, and send nothing."""
+    """The stages for each micro-batch. If captures are tied to shapes, each shape has its own code. If a micro-batch
+    lacks an input, some of its stages compute and send nothing."""
     schedule: Schedule
     instructions: tuple[tuple[Instruction, ...], ...]
     order: tuple[Step, ...]
-    """All ranks' instructions in one order that a single process can run."""
+    """All ranks' instructions in a single order that one process can run."""
     program: str
-    """What was compiled, in words. That ranks have the same options was compared before."""
+    """The compiled program as text. Ranks have already compared their options."""
     captures: tuple[Pattern, ...] = ()
-    """The captures that its graphs come from, as ``Captures`` keeps them."""
+    """The keys in ``Captures`` of the captures that made the graphs."""
     places: Places = field(default_factory=dict)
-    """Where gathered values have their rows, if these captures hold for one shape."""
+    """The row dimensions of gathered values, if the captures are valid for one shape."""
 
     @property
     def description(self) -> str:
-        """What must be equal on all ranks, in words; ``digest`` is its hash."""
+        """The text that must be equal on all ranks; ``digest`` is its hash."""
         ahead = [f"stage {stage} ahead by {cap}" for stage, cap in self.schedule.dependencies.ahead.items()]
         text = with_shared_names(self.program)
         return "\n".join([text, *ahead, *(" ".join(map(str, row)) for row in self.schedule.rows)])
 
     @cached_property
     def group(self) -> int:
-        """Of how many micro-batches a loss is: 1, or as many as a group of the stage that returns it has."""
+        """The number of micro-batches in a loss: 1, or the group size of the stage that returns the loss."""
         return self.graph.groups(len(self.graphs))[self.graph.output_stage]
 
     @property
     def output_ranks(self) -> tuple[int, ...]:
-        """The pipe ranks that make the loss; the first one has the whole of it."""
+        """The pipe ranks that make the loss; the first rank has the complete loss."""
         return tuple(sorted(self.graph.ranks(self.graph.output_stage)))
 
     @cached_property
     def counts(self) -> bool:
-        """Whether the loss is known to be a ``Sum`` whose items the inputs alone decide."""
+        """Whether the loss is known to be a ``Sum`` whose count depends only on the inputs."""
         return all(graph.counting is not None and graph.counting.function is not None for graph in self.graphs)
 
     @cached_property
     def fixes_loss(self) -> bool:
-        """Whether what makes the loss was captured for some shapes, and so is always of one type with the same metrics.
+        """Whether the loss stage was captured for fixed shapes, so that the loss has always the same type and metrics.
 
-        An opaque region, the user's own stages, and modules that symbolic captures call, are Python that may not be.
+        Opaque regions, the user's own stages, and modules that symbolic captures call are Python code that may vary.
         """
         captured = bool(self.captures) and all(pattern.shapes for pattern in self.captures)
         return captured and not any(has_opaque_calls(graph[graph.output_stage].module) for graph in self.graphs)
@@ -74,19 +74,19 @@ class Plan:
 
     @cached_property
     def halved(self) -> tuple[frozenset[int], ...]:
-        """For each micro-batch the stages whose backward of it the table has as I and W."""
+        """For each micro-batch, the stages whose backward the table splits into I and W."""
         halves = self.schedule.dependencies.halves
         return tuple(frozenset(stage for stage, of in halves if of == place) for place in range(len(self.graphs)))
 
     @cached_property
     def row_digests(self) -> tuple[int, ...]:
-        """A number for each row: rows of one number run the same actions in one order."""
+        """A number for each row: rows with equal numbers run the same actions in the same order."""
         return tuple(digest_of(map(str, row)) for row in self.schedule.rows)
 
     @cached_property
     def pass_digests(self) -> tuple[int, ...]:
-        """The same for the order in which a row's stages begin and end, however many micro-batches there are."""
-        # First uses in order, then last uses backwards: FSDP2 gathers a stage at these, and reduces its gradients.
+        """A number for each row: rows with equal numbers begin and end stages in the same order, at any row length."""
+        # First uses in order, then last uses backwards: FSDP2 gathers a stage and reduces its gradients at these uses.
         passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
         return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
 
@@ -97,6 +97,6 @@ class Plan:
 
 
 def values_of(graphs: Sequence[StageGraph]) -> list[str] | None:
-    """What each edge carries, so that one value is sent once to those on one rank. None where micro-batches have
-    captures of their own: there a value may bear the name of another one."""
+    """The value of each edge, so that a value is sent only once to several stages of a rank. None if micro-batches have
+    different captures: different values may then have the same name."""
     return [edge.value for edge in graphs[0].edges] if all(graph is graphs[0] for graph in graphs) else None

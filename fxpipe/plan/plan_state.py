@@ -1,4 +1,4 @@
-"""``PlanState``: the plans that were made for patterns of inputs, and all from which the next one is made. A value."""
+"""``PlanState``: an immutable value that holds the plans made so far and everything needed to make the next plan."""
 
 from __future__ import annotations
 
@@ -43,45 +43,45 @@ from fxpipe.schedules.verify import prove
 from fxpipe.trace import Request
 
 WORTH_IT = 0.01
-"""The part of a step by which a new table must be faster to be taken: less is within the noise of a measurement."""
+"""The least fraction of a step's time that a new table must save to replace the present table; less is noise."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanState:
-    """What planning knows of a model (or the user's own stage graph) on a topology. Each new plan comes with another
-    state; if a rank could not make the plan, all ranks go on with the state before it."""
+    """The planner's knowledge of a model (or of the user's own stage graph) on a topology. Making a plan returns a new
+    state; if a rank fails to make the plan, all ranks keep the old state."""
 
     topology: Topology
     options: Options
     captures: Captures
-    """Where the stages come from."""
+    """The source of the stages: captures of the model, or the user's own stages."""
     plans: Mapping[Pattern, Plan] = field(default_factory=dict)
     shown: Pattern | None = None
     """The pattern of the first plan, with its shapes."""
     places: Mapping[Hashable, Places] = field(default_factory=dict)
-    """In which dimension gathered values have their rows."""
+    """The row dimensions of gathered values, for each kind of batch."""
     again: frozenset[str] | None = None
-    """The names of the stages that are recomputed, where that was decided before the first plan."""
+    """The names of the recomputed stages, if they were chosen before the first plan."""
     by_shapes: Costs | None = None
-    """What the stages take, derived from the shapes of the example, where a limit of memory needs their bytes."""
+    """The stages' costs derived from the example's shapes, if a memory limit needs their bytes."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
-    """Has a graph's stages run the modules that ``parallelize`` has made, once there are any."""
+    """Makes a graph's stages run the modules that ``parallelize`` returned; None before ``parallelize`` was called."""
 
     @staticmethod
     def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> PlanState:
-        """Before the first plan. ``device``: where a model that is on no device yet will run."""
+        """The state before the first plan. ``device``: the device on which a model without a device will run."""
         options = options.for_calls()
         return PlanState(topology, options, Captures.empty(model, options, topology, device))
 
     @property
     def tables(self) -> Tables:
-        """What chooses the table of the next plan."""
+        """The ``Tables`` that choose the schedule table of the next plan."""
         first = self.first if self.plans else None
         return Tables(self.options, self.captures, first, self.shown, self.again, self.by_shapes)
 
     @property
     def ranks(self) -> int:
-        """Of a pipeline."""
+        """The number of ranks in a pipeline."""
         return self.topology.size("pipe")
 
     @property
@@ -105,7 +105,7 @@ class PlanState:
 
     @property
     def flags(self) -> Flags:
-        """What a capture depends on in the model, as it is ``at_present``."""
+        """The facts of the model on which captures depend: training flags, ``requires_grad`` and attributes read."""
         modules = modules_of(self.module)
         training = bytes([module.training for module in modules])
         trainable = bytes([parameter.requires_grad for parameter in parameters_in(modules)])
@@ -113,19 +113,18 @@ class PlanState:
 
     @property
     def microbatches(self) -> int:
-        """How many a batch is cut into."""
+        """The number of micro-batches in a batch."""
         return self.options.microbatches_on(self.ranks)
 
     @property
     def first(self) -> Plan:
-        """The plan that was made first, whose stages all later ones must have."""
+        """The first plan. All later plans must have its stages."""
         return next(iter(self.plans.values()))
 
     @property
     def leaves_unused(self) -> bool:
-        """Whether no stage of the first plan uses some parameter, or some buffer that is saved: others are tables, of
-        which many models hold more than they read."""
-        # Buffers with persistent=False are tables that forward may or may not read: nothing is lost where none does.
+        """Whether the stages of the first plan leave some parameter or some persistent buffer unused."""
+        # Buffers with persistent=False do not count: many models hold such tables unread, and no checkpoint saves them.
         saved = self.module.state_dict(keep_vars=True).values()
         return not self.first.graph.held.issuperset(id(tensor) for tensor in saved if isinstance(tensor, Tensor))
 
@@ -136,7 +135,7 @@ class PlanState:
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether the stages hold for micro-batches of one shape, and for Python's numbers as they were."""
+        """Whether the stages are valid only for the shapes and the Python numbers with which they were captured."""
         return self.captures.by_value or any(pattern.shapes for pattern in self.plans)
 
     def with_captures(self, **changes: Any) -> PlanState:
@@ -144,34 +143,34 @@ class PlanState:
         return replace(self, captures=replace(self.captures, **changes))
 
     def at_present(self, objects: Mapping[ObjectValue, Any]) -> PlanState:
-        """The state, by the attributes that captures have read as the model has them now; for captures that are given
-        these objects, too."""
+        """The state with the present values of the attributes that captures have read. ``objects``: more objects that
+        captures take as inputs."""
         reads, present = self.captures.reads.at_present(), self.captures.objects
         if reads is self.captures.reads and not objects:
             return self
         return self.with_captures(reads=reads, objects={**present, **objects})
 
     def asking(self, error: Unanswered) -> PlanState:
-        """The state, once all ranks were asked the same about their inputs."""
+        """The state after all ranks received the same question about their inputs."""
         return replace(self, captures=self.captures.asking(error))
 
     def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> tuple[PlanState, Plan]:
-        """The plan for a pattern of inputs, and the state with it. TraceError, PartitionError or ScheduleError where
-        there can be none.
+        """Returns the state with a plan for a pattern of inputs, and the plan. TraceError, PartitionError or
+        ScheduleError if no plan can be made.
 
-        ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
+        ``sample``: the micro-batches on which new stages are checked against the model, or the reason for no check.
         """
         return self._plan(pattern, sample, Capturing(self.captures))
 
     def plan_evaluation(self, pattern: Pattern, sample: Sample | str) -> PlanState:
-        """The state with a plan for evaluation of the example, whose stages may use what no stage of the first plan
-        does: see ``holding_what_all_use``. Where there can be none, only what was found wrong of a tracer is new."""
+        """The state with a plan that evaluates the example. Its stages may use tensors that no stage of the first plan
+        uses: see ``holding_what_all_use``. If no plan can be made, the state only notes the tracers that failed."""
         capturing = Capturing(self.captures)
         try:
             return self._plan(pattern, sample, capturing, at_compile=True)[0]
         except Unanswered:
             raise
-        except FxpipeError:  # evaluate() raises it again, unless it is given other inputs
+        except FxpipeError:  # evaluate() raises the error again for such inputs
             return self.with_captures(wrong=capturing.captures.wrong)
 
     def _plan(
@@ -179,18 +178,18 @@ class PlanState:
     ) -> tuple[PlanState, Plan]:
         for shape in pattern.shapes if self.captures.own_stages is None else ():
             check_objects(shape)
-        # 1. One plan holds for all shapes where the capture does: it has the pattern without them.
+        # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
             return self, same
         captured = _captured(capturing, pattern, sample)
         state = replace(self, captures=capturing.captures, shown=self.shown or pattern)
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
-        # 2. Captures with symbolic sizes hold for several patterns: those made from the same ones share a plan.
+        # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
         used = tuple(itertools.chain.from_iterable(each.patterns for each in captured))
         alike = (key.training, key.microbatches, used)
         plans = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.plans.items())
         plan = next((plan for plan, facts in plans if used and facts == alike), None)
-        # 3. The stages go to ranks, and these run a table.
+        # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
             state = replace(state, by_shapes=state.tables.costs_by_shapes(pattern, joint(graphs)))
@@ -203,7 +202,7 @@ class PlanState:
         return replace(state, plans={**self.plans, key: plan}), plan
 
     def holding_what_all_use(self) -> PlanState:
-        """The state whose first plan's stages hold what no plan uses but later ones, such as a head of evaluation."""
+        """The state whose first plan's stages also hold the tensors that only later plans use: an evaluation head's."""
         (key, first), *later = self.plans.items()
         held, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
@@ -212,16 +211,16 @@ class PlanState:
         return replace(self, plans={**self.plans, key: replace(first, graph=joint(graphs), graphs=graphs)})
 
     def only(self, wanted: Collection[Plan]) -> PlanState:
-        """The state with these plans and the first one alone, and with the captures that they were made from."""
+        """The state with the first plan, these plans, and the captures that made them; the rest is dropped."""
         identities = {id(plan) for plan in (self.first, *wanted)}
         plans = {pattern: plan for pattern, plan in self.plans.items() if id(plan) in identities}
         used = {pattern for plan in plans.values() for pattern in plan.captures}
-        # without places: a later plan of the same pattern may be of another capture
+        # row places are dropped: a later plan of the same pattern may come from another capture
         return replace(self, plans=plans, captures=self.captures.only(used), places={})
 
     def with_row_places(self, plan: Plan, pattern: Pattern) -> tuple[PlanState, Places]:
-        """Where the values that a step of such micro-batches gathers have their rows, by the names in ``plan``; and the
-        state that has found them."""
+        """Returns a state, and the row dimensions of the values that a step of such micro-batches gathers, by their
+        names in ``plan``. The state remembers the dimensions."""
         if plan.captures[0].shapes:
             return self, plan.places
         key = pattern.for_any_shape(), *map(outline, pattern.shapes[:1])
@@ -232,15 +231,15 @@ class PlanState:
         return replace(self, places={**self.places, key: places}), places
 
     def _placed(self, captured: Sequence[Captured], inputs: Collection[str]) -> tuple[StageGraph, ...]:
-        """The graphs of the micro-batches, with their stages on ranks; equal ones remain one object."""
-        # All micro-batches run one table: so stages have the numbers of the first plan, values have one name, and the
-        # stages that any micro-batch has are placed.
+        """The graphs of the micro-batches, with their stages placed on ranks; equal graphs remain one object."""
+        # All micro-batches run one table. So stages have the first plan's numbers, a value has the same name in all
+        # graphs, and the placement covers the stages of all micro-batches.
         graphs: Sequence[StageGraph] = [each.graph for each in captured]
         if self.plans:
             graphs = each_once(graphs, lambda graph: like(graph, self.first.graph))
         graphs = called_alike(graphs)
         if not self.plans:
-            # later captures are cut as the first was, which one with symbolic sizes may have replaced in this plan
+            # Later captures are cut as the first capture was. A capture with symbolic sizes may have replaced it here.
             for captured_before in self.captures.by_pattern.values():
                 more = {stage.name: stage.tensors for stage in captured_before.graph}
                 graphs = each_once(graphs, partial(_holding, more=more))
@@ -253,7 +252,7 @@ class PlanState:
         return each_once(graphs, lambda graph: self._ready(placed(graph)))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
-        """The graph as it runs: its stages parallelised and compiled, where that is asked for."""
+        """The graph with its stages parallelized and compiled, as the options ask."""
         if self.adopt is not None:
             graph = self.adopt(graph)
         if self.options.stage_compiler is None:
@@ -267,10 +266,11 @@ class PlanState:
         return replace(graph, stages=tuple(stages))
 
     def rescheduled(self, family: Limited) -> tuple[PlanState, Plan]:
-        """The state with this family's tables for training, and its first plan; this very one where its table may stay.
+        """Returns the state with this family's tables for training, and its first plan; ``self`` if its table stays.
 
-        It may where it keeps within the family's limits, and the new one is not faster by ``WORTH_IT`` at its costs.
-        Limits of the family in force go on, unless the new one has others. ScheduleError where there is no such table.
+        The present table stays if it keeps the family's limits and the new table saves less than ``WORTH_IT`` of a
+        step. Limits of the present family remain in force unless the new family sets others. ScheduleError if the
+        family has no such table.
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
@@ -281,23 +281,23 @@ class PlanState:
         assert state.shown is not None
         state = replace(state, by_shapes=state.tables.costs_by_shapes(state.shown, self.first.graph), plans={})
         made: dict[int, Plan] = {}
-        # Evaluation keeps its tables: costs were measured in steps.
+        # Plans of evaluation keep their tables: the costs were measured in training steps.
         for pattern, plan in self.plans.items():
             if pattern.training and id(plan) not in made:
                 made[id(plan)] = state._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
             state = replace(state, plans={**state.plans, pattern: made.get(id(plan), plan)})
-        # Both tables at the new costs: the present one was made for others.
+        # Both tables are simulated at the new costs: the present table was made for other costs.
         present, new = self.first.schedule, state.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
-        costed = replace(family, costs=new.costs or family.costs)  # with bytes, where shapes gave them
+        costed = replace(family, costs=new.costs or family.costs)  # may add bytes from shapes
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
         state = self if stays else state
         return state, state.first
 
     def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> PlanState:
-        """The same plans; their stages hold what the module now holds, and nothing that it has let go of.
+        """The same plans, whose stages hold the module's present tensors and release the tensors that it dropped.
 
-        ``adopt``: has stages, of later plans, too, run the modules that ``parallelize`` has made.
+        ``adopt``: makes the stages, and those of later plans, run the modules that ``parallelize`` returned.
         """
         state = replace(self, captures=self.captures.with_tensors_of_module(), adopt=adopt or self.adopt)
 
@@ -308,7 +308,7 @@ class PlanState:
         return replace(state, plans={pattern: taken_up(plan) for pattern, plan in self.plans.items()})
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, Any] | None:
-        """The rank of each stage: as in the first plan, as the user's table or ``placement`` says, or as found."""
+        """The rank of each stage: from the first plan, the user's table, ``placement`` or the search, in this order."""
         searched, table = self.captures.searched, self.options.schedule
         ranks: Placement
         if self.plans and graph.names == self.first.graph.names:
@@ -331,11 +331,11 @@ class PlanState:
         captures: tuple[Pattern, ...],
         places: Places,
     ) -> Plan:
-        """The plan that runs the table of these graphs, which come from ``captures``."""
+        """The plan that runs the table chosen for these graphs. ``captures``: the patterns of the graphs' captures."""
         graph = joint(graphs)
         schedule = self.tables.choose(graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
-        # Edge × micro-batch, of those between which nothing is sent: a text-only micro-batch has no image features.
+        # The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
         lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}
         absent = {(index, place) for place, each in enumerate(graphs) for index in lacking[id(each)]}
         instructions = lower(
@@ -349,7 +349,7 @@ class PlanState:
         return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
-        """The graphs; the stages whose backward the table has as I and W can leave gradients to W, and no others."""
+        """The graphs in which exactly the stages that the table runs as I and W can defer weight gradients to W."""
         split = {stage for stage, _ in schedule.dependencies.halves}
         if split and self.options.parallelize is not None:
             raise ScheduleError(
@@ -361,7 +361,7 @@ class PlanState:
             if not split and not any(stage.deferring or stage.in_input for stage in graph):
                 return graph
             stages = [replace(stage, deferring=None, in_input=()) for stage in graph]
-            # A compiler's own graphs hide what the pass would cut, so a compiled stage is cut by AOTAutograd.
+            # The pass cannot cut a compiler's own graphs, so AOTAutograd cuts a compiled stage.
             for index in split:
                 stage, compiled = stages[index], stages[index].function
                 stages[index] = (
@@ -374,8 +374,8 @@ class PlanState:
         return each_once(graphs, halved)
 
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
-        """A later capture must leave every stage and every tensor where it is."""
-        # A tensor that no rank took up at compile would have no owner, no gradient bucket and no place in a checkpoint.
+        """PartitionError if a stage of a later plan uses a tensor that this stage does not hold in the first plan."""
+        # A tensor that no rank holds at compile would have no owner, no gradient bucket and no entry in a checkpoint.
         held = self.first.graph.held
         for before, after in zip(self.first.graph, plan.graph, strict=True):
             own = before.held
@@ -388,16 +388,16 @@ class PlanState:
 
 
 def _captured(capturing: Capturing, pattern: Pattern, sample: Sample | str) -> list[Captured]:
-    """The capture of each micro-batch, with gathered stages for the rows of a group."""
+    """The capture of each micro-batch. Gathered stages are captured for the rows of a group."""
     wrong = capturing.captures.wrong
     captured = for_groups(capturing.of(pattern, sample), capturing, pattern, sample)
     if capturing.captures.wrong == wrong:
         return captured
-    return _captured(capturing, pattern, sample)  # a group has shown it, once the micro-batches were captured so
+    return _captured(capturing, pattern, sample)  # capturing a group found the micro-batches' tracer wrong
 
 
 def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> StageGraph:
-    """The graph, whose stages hold more, by their names."""
+    """The graph with more tensors in its stages. ``more``: stage name → tensors."""
 
     def wider(stage: Stage) -> Stage:
         here = stage.held

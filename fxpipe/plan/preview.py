@@ -1,4 +1,4 @@
-"""Preview: what a plan would hold on each rank and take in time, without running it."""
+"""Preview: the bytes on each rank and the seconds of a step that a plan would take, without a run."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ from fxpipe.small_file import write_whole
 
 @dataclass(frozen=True)
 class RankPreview:
-    """Bytes that a rank of a pipeline holds at most; None where no example has given shapes."""
+    """The most bytes that a rank of a pipeline holds; None if no example gives shapes."""
 
     stages: tuple[str, ...]
     parameters: float
-    """Parameters and buffers, between steps."""
+    """The bytes of parameters and buffers between steps."""
     gradients: float
-    """Behind the backward, until the optimizer's step."""
+    """The bytes of gradients after the backward, until the optimizer's step."""
     optimizer: float
-    """The optimizer's state, and master weights, from the second step on."""
+    """The bytes of the optimizer's state and master weights, from the second step on."""
     whole: float
-    """What lies whole beside the shards while a step runs: ``zero=2``: gradients, ``zero=3``: parameters, too."""
+    """The bytes of unsharded tensors while a step runs. ``zero=2``: gradients; ``zero=3``: gradients and parameters."""
     activations: float | None
-    """What is kept for backward of the micro-batches in flight, at most; without what an operator needs while it
-    runs."""
+    """The most bytes kept for the backwards of micro-batches in flight, without the temporary memory of operators."""
     messages: float | None
-    """Buffers of messages under way, at most."""
+    """The most bytes of message buffers at a time."""
     batch: float | None
-    """The inputs of its stages, of all micro-batches."""
+    """The bytes of the inputs of the rank's stages, over all micro-batches."""
 
     @property
     def total(self) -> float:
-        """All of it, as far as it is known."""
+        """The sum of all known bytes."""
         return sum(getattr(self, name) or 0.0 for name in _PARTS)
 
     def as_dict(self) -> dict[str, Any]:
-        """In whole bytes; ``total`` is the sum of what stands beside it."""
+        """The figures in whole bytes; ``total`` is the sum of the other entries."""
         sizes = {name: _ceil(getattr(self, name)) for name in _PARTS}
         return {"stages": list(self.stages), **sizes, "total": sum(size or 0 for size in sizes.values())}
 
@@ -57,8 +56,8 @@ _PARTS = ("parameters", "gradients", "optimizer", "whole", "activations", "messa
 
 @dataclass(frozen=True)
 class Preview(Tabular):
-    """What ``compile`` would run; prints as stages, table and figures. ``ranks``: the ranks of a pipeline; each
-    stands for its replicas.
+    """The plan that ``compile`` would run; prints as stages, table and figures. ``ranks``: the ranks of a pipeline;
+    each represents its replicas.
 
     ``seconds``, ``flops`` and ``utilisation`` are None without ``hardware=``, and without an example.
     """
@@ -68,23 +67,23 @@ class Preview(Tabular):
     """The table, simulated at costs from shapes."""
     ranks: tuple[RankPreview, ...]
     memory: float | None
-    """The bytes that a rank has: ``memory_per_rank``, or the hardware's."""
+    """The bytes of memory of a rank: ``memory_per_rank``, or the hardware's memory."""
     seconds: float | None
-    """Of a call: forward, backward, gradient sums and gathers; the optimizer's own step is not in it."""
+    """The seconds of a call: forward, backward, gradient sums and gathers, without the optimizer's own step."""
     flops: float | None
-    """Operations of the model's matrix products in a step, on all ranks; what is recomputed counts once."""
+    """The FLOPs of the model's matrix products in a step, on all ranks; recomputed products count once."""
     utilisation: float | None
-    """Model FLOPs utilisation: the time in which the devices could do these at their peak, as a part of a step's."""
+    """Model FLOPs utilisation: the seconds of these products at the devices' peak / the seconds of a step."""
     between_nodes: float | None
-    """Bytes of a step that leave a node for another, of all ranks together: messages, gradients, parameters."""
+    """The bytes that all ranks together send to other nodes in a step: messages, gradients, parameters."""
     saving: str = ""
-    """What recomputation saves, in words, where that was asked for."""
+    """The savings of recomputation, in words, if ``recompute=`` asks for it."""
     what: str = ""
-    """What was counted, in words."""
+    """The assumptions behind the figures, in words."""
 
     @property
     def graph(self) -> StageGraph:
-        """The stages, with the bytes that pass between them."""
+        """The stages, with the bytes of the values between them."""
         return self.plan.graph
 
     @property
@@ -94,22 +93,22 @@ class Preview(Tabular):
 
     @property
     def bubble(self) -> float:
-        """The idle part of all ranks' time in the table, at costs from shapes."""
+        """The idle fraction of all ranks' time in the table, at costs from shapes."""
         return self.timeline.bubble
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank keeps within ``memory``; None where that is not known, or activations are not and the rest
-        keeps within it."""
+        """Whether every rank's bytes are at most ``memory``. None if ``memory`` is not known, or if activations are not
+        known and the other bytes fit."""
         if self.memory is None:
             return None
-        # What is known may exceed the memory already; only where all is known can a rank be said to fit.
+        # The known bytes may already exceed the memory; a rank fits for certain only if all its bytes are known.
         if any(rank.total > self.memory for rank in self.ranks):
             return False
         return None if any(rank.activations is None for rank in self.ranks) else True
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as plain data: whole bytes, seconds and parts of 1."""
+        """The figures as plain data: whole bytes, seconds and fractions of 1."""
         names = ("fits", "seconds", "bubble", "flops", "utilisation")
         return {
             "stages": [self._stage(number) for number in range(len(self.graph))],
@@ -121,7 +120,7 @@ class Preview(Tabular):
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes ``as_dict()``. OSError where that fails."""
+        """Writes ``as_dict()`` to a file. OSError if writing fails."""
         write_whole(path, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
@@ -148,8 +147,8 @@ class Preview(Tabular):
 
     @cached_property
     def _memory(self) -> str:
-        """A line a rank."""
-        # "whole" is empty without zero=2 and 3, and then it has no column.
+        """The table of bytes, with a line for each rank."""
+        # "whole" is 0 without zero=2 and 3, and then has no column.
         columns = [name for name in _PARTS if name != "whole" or any(rank.whole for rank in self.ranks)]
         unit, scale = _unit(max(rank.total for rank in self.ranks))
         rows = []
@@ -181,13 +180,13 @@ def _ceil(size: float | None) -> int | None:
 
 
 def _unit(most: float) -> tuple[str, float]:
-    """In which unit sizes up to this one are shown, and its bytes."""
+    """The unit for sizes up to ``most`` bytes, and the bytes of the unit."""
     units = ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)
     return next(((name, size) for name, size in units if most >= size), units[-1])
 
 
 def _scaled(size: float | None, scale: float) -> str:
-    """Bytes in a unit, to three digits."""
+    """A number of bytes in a unit, to three digits."""
     if size is None:
         return "?"
     number = size / scale

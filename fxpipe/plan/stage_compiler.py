@@ -1,7 +1,7 @@
-"""Stages compiled by a function of the user's, such as ``torch.compile``, on the ranks that run them.
+"""Compiles stages by a function of the user's, such as ``torch.compile``, on the ranks that run the stages.
 
-Where a table has input-grad and weight-grad actions, AOTAutograd captures a stage's forward and both backwards, and
-each is compiled by itself.
+If a table has input-grad and weight-grad actions, AOTAutograd captures a stage's forward and both halves of its
+backward, and the user's function compiles each of the three.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Piece = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
-    """The same stage, its function replaced by ``stage_compiler(module)`` when it first runs, and from then on.
+    """The same stage, whose first run replaces its function by ``stage_compiler(module)``.
 
-    The compiler is given the stage's ``fx.GraphModule``, or its function where the user wrote it, and returns what is
-    called with the same arguments for the same tuple. Only processes that run the stage compile it, once: a compiler
-    that distinguishes shapes, as ``torch.compile`` does, is asked again by its own guards.
+    The compiler takes the stage's ``fx.GraphModule``, or the function that the user wrote, and returns a callable with
+    the same arguments and the same result tuple. Only processes that run the stage compile it, once: a compiler that
+    distinguishes shapes, as ``torch.compile`` does, recompiles by its own guards.
     """
     if isinstance(stage.function, Compiled):
         return stage
@@ -49,7 +49,7 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
 
 
 def _check_writes(module: fx.GraphModule, name: str) -> None:
-    """RunError for a write that AOTAutograd of torch 2.12 to 2.15 loses: into a 0-dimensional float64 on the CPU."""
+    """RunError for a write into a 0-dimensional float64 on the CPU, which AOTAutograd of torch 2.12 to 2.15 loses."""
     for node in module.graph.nodes:
         written = node.args[0] if node.args and operator_name(node).endswith("_") else None  # as copy_ and mul_ do
         if not isinstance(written, fx.Node) or written.op != "get_attr":
@@ -63,17 +63,17 @@ def _check_writes(module: fx.GraphModule, name: str) -> None:
 
 
 class Compiled:
-    """A stage's function, or a graph that was made of it, compiled when it is first called."""
+    """A stage's function, or a graph made from it, which the first call compiles."""
 
     def __init__(self, name: str, original: Function, stage_compiler: StageCompiler) -> None:
         self._name, self._original, self._stage_compiler = name, original, stage_compiler
-        self._function: Function | None = None  # once it has run
+        self._function: Function | None = None  # set after the first call
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self._function is not None:
             outputs: tuple[Any, ...] = self._function(*inputs)
             return outputs
-        with phase(f"the compiling of stage {self._name}"):  # which may last, and others wait for what it returns
+        with phase(f"the compiling of stage {self._name}"):  # may take long, while other ranks wait for the outputs
             function = self._stage_compiler(self._original)
             if not callable(function):
                 raise RunError(
@@ -86,7 +86,7 @@ class Compiled:
 
     @cached_property
     def in_halves(self) -> Callable[..., tuple[Any, ...]]:
-        """The same in three: its forward, and the two halves of its backward."""
+        """The same function in three compiled parts: its forward, and the two halves of its backward."""
         return in_halves(self._original, lambda module: Compiled(self._name, module, self._stage_compiler))
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ Compile = Callable[[fx.GraphModule], Function]
 
 
 class _Here(threading.local):
-    """What this thread is in: a micro-batch's forward, the backward of a call."""
+    """The present work of this thread: ``deferred`` of a micro-batch's forward, ``call`` of a backward."""
 
     deferred: Deferred | None = None
     call: _HalvedCall | None = None
@@ -107,14 +107,14 @@ _here = _Here()
 
 
 def in_halves(original: Function, compile: Compile) -> Callable[..., tuple[Any, ...]]:
-    """A stage's function with a ``Deferred`` in front of its inputs, compiled in three when it first runs.
+    """A stage's function that takes a ``Deferred`` before its inputs, and is compiled in three parts by its first run.
 
-    ``compile`` makes a callable of a graph of operators; it is given forward, I and W of each graph that TorchDynamo
-    makes of ``original``. None of these graphs needs gradients.
+    ``compile`` makes a callable from a graph of operators. It compiles forward, I and W of each graph that TorchDynamo
+    captures from ``original``. These graphs run without gradients.
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
-        """What TorchDynamo calls with a graph that it has captured."""
+        """The backend that TorchDynamo calls with each captured graph."""
         graph = _CutGraph(inputs, compile)
         function = aot_compiled(module, inputs, graph.forward, graph.backward)
         return lambda *inputs: graph.run(function, inputs)
@@ -135,8 +135,8 @@ def in_halves(original: Function, compile: Compile) -> Callable[..., tuple[Any, 
 class _CutGraph:
     """A graph that TorchDynamo has captured, on its way through AOTAutograd.
 
-    A call with a ``Deferred`` is given stand-ins for its parameters, which share their memory. So I leaves ``.grad`` as
-    it is, and whatever comes back to the stand-ins, by any way, W adds to it.
+    A call with a ``Deferred`` takes stand-ins for its parameters, which share the parameters' memory. So I leaves
+    ``.grad`` unchanged, and W adds all gradients of the stand-ins to ``.grad``.
     """
 
     def __init__(self, inputs: Sequence[Any], compile: Compile) -> None:
@@ -146,9 +146,9 @@ class _CutGraph:
         self._leaves = [place for place, value in tensors if value.requires_grad and value.is_leaf]
 
     def run(self, function: Function, inputs: Sequence[Any]) -> Any:
-        # A subclass such as DTensor decides what detach() does: a call with one gives all gradients in I.
+        # A subclass such as DTensor decides what detach() does, so a call with a subclass makes all gradients in I.
         plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
-        # A hook is to see a gradient once, and whole: it may not come late then. Hooks behind ``.grad`` run after W.
+        # A hook must see the complete gradient once, so it cannot wait for W. Hooks after accumulation run after W.
         leaves = [(place, inputs[place]) for place in self._leaves]
         waiting = {place: p for place, p in leaves if plain and p.is_leaf and not has_gradient_hooks(p)}
         if _here.deferred is None or not waiting:
@@ -161,8 +161,8 @@ class _CutGraph:
         return results
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
-        """AOTAutograd's compiler of backwards."""
-        # A backward whose results are not the inputs' gradients in order cannot be cut by their places: all is I then.
+        """The compiler that AOTAutograd calls for backwards."""
+        # A backward whose results are not the inputs' gradients in order cannot be cut by position: all of it is I.
         fits = self._fits(module)
 
         @cache
@@ -172,13 +172,13 @@ class _CutGraph:
             return _Cut(halves, waits, self._piece(halves.of_input), self._piece(halves.of_weights))
 
         def run(*given: Any) -> list[Any]:
-            call, _here.call = _here.call, None  # first: what comes now may fail
+            call, _here.call = _here.call, None  # before any code that may fail
             call = call if call is not None and call.graph is self else None
             parts = cut(frozenset(self._leaves if call is None else call.parameters))
-            # 1. I makes the gradients of the inputs, and what W takes.
+            # 1. I makes the inputs' gradients, and the values that W takes.
             values = dict(zip(parts.halves.given, given, strict=True))
             values |= parts.of_input(values)
-            # 2. W runs later where this is a micro-batch's I, else at once.
+            # 2. If this is a micro-batch's I, W runs later, otherwise at once.
             if call is None:
                 values |= parts.of_weights(values)
             else:
@@ -190,23 +190,23 @@ class _CutGraph:
         return run
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any] = ()) -> Function:
-        """AOTAutograd's compiler of forwards, and of I and W."""
+        """The compiler that AOTAutograd calls for forwards; it also compiles I and W."""
 
         @cache
         def function() -> Function:
-            # A module of its own, made only now: TorchDynamo does not compile code that came up while it compiled, and
-            # AOTAutograd's modules share theirs before their first call.
+            # A new module, made only now: TorchDynamo does not compile code that was created while it compiled, and
+            # AOTAutograd's modules share their code before their first call.
             return self._compile(fx.GraphModule(module, module.graph))
 
         def run(*inputs: Any) -> Any:
-            # the types that operators compute in are decided already
+            # the graph already fixes the operators' types, so autocast is off
             with within([region._replace(enabled=False) for region in ambient_autocast()]):
                 return function()(*inputs)
 
         return run
 
     def _fits(self, module: fx.GraphModule) -> bool:
-        """Whether the backward's results are the gradients of what the graph was given, one for one."""
+        """Whether the backward's results are the gradients of the graph's inputs, in order."""
         results: Any = module.graph.output_node().args[0]
         made = [None if node is None else node.meta["val"] for node in results]
         return len(made) == len(self._kinds) and all(
@@ -214,7 +214,7 @@ class _CutGraph:
         )
 
     def _piece(self, part: BackwardPart) -> Piece:
-        """I or W, from values by name to values by name."""
+        """I or W as a function from named values to named values."""
         if not part.does_anything:
             return lambda values: {}
         function = self.forward(part.code)
@@ -222,17 +222,17 @@ class _CutGraph:
 
 
 class _Cut(NamedTuple):
-    """A backward in two."""
+    """A backward in two halves."""
 
     halves: Halves
     waits: dict[int, str]
-    """By place, the gradients that W gives."""
+    """Position → the name of the gradient that W makes."""
     of_input: Piece
     of_weights: Piece
 
 
 class _HalvedCall:
-    """One call of a graph: its parameters by their places, their stand-ins, and what is left for its W."""
+    """A call of a graph: its parameters by position, their stand-ins, and the values kept for its W."""
 
     def __init__(self, graph: _CutGraph, deferred: Deferred, parameters: Mapping[int, Tensor]) -> None:
         self.graph, self.deferred, self.parameters = graph, deferred, parameters
@@ -242,8 +242,8 @@ class _HalvedCall:
         self._parts: _Cut | None = None
 
     def nodes(self, results: Sequence[Any]) -> Iterator[Node]:
-        """AOTAutograd's among the nodes behind the results: its own, not those of views of what it was given."""
-        # From the results back to the nodes that lead straight to a stand-in.
+        """The autograd nodes of the results that AOTAutograd made, without the nodes of views of its inputs."""
+        # Searches from the results back to the nodes that lead directly to a stand-in.
         ends = {get_gradient_edge(stand_in).node for stand_in in self.stand_ins.values()}
         waiting = [result.grad_fn for result in results if isinstance(result, Tensor) and result.grad_fn is not None]
         seen: set[Node] = set()
@@ -259,11 +259,11 @@ class _HalvedCall:
                 yield node
 
     def comes(self, gradients: Any) -> None:
-        """Its backward is the next that runs in this thread."""
+        """A hook: notes that this call's backward runs next in this thread."""
         _here.call = self
 
     def keep(self, values: Mapping[str, Any], parts: _Cut) -> None:
-        """I has run, and made ``values``: those that W takes, or hands on unchanged, wait for it."""
+        """Called after I has made ``values``: keeps the values that W takes or passes on unchanged."""
         self.deferred.check_open()
         weights = parts.halves.of_weights
         needed = {*weights.takes, *parts.waits.values()} - {*weights.gives}
@@ -272,11 +272,11 @@ class _HalvedCall:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What waits for W."""
+        """The tensors that are kept for W."""
         return [value for value in self._held.values() if isinstance(value, Tensor) and not value.is_inference()]
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """W: each parameter with a gradient of it; once."""
+        """Runs W and returns (parameter, gradient) pairs; may be called once."""
         if list(map(version_of, self.kept)) != self._versions:
             raise RunError(
                 "what W needs was written in place since I; write it out of place (self.n = self.n + 1) or use a clone"
@@ -286,7 +286,7 @@ class _HalvedCall:
             with torch.no_grad():
                 made |= self._parts.of_weights(made)
         waits = {} if self._parts is None else self._parts.waits
-        # What came to a stand-in by another way, as through a view of it that is a result itself, is added, too.
+        # Gradients that reach a stand-in elsewhere, such as through a view of it that is a result, are added, too.
         stand_ins, self.stand_ins = self.stand_ins, {}
         return [
             (parameter, gradient)

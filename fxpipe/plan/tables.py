@@ -1,6 +1,6 @@
-"""Tables: which table a plan runs: the user's own, one that a family makes, or that of an earlier plan.
+"""Tables: chooses the table of a plan: the user's own, a table that a family makes, or the table of an earlier plan.
 
-With ``recompute=`` it also decides which stages run their forward again, by what that saves.
+With ``recompute=``, ``Tables`` also decide which stages run their forward again, by the bytes that this saves.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Tables:
     shown: Pattern | None
     """The pattern of the first plan, with its shapes."""
     again: frozenset[str] | None
-    """The names of the stages that are recomputed, where that was decided before the first plan."""
+    """The names of the recomputed stages, if they were chosen before the first plan."""
     by_shapes: Costs | None
-    """What the stages take, derived from the shapes of the example, where a limit of memory needs their bytes."""
+    """The stages' costs derived from the example's shapes, if a memory limit needs their bytes."""
 
     def costs_by_shapes(self, pattern: Pattern, graph: StageGraph) -> Costs | None:
-        """The costs by shapes, where the options' family has a limit of memory, and no bytes of its own. ``graph``: the
-        stages, placed."""
+        """The costs from shapes, if the options' family has a memory limit and no bytes in its own costs. ``graph``:
+        the placed stages."""
         table = self.options.schedule
         if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or self.by_shapes:
             return self.by_shapes
@@ -57,11 +57,11 @@ class Tables:
         return None if work is None else work.costs_with((bool(self.options.recompute),) * len(graph))
 
     def choose(self, graph: StageGraph, pattern: Pattern) -> Schedule:
-        """The table of a graph, not proven yet; ScheduleError where there is none."""
+        """Returns the table of a graph, not yet proven; ScheduleError if no table exists."""
         table, first = self.options.schedule, self.first
-        tied = (graph if first is None else first.graph).tied  # a stage with a copy is sent its gradient
+        tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
         if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
-            # replicas whose batches differ then reduce in one order
+            # replicas with different batches then reduce in the same order
             return replace(first.schedule, edges=graph.stage_edges)
         if isinstance(table, Schedule) and pattern.training:
             return self._given(table, graph, pattern.microbatches, tied)
@@ -75,7 +75,7 @@ class Tables:
         return make(self._recomputed(graph, pattern, make))
 
     def _costs(self, graph: StageGraph, pattern: Pattern) -> Costs | None:
-        """The costs that a family makes a table for; None for its own, or B = 2 F."""
+        """The costs for which a family makes a table; None for the family's own costs, or B = 2 F."""
         table = self.options.schedule
         if isinstance(table, Limited) and table.costs is not None:
             return None
@@ -83,14 +83,14 @@ class Tables:
             return self.first.schedule.costs
         if self.captures.searched is not None:
             return self.captures.searched.outcome.costs
-        # A stage on several ranks fills the time that their other stages leave idle, which only true costs show.
+        # A stage on several ranks fills idle time between their other stages, and only true costs show idle time.
         work = self.stage_work(pattern, graph.placement) if replicated(graph.placement) else None
         return None if work is None else work.costs_with((False,) * len(graph))
 
     def _given(
         self, table: Schedule, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]
     ) -> Schedule:
-        """The user's own table, for this graph."""
+        """The user's own table, checked and completed for this graph."""
         if self.options.recompute:
             raise ScheduleError(
                 "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
@@ -101,7 +101,7 @@ class Tables:
                 f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
                 f"pass microbatches={table.microbatches}"
             )
-        # A gathered stage has one action for a group of micro-batches, in a cell such as F0-3.
+        # A gathered stage has a single action for a group of micro-batches, in a cell such as F0-3.
         groups = graph.groups(microbatches)
         if table.groups != groups:
             raise ScheduleError(
@@ -114,7 +114,7 @@ class Tables:
         return schedule
 
     def _family(self) -> ScheduleName | Family:
-        """The family that the options name; with bytes derived from shapes, where it has a limit of memory and none."""
+        """The family that the options name, with bytes from shapes if it has a memory limit and no bytes of its own."""
         table: ScheduleName | Family | Schedule = self.options.schedule
         if isinstance(table, Schedule):
             return "1f1b"
@@ -124,7 +124,7 @@ class Tables:
         return replace(table, costs=costs)
 
     def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
-        """The stages whose forward runs again, of those that have a backward."""
+        """For each stage, whether its forward runs again; only stages with a backward may be recomputed."""
         wanted = self.options.recompute
         if isinstance(wanted, tuple):
             for name in wanted:
@@ -144,18 +144,18 @@ class Tables:
         return _fewest(graph, make, work, self.options.memory_per_rank or 0.0)
 
     def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
-        """What the stages take, derived from shapes; None where these, or the costs, are not known."""
+        """The stages' work derived from shapes; None if shapes or costs are not known."""
         return self.captures.balancing.stage_work(self.captures.first, pattern, placement)
 
     def saving(self, plan: Plan, work: Staged | None) -> str:
-        """What recomputation saves and costs, in words, where it was asked for: against the table without it."""
+        """The savings and costs of recomputation, against the table without it, in words; empty if it is off."""
         if self.options.recompute is False:
             return ""
         graph, table = plan.graph, plan.schedule
         none = (False,) * len(graph)
         without = _built(self._family(), graph, table.microbatches, table.tied, table.costs, none)
         again = {stage for stage, _ in table.dependencies.recomputed}
-        # Which stages, then the bytes of each rank and the makespan, beside the same family's table without an R.
+        # The stages, each rank's peak bytes and the makespan, compared with the same family's table without an R.
         names = [stage.name for stage in graph if stage.index in again]
         lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
         flags = tuple(stage.index in again for stage in graph)
@@ -172,11 +172,11 @@ class Tables:
 
 
 Make = Callable[[Marked], Schedule]
-"""The table in which these stages are recomputed."""
+"""Makes the table in which these stages are recomputed."""
 
 
 def _fits(first: Plan, graph: StageGraph, microbatches: int) -> bool:
-    """Whether the first plan's table is one for this graph."""
+    """Whether the first plan's table is valid for this graph."""
     table, backward = first.schedule, tuple(stage.has_backward for stage in graph)
     same = (microbatches, backward, graph.placement) == (table.microbatches, table.backward, table.placement)
     return same and set(graph.stage_edges) <= set(first.graph.stage_edges)
@@ -190,7 +190,7 @@ def _built(
     costs: Costs | None,
     recompute: Marked,
 ) -> Schedule:
-    graph.groups(microbatches)  # PartitionError where they do not divide them
+    graph.groups(microbatches)  # PartitionError if the groups do not divide the micro-batches
     backward = tuple(stage.has_backward for stage in graph)
     alone = Problem(graph.stage_edges, microbatches, graph.placement, backward, Costs.of(len(graph)))
     groups = groups_behind(graph.gathers, alone) if graph.gathers else None
@@ -199,30 +199,30 @@ def _built(
 
 
 def tells_bytes(costs: Costs | None) -> bool:
-    """Whether they give some of the bytes: others would not be in their unit."""
+    """Whether the costs give some bytes. Bytes from shapes are then not added, since their unit may differ."""
     return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
 def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marked:
-    """As few as fit into ``memory`` bytes a rank; ScheduleError where none do.
+    """Marks as few stages as fit into ``memory`` bytes per rank; ScheduleError if no marks fit.
 
-    One after another the stage with which it fits in the least time or, while none does, the one that takes most off
-    what is over for its time; then those are left out again that later ones have made needless.
+    Each round marks the stage with which the table fits in the least time. If no stage makes it fit, the round marks
+    the stage that removes most excess bytes per second. At the end, stages that later marks made needless are unmarked.
     """
 
     @cache
     def figures(flags: Marked) -> tuple[float, tuple[float, ...], float]:
-        """Seconds, each rank's bytes, and those that do not fit, over all ranks."""
+        """The makespan in seconds, each rank's peak bytes, and the sum of all ranks' bytes above ``memory``."""
         plan = make(flags).planned(work.costs_with(flags))
         peaks = work.peaks(plan.schedule, plan.costs)
         return plan.makespan, peaks, sum(max(peak - memory, 0.0) for peak in peaks)
 
-    # 1. Add stages on ranks that are too full, by seconds for each byte that they take off, until all fits.
+    # 1. Mark stages on ranks above the limit, by seconds for each byte that they save, until all ranks fit.
     flags = (False,) * len(graph)
     while figures(flags)[2]:
         before, peaks, over_before = figures(flags)
         fullest = [max(peaks[rank] for rank in graph.ranks(stage.index)) for stage in graph]
-        # Others would cost time for bytes that their ranks have to spare.
+        # Stages on other ranks would cost time and save bytes that their ranks do not lack.
         full = [s.index for s in graph if s.has_backward and not flags[s.index] and fullest[s.index] > memory]
         ranked: list[tuple[tuple[bool, float, float], Marked]] = []
         for marked in (_with(flags, stage, True) for stage in full):
@@ -238,7 +238,7 @@ def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marke
                 "holds fewer of them"
             )
         _, flags = min(ranked, key=itemgetter(0))
-    # 2. A later choice may have made an earlier one needless.
+    # 2. A later mark may have made an earlier mark needless.
     for stage in reversed(range(len(graph))):
         fewer = _with(flags, stage, False)
         if flags[stage] and not figures(fewer)[2]:

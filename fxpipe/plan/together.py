@@ -1,5 +1,5 @@
-"""Together: a plan is made on every rank, and is the same on all of them, or every rank raises. Replicas of it may run
-tables of their own, unless they meet in them."""
+"""Together: every rank makes the same plan, or every rank raises. Replicas may run different tables, unless the tables
+contain collectives between replicas."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ EVERYONE = ("pipe", "data")
 def first_plan_together(transport: Transport, state: PlanState, options: Options) -> PlanState:
     """The state with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
 
-    What forward asks about its inputs is answered by the first rank's example.
+    The first rank's example answers forward's questions about its inputs.
     """
     keeps_part = transport.pipe_rank is not None
     answers: tuple[Answers, ...] = ()
     while True:
         failure: Exception | None = None
-        asked = [""]  # what is not answered yet
+        asked = [""]  # the key of an open question
         try:
             _check_device(transport, state)
             state, unanswered = plan_first(Example(state, options), answers, keeps_part)
             if unanswered is not None:
                 failure, asked, answers = unanswered, [unanswered.key], Example(state, options).answers
-        except Exception as error:  # which is raised on all ranks
+        except Exception as error:  # raised on all ranks below
             failure = error
         for scope in EVERYONE:
             everyone = transport.gather(scope, (asked, answers))
             asked, answers = [key for keys, _ in everyone for key in keys], everyone[0][1]
-        # Only where all ranks ask the same do they capture once more: else one of them has failed, or has a plan.
+        # Ranks capture again only if all of them ask the same question: otherwise a rank has failed, or has a plan.
         if len(set(asked)) != 1 or not asked[0]:
             break
 
@@ -49,8 +49,8 @@ def first_plan_together(transport: Transport, state: PlanState, options: Options
         return state, state.first
 
     state, _ = plan_together(transport, EVERYONE, first)
-    # A plan that some ranks alone could make, such as evaluation of an example that others cannot evaluate, is kept by
-    # none: later calls of it would not agree.
+    # If only some ranks could make a plan, such as evaluation of an example that other ranks cannot evaluate, no rank
+    # keeps it: ranks would disagree in later calls.
     digests, same = [plan.digest for plan in state.plans.values()], True
     for scope in EVERYONE:
         same = all(answer == (True, digests) for answer in transport.gather(scope, (same, digests)))
@@ -58,7 +58,7 @@ def first_plan_together(transport: Transport, state: PlanState, options: Options
 
 
 def _check_device(transport: Transport, state: PlanState) -> None:
-    """RunError where the job was started for accelerators, and this rank's model is not on its own one."""
+    """RunError if the job was started for accelerators, and this rank's model is not on this rank's accelerator."""
     own, tensors = transport.device, all_tensors(state.module).items()
     held = {tensor.device: name for name, tensor in tensors if not tensor.is_meta}
     if is_accelerator(own) and held and own not in held:
@@ -72,17 +72,17 @@ def _check_device(transport: Transport, state: PlanState) -> None:
 def plan_together(
     transport: Transport, scopes: Sequence[str], make: Callable[[], tuple[PlanState, Plan]]
 ) -> tuple[PlanState, Plan]:
-    """The state and the plan, the same on every rank; where one rank has no plan, or another one, every rank raises,
-    and goes on with the state that it had. A collective call."""
+    """Returns the state and the plan, which is equal on every rank. If a rank has no plan, or a different plan, every
+    rank raises and keeps its old state. A collective call."""
     state, plan, failure, wrong = None, None, None, ""
     try:
         state, plan = make()
     except Exception as error:
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
-    for scope in scopes:  # all of them, whatever has been found: others wait in the next one
+    for scope in scopes:  # every scope, even after a failure: other ranks wait in the next scope
         everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
-        # All ranks that ask the same question answer it and come again; a rank that asks alone would wait for ever.
-        if isinstance(failure, Unanswered) and any(other != wrong for _, other in everyone):  # who would not ask again
+        # Ranks that all ask the same question answer it and call again; a rank that asks alone would wait for ever.
+        if isinstance(failure, Unanswered) and any(other != wrong for _, other in everyone):  # these do not call again
             failure, wrong = None, next(other or "has a plan already" for _, other in everyone if other != wrong)
         problems = [f"{member(transport, scope, rank)} {other}" for rank, (_, other) in enumerate(everyone) if other]
         digests = [digest for digest, _ in everyone]
@@ -110,10 +110,10 @@ def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[st
 
 
 def check_rows(transport: Transport, plan: Plan, zero: int) -> None:
-    """With zero=2 replicas sum after each micro-batch, with 3 behind each stage, and they gather where a stage sees all
-    replicas' rows: they must run the same row.
+    """RunError if replicas whose rows contain data-axis collectives run different rows. A collective call of the data
+    axis.
 
-    RunError where they do not. A collective call of the data axis.
+    Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas.
     """
     gathers = plan.graph.sees_replicas
     if (zero < 2 and not gathers) or transport.data_size == 1:

@@ -1,1 +1,1 @@
-"""Balance: what nodes cost, which stages to cut a program into, and which rank each runs on."""
+"""Balance: computes the costs of nodes, cuts a program into stages, and assigns stages to ranks."""

@@ -1,6 +1,6 @@
-"""A graph of blocks with what each takes, which is all that a balance looks at.
+"""A graph of blocks with their costs: the only input of a balance.
 
-A block is the smallest piece that may be placed: a few nodes of a program, or a stage whose cut is given already.
+A block is the smallest piece that can be placed: a few nodes of a program, or a stage that is already cut.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fxpipe.plan.balance.node_costs import NodeCost, NodeCosts, total
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of the program with what it takes for one micro-batch.
+    """A piece of the program with its costs for one micro-batch.
 
-    ``copies``: the copied nodes that it needs, which are not in it: each stage has its own, once.
+    ``copies``: the copied nodes that the block needs. They are not part of the block: each stage runs its own copy.
     """
 
     nodes: tuple[str, ...]
@@ -35,14 +35,14 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockValue:
-    """A value that one block makes and others use."""
+    """A value that a block makes and other blocks use."""
 
     source: int
     targets: tuple[int, ...]
     size: int
-    """Its bytes."""
+    """The bytes of the value."""
     returned: bool = False
-    """Whether the model's result has it, too, which is put together in the last stage that makes some of it."""
+    """Whether the model's result contains the value; the last stage that makes a part of the result assembles it."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,24 @@ class BlockGraph:
     result: tuple[int, ...]
     """The blocks that make the model's result."""
     costs: NodeCosts
-    """What copied nodes take, and the bytes behind all keys."""
+    """The costs of copied nodes, and the bytes of all memory and parameter keys."""
     gather: Mapping[int, int | None] = field(default_factory=dict)
-    """Blocks that run for several micro-batches at once → for how many, None for all; each is a stage then."""
+    """Gathered block → the number of micro-batches in its group, None for all. Each gathered block is a stage."""
     given: bool = False
-    """Whether each block is a stage already, and only its rank is open."""
+    """Whether each block is already a stage, and only its rank is open."""
     alone: frozenset[int] = frozenset()
-    """Blocks that must run on one rank: those that may change what the model holds."""
+    """The blocks that must run on a single rank, because they may change the model's state."""
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def seconds(self, blocks: Iterable[int] | None = None) -> float:
-        """What these blocks take, or all."""
+        """The forward and backward seconds of these blocks; None: of all blocks."""
         return sum(self.blocks[block].seconds for block in (range(len(self)) if blocks is None else blocks))
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks whose values a block uses, each once, by number."""
+        """For each block, the sorted numbers of the blocks whose values it uses."""
         found: list[set[int]] = [set() for _ in self.blocks]
         for value in self.values:
             for target in value.targets:
@@ -80,20 +80,20 @@ class BlockGraph:
 
     @cached_property
     def shared(self) -> frozenset[int]:
-        """The parameters that several blocks use."""
-        # A tied parameter, or one that a copied node reads: its gradient is summed where its blocks are on several
+        """The keys of the parameters that several blocks use."""
+        # Tied parameters, and parameters that copied nodes read: ranks sum the gradient if the blocks are on several
         # ranks.
         count = Counter(key for block in self.blocks for key in self.stage([block]).parameters)
         return frozenset(key for key, users in count.items() if users > 1)
 
     def stage(self, blocks: Sequence[Block]) -> NodeCost:
-        """What a stage of these blocks takes, with its own copies of copied nodes."""
+        """The costs of a stage of these blocks, with the stage's own copies of copied nodes."""
         copies = frozenset[str]().union(*(block.copies for block in blocks))
         return total([*(block.cost for block in blocks), *(self.costs[name] for name in sorted(copies))])
 
     @cached_property
     def stage_of(self) -> Callable[[tuple[int, ...]], NodeCost]:
-        """The same by their numbers, computed once."""
+        """``stage`` by the numbers of the blocks, cached."""
         return cache(lambda numbers: self.stage([self.blocks[number] for number in numbers]))
 
     def after(self, group_of: Sequence[int]) -> dict[int, set[int]]:
@@ -105,8 +105,8 @@ class BlockGraph:
         return found
 
     def merged(self, group_of: Sequence[int]) -> BlockGraph:
-        """The same work with blocks put together: ``group_of`` says which new block each becomes a part of."""
-        # A value between two blocks of one group is inside of it, and no longer one that a cut sees.
+        """The same graph with blocks merged. ``group_of``: block → the merged block."""
+        # A value between two blocks of the same group is inside of the merged block, and no cut can cross it.
         groups: dict[int, list[Block]] = {}
         for block, group in zip(self.blocks, group_of, strict=True):
             groups.setdefault(group, []).append(block)
@@ -135,7 +135,7 @@ def _together(blocks: Sequence[Block]) -> Block:
 
 
 def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
-    """The finest work: what a cut may separate. The program has no boundaries."""
+    """The finest block graph of a program without boundaries: a cut may separate any two blocks."""
     cut = blocks(program)
     values = tuple(
         BlockValue(source, targets, costs[name].bytes_out, name in cut.returned) for name, source, targets in cut.values
@@ -148,16 +148,16 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
 
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
-    """A block for each stage of a program that is cut, by number, with its own copies of copied nodes."""
+    """The block graph of a program that is cut: a block for each stage, with the stage's own copies of copied nodes."""
     copies, stage_of = _copies(program), program.stage_of
     names: list[set[str]] = [set() for _ in range(1 + max(stage_of.values()))]
     for name, stage in stage_of.items():
         names[stage] |= {name, *copies[name]}
     order = {node.name: place for place, node in enumerate(program.nodes) if is_compute(node)}
-    # Each stage runs the copied nodes that it needs itself, so they count in each; in program order, since what is kept
-    # for backward adds up in that order.
+    # Each stage runs its own copies of copied nodes, so the copies count in each stage. Nodes are in program order, in
+    # which the bytes kept for backward add up.
     members = [sorted(some & order.keys(), key=order.__getitem__) for some in names]
-    # A value crosses a cut where a node of another stage uses it. The model's result is put together in its last stage.
+    # A value crosses a cut if a node of another stage uses it. The last stage assembles the model's result.
     last = program.output_stage or 0
     uses: dict[str, dict[int, None]] = {}
     for node in program.nodes:
@@ -181,8 +181,8 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
 
 
 def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]:
-    """The blocks of these nodes that use what forward writes of what the model holds, or may do more than compute."""
-    # A stage on several ranks would write on one of them what the others read.
+    """The blocks of these nodes that use tensors of the model that forward writes, or that may have side effects."""
+    # A stage on several ranks would write on only one rank the tensors that its other ranks read.
     written = nodes_of_written(program)
     found = {name for group in program.written if group & written for name in group} | written
     found |= {node.name for node in program.nodes if node.op.startswith("call_") and acts(program, node)}
@@ -190,7 +190,7 @@ def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]
 
 
 def _copies(program: Program) -> dict[str, frozenset[str]]:
-    """Node → the copied nodes that it is computed from."""
+    """Node → the copied nodes from which it is computed."""
     found: dict[str, frozenset[str]] = {}
     for node in program.nodes:
         used = {made_by(operand).name for operand in node.all_input_nodes} & program.copied

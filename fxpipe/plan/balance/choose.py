@@ -1,7 +1,7 @@
 """Balance: ``balance`` chooses the stages of a program and their ranks, or only the ranks of given stages.
 
-A graph of thousands of nodes is first made one of hundreds of pieces, where the fewest bytes cross; pieces that are
-whole modules put cuts at borders of modules.
+A graph of thousands of nodes is first coarsened to hundreds of pieces, cut where the fewest bytes cross. Pieces that
+are whole modules make cuts fall between modules.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.state.replay import checkpoints_that_keep
 
 FINER = 0.4
-"""The part of the usual effort with which cuts inside of modules are looked for, where others were found."""
+"""The fraction of the usual effort for cuts inside of modules, if cuts between modules were found."""
 BETWEEN = ", between modules"
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """A program with stages, their ranks, and what that comes to; ``str()`` is the choice beside its runners-up."""
+    """A program with stages, their ranks, and the simulated outcome; ``str()`` compares the choice with runners-up."""
 
     program: Program
     placement: Placement
     """The rank of each stage."""
     outcome: LayoutOutcome
     others: tuple[LayoutOutcome, ...]
-    """The best layouts that were found in other ways, the best first."""
+    """The best layouts of other origins, the best first."""
     what: str
-    """In words: where the costs come from, and how many bytes a parameter counts."""
+    """The source of the costs, and the bytes of a parameter, in words."""
     blocks: tuple[tuple[str, ...], ...]
-    """The nodes of each block that layouts speak of."""
+    """The nodes of each block of the layouts."""
 
     @staticmethod
     def of(program: Program, found: Found, work: BlockGraph) -> Balanced:
@@ -89,7 +89,7 @@ class Balanced:
         return printable(f"{grid}\n{self.what}")
 
     def _modules(self, layout: StageLayout) -> str:
-        """A line for each rank, or ranks, of a stage: the outermost modules that one stage runs whole, or parts."""
+        """A line for each rank or set of ranks: the outermost modules that a single stage runs, or parts of modules."""
         stage_of = {name: stage for names, stage in zip(self.blocks, layout.stage_of, strict=True) for name in names}
         paths = {node.name: called_in(node) for node in self.program.nodes if node.name in stage_of}
         users: dict[str, set[int]] = {}
@@ -101,7 +101,7 @@ class Balanced:
             part = f"a part of {modules[-1]}" if modules else ""
             whole = next((path for path in modules if len(users[path]) == 1), part)
             pieces[ranks_of(layout.rank_of[stage_of[name]]), whole] = None
-        # Of modules side by side in the program the first and the last are named.
+        # Of adjacent modules with one parent, only the first and the last are named.
         named: dict[tuple[int, ...], list[str]] = {}
         for (ranks, _), run in groupby(pieces, key=lambda piece: (piece[0], piece[1].rpartition(".")[0])):
             names = [whole for _, whole in run if whole]
@@ -125,12 +125,12 @@ def balance(
     recompute: Recompute = False,
     several: bool = False,
 ) -> Balanced:
-    """The program with stages and their ranks, for the least makespan by simulation.
+    """The program with stages and their ranks, chosen for the least simulated makespan.
 
-    ``program``: without boundaries, after ``passes.before_balance()``, and then this cuts it; or after ``partition``,
-    and then its stages stay. ``memory_per_rank``: bytes. ``recompute``: as ``compile`` has it; "auto", or the names of
-    stages that do not exist yet: all stages recompute if no layout fits without. ``several``: a stage may be on all
-    ranks. PartitionError where there are fewer pieces or stages than ranks, or no layout fits the memory.
+    ``program``: without boundaries, after ``passes.before_balance()``: ``balance`` cuts it; or after ``partition``: its
+    stages stay. ``memory_per_rank``: bytes. ``recompute``: as in ``compile``; with "auto", or names of stages that do
+    not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage may be on all ranks.
+    PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
     """
     given = bool(program.stage_of)
     work = work_of_stages(program, costs) if given else work_of_program(program, costs)
@@ -147,7 +147,7 @@ def balance(
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
-        # A coarser cut is searched first; a finer one replaces it where it gains enough.
+        # Coarser cuts are searched first; a finer cut replaces the result if it gains enough.
         found = choice.of_blocks(piece_of, how).unless(found, GAIN)
     if found is None:
         raise refused or AssertionError
@@ -159,8 +159,8 @@ def balance(
 
 
 def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """What cuts may separate, as block → piece, and words for it: first modules that take no more than a rank's part,
-    then the operators inside of them."""
+    """Yields block → piece and its description in words: first pieces of whole modules that take at most a rank's share
+    of the seconds, then pieces of operators. Cuts separate pieces."""
     modules = whole_modules(program, fine, fine.seconds() / ranks)
     again = coarsened(fine.merged(modules), ranks)
     pieces = tuple(again[module] for module in modules)
@@ -170,11 +170,11 @@ def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tu
 
 
 def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int, ...]:
-    """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
+    """Block → piece; pieces are acyclic and connected.
 
-    A piece is one call of the outermost module that takes no more than ``most`` seconds. What stands in larger ones
-    alone stays unchanged, and so does what would wait for itself, such as a module that is called twice with others
-    between.
+    A piece is a call of the outermost module that takes at most ``most`` seconds. Blocks that are only in larger
+    modules stay single, and so do blocks whose piece would be in a cycle, as when a module is called twice with other
+    modules between the calls.
     """
     paths = {node.name: called_in(node) for node in program.nodes}
     inside = [_common([paths[name] for name in block.nodes]) for block in work.blocks]
@@ -182,12 +182,12 @@ def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int,
     for block, modules in zip(work.blocks, inside, strict=True):
         for path in modules:
             seconds[path] = seconds.get(path, 0.0) + block.seconds
-    # The outermost module that a rank can hold; a block in none of them stays alone.
+    # The outermost module of at most ``most`` seconds; a block without such a module stays single.
     kinds: list[Hashable] = [
         next((path for path in modules if seconds[path] <= most), number) for number, modules in enumerate(inside)
     ]
-    # A module that is called twice with others between would wait for itself. What is in such a cycle of pieces goes
-    # back to single blocks, until no cycle is left.
+    # A module that is called twice, with other modules between, would wait for itself. The blocks of such a cycle of
+    # pieces become single blocks again, until no cycle is left.
     while True:
         pieces = _numbered(connected(work, kinds))
         waiting = {piece for some in components(work.after(pieces)) if len(some) > 1 for piece in some}
@@ -197,41 +197,41 @@ def whole_modules(program: Program, work: BlockGraph, most: float) -> tuple[int,
 
 
 def _numbered(parts: Union[int]) -> tuple[int, ...]:
-    """Block → the number of its part, in order of their first blocks."""
+    """Block → the number of its part; parts are numbered in the order of their first blocks."""
     piece_of = {block: number for number, blocks in enumerate(parts.groups()) for block in blocks}
     return tuple(piece_of[block] for block in range(len(piece_of)))
 
 
 def _common(stacks: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The modules that all of a block's nodes are called in, outermost first."""
+    """The modules in which all nodes of a block are called, outermost first."""
     levels = takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))
     return tuple(level[0] for level in levels)
 
 
 GRAINS = 256
-"""As many pieces as a work is cut into at least, where it has as many blocks."""
+"""The least number of pieces after coarsening; a graph with fewer blocks is not coarsened."""
 GRAINS_A_RANK = 24
 
 
 def coarsened(work: BlockGraph, ranks: int) -> tuple[int, ...]:
-    """For each block the piece that it becomes a part of; pieces are acyclic, and connected.
+    """Block → piece; pieces are acyclic and connected.
 
-    The blocks stand in a line, which is cut once in each of many intervals of equal time, where the fewest bytes
-    cross, and wherever blocks begin to depend on other sources of the graph, as towers and encoders do.
+    A linear order of the blocks is divided into many intervals of equal time. Each interval has a cut where the fewest
+    bytes cross. More cuts separate blocks that depend on different sources of the graph, as towers and encoders do.
     """
     grains = max(GRAINS, GRAINS_A_RANK * ranks)
     if len(work) <= grains:
         return tuple(range(len(work)))
     line, reached = Line(work, depth_first(work)), entries(work)
-    # A cut inside of an interval of time moves the balance by no more than the interval, so in each the place with the
-    # smallest messages is as good as any.
+    # A cut that moves inside an interval changes the balance by at most the interval, so the position with the smallest
+    # messages is as good as any other.
     cheapest: dict[int, int] = {}  # interval → the position that the fewest bytes cross
     borders = []
     for position, (before, behind) in enumerate(pairwise(line.order), start=1):
         grain = int(line.time[position] / (line.time[-1] or 1.0) * grains)
         if line.crossing[position] < line.crossing[cheapest.setdefault(grain, position)]:
             cheapest[grain] = position
-        # An encoder must not share a piece with the text beside it: only apart can it be on other ranks.
+        # An encoder must not share a piece with text blocks: only a separate piece can be on other ranks.
         if reached[before] != reached[behind]:
             borders.append(position)
     ends = sorted({*cheapest.values(), *borders, len(work)})
@@ -246,23 +246,23 @@ class Balancing:
     options: Options
     topology: Topology
     device: torch.device
-    """Where a model that is on no device yet will run."""
+    """The device on which a model without a device will run."""
     finds_cuts: bool = False
-    """Whether a search cuts and places the stages; else they are cut where they are marked."""
+    """Whether a search cuts and places the stages; otherwise the user's marks cut them."""
     costed: tuple[Any, NodeCosts] | None = None
-    """What was last asked what it takes, and the answer."""
+    """The arguments and the result of the last call of ``costs``."""
 
     def finds_placement_of(self, stages: int) -> bool:
-        """Whether the user left the ranks of stages open, and there is a choice, or a limit of memory to keep."""
+        """Whether the user left the stages' ranks open, and there is a choice of ranks or a memory limit to keep."""
         ranks = self.topology.size("pipe")
         limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO
-        # The tables of recompute="auto" keep within the memory by themselves.
+        # With recompute="auto", the choice of tables already keeps the memory limit.
         left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
         return left and (stages > ranks > 1 or (limited and stages >= ranks))
 
     @property
     def hardware(self) -> Hardware:
-        """The hardware that costs are computed for; all links of a pipeline are as slow as the slowest."""
+        """The hardware for which costs are computed; all links of a pipeline are as slow as the slowest link."""
         hardware = Hardware.of(self.options.hardware)
         if self.topology.size("pipe") == 1:
             return hardware
@@ -270,11 +270,11 @@ class Balancing:
 
     @property
     def compute(self) -> torch.dtype | None:
-        """The type in which floating-point parameters and inputs will be, where ``precision`` changes it."""
+        """The type of floating-point parameters and inputs in stages, if ``precision`` changes it."""
         return None if self.options.precision is None else self.options.precision.compute
 
     def placed(self, program: Program, pattern: Pattern, shape: Description) -> Balanced | None:
-        """The best placement found; None where what the stages cost is not known, so that parameters count."""
+        """The best placement found; None if the stages' costs are not known, and placement goes by parameters."""
         try:
             return self.searched(program, pattern, shape)
         except CostUnknown as error:
@@ -284,7 +284,7 @@ class Balancing:
             return None
 
     def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> Staged | None:
-        """What the stages take, derived from the shapes of a pattern; None where these, or the costs, are not known."""
+        """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
         shape = pattern.shape
         if program is None or shape is None:
             return None
@@ -302,8 +302,8 @@ class Balancing:
             return None
 
     def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
-        """What nodes take, each program's once. ``keeping``: where checkpoints keep their activations, as in an R."""
-        # Costs of one program are asked for several times in a row: for a search, for tables and for a preview.
+        """The costs of a program's nodes; the last result is cached. ``keeping``: whether the model's own checkpoints
+        keep their activations, as they do in an action R. A search, tables and a preview need the same costs."""
         known = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
         if self.costed is None or self.costed[0] != known:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():
@@ -316,7 +316,7 @@ class Balancing:
                     self.compute,
                     Account.of(self.options, self.topology),
                     bytes_of_inputs(pattern.shapes, self.options.precision),
-                    # not where backwards run whole, nor where a compiler cuts them
+                    # no halves if backwards run as a whole, or if a compiler cuts them
                     halves=self.options.stage_compiler is None and self.options.parallelize is None,
                     groups=self._groups(program, pattern.microbatches, shape),
                 )
@@ -324,7 +324,7 @@ class Balancing:
         return self.costed[1]
 
     def _groups(self, program: Program, microbatches: int, shape: Description) -> dict[int, Group]:
-        """What each gathered stage runs for at once: a group of the batch, or of the batches of all replicas."""
+        """Gathered stage → the group of micro-batches for which it runs once, of this batch or of all replicas."""
         found = {}
         for stage, gathered in program.gathered.items():
             replicas = self.topology.size("data") if "global" in gathered.modes else 1
@@ -334,7 +334,7 @@ class Balancing:
         return found
 
     def searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
-        """The program with the best stages found, and the rank of each, which are logged."""
+        """Searches for the best stages and their ranks, logs them, and returns the program with them."""
         if shape is None:
             raise RunError(
                 'boundaries="auto" needs the shapes of a batch: pass example_args= or example_kwargs=, one batch as it '

@@ -1,8 +1,8 @@
-"""Node costs: what each node of a program takes, in seconds and bytes, derived from the shapes of one micro-batch.
+"""Node costs: the seconds and bytes of each node of a program, derived from the shapes of a micro-batch.
 
-The program is run once on fake tensors, which have shapes and no numbers, with autograd on. Nothing is allocated, and
-no parameter is touched. Forward is the roofline model of ``Hardware`` over the operators that a node runs; backward
-follows from what needs a gradient: frozen parts cost less. What is kept for backward is what autograd keeps.
+The program runs once on fake tensors, which have shapes and no numbers, with autograd on. Nothing is allocated, and no
+parameter is touched. Forward seconds come from the roofline model of ``Hardware`` over a node's operators; backward
+seconds from the tensors that need gradients: frozen parts cost less. Saved bytes are the bytes that autograd saves.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from fxpipe.trace.state.replay import checkpoints_noted, checkpoints_that_keep
 
 
 class CostUnknown(PartitionError, TraceError):
-    """A node looks at numbers, and its capture has not seen what it makes; another tracer's may have."""
+    """A node reads real numbers, and its capture has not recorded its result; another tracer's capture may have."""
 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What one node takes for one micro-batch; in a gathered stage, a micro-batch's part of what it takes for a group.
+    """The costs of a node for a micro-batch; in a gathered stage, a micro-batch's share of the costs for a group.
 
-    ``backward``: seconds, all of it; ``weight``: an action W's part of it.
+    ``backward``: seconds of the whole backward; ``weight``: the part of these seconds that belongs to an action W.
 
-    ``saved``: the memory that autograd keeps for its backward, by keys of ``NodeCosts.memory``: nodes that keep the
-    same tensor have the same key. ``parameters``: those, buffers and inputs that it uses, by keys of
-    ``NodeCosts.parameters``.
+    ``saved``: the memory that autograd keeps for the node's backward, as keys of ``NodeCosts.memory``. Nodes that keep
+    the same tensor have the same key. ``parameters``: the parameters, buffers and inputs that the node uses, as keys
+    of ``NodeCosts.parameters``.
     """
 
     forward: float = 0.0
@@ -55,23 +55,23 @@ class NodeCost:
     weight: float = 0.0
     flops: float = 0.0
     backward_flops: float = 0.0
-    """Operations of its products, forward and backward; what is computed again in backward counts in neither."""
+    """FLOPs of the node's products, forward and backward; recomputation in backward counts in neither."""
     ideal: float = 0.0
-    """Seconds that both take at the device's peak."""
+    """The seconds of forward and backward products at the device's peak."""
     bytes_out: int = 0
     gradient_bytes: int = 0
-    """Those of what it makes, and of what of it gets a gradient."""
+    """The bytes of the node's results, and of the results that need a gradient."""
     saved: frozenset[int] = frozenset()
     parameters: frozenset[int] = frozenset()
     trains: bool = False
-    """Whether it uses a parameter that needs a gradient."""
+    """Whether the node uses a parameter that needs a gradient."""
     deferred: frozenset[int] = frozenset()
-    """What it keeps between I and W, by key: of ``saved`` what W needs, and the gradient of what it makes."""
+    """The keys of the memory kept between I and W: the part of ``saved`` that W needs, and the result's gradient."""
     again: int = 0
-    """The most bytes that one of its own checkpoints computes again in backward."""
+    """The most bytes that a checkpoint of the model inside the node computes again in backward."""
 
     def part(self, size: int) -> NodeCost:
-        """What falls to each of ``size`` micro-batches."""
+        """The share of each of ``size`` micro-batches."""
         seconds = {each: getattr(self, each) / size for each in ("forward", "backward", "weight", "ideal")}
         flops = {each: getattr(self, each) / size for each in ("flops", "backward_flops")}
         sizes = {each: getattr(self, each) // size for each in ("bytes_out", "gradient_bytes", "again")}
@@ -79,7 +79,7 @@ class NodeCost:
 
 
 def total(costs: Iterable[NodeCost]) -> NodeCost:
-    """What nodes take together; what several keep or use counts once."""
+    """The sum of the nodes' costs; memory and parameters that several nodes share count once."""
     costs = tuple(costs)
     return NodeCost(
         forward=sum(cost.forward for cost in costs),
@@ -99,26 +99,26 @@ def _union(keys: Iterable[frozenset[int]]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter: its bytes as stages run it, and whether it is trained. Or what takes its bytes and no more, with a
-    ``count`` of 0: a buffer, or an input of the whole batch."""
+    """A parameter: its bytes in stages, and whether it is trained. Or, with a ``count`` of 0, a buffer or an input of
+    the whole batch, which has no gradient and no optimizer state."""
 
     size: int
     count: int = 0
     trained: bool = False
     floating: bool = True
     rows: int = 1
-    """The size of its first dimension; 0 where it has none."""
+    """The size of the parameter's first dimension; 0 if it has no dimension."""
 
     @staticmethod
     def of(tensor: Tensor) -> HeldParameter:
-        """That of a parameter or buffer."""
+        """The entry of a parameter or a buffer."""
         if not isinstance(tensor, nn.Parameter):
             return HeldParameter(tensor.nbytes)
         floating = tensor.is_floating_point()
         return HeldParameter(tensor.nbytes, tensor.numel(), tensor.requires_grad, floating, rows_of(tensor))
 
     def on(self, account: Account) -> Held:
-        """What it takes where it lives."""
+        """The bytes of the parameter on a rank that holds it."""
         if not self.count:
             return Held(parameters=float(self.size))
         part = account.part_of(self.count, self.rows)
@@ -127,8 +127,8 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class Group:
-    """What a gathered stage runs for at once: ``size`` micro-batches, of ``times`` the rows of one, such as ``example``
-    has; ``times`` is larger where the rows of all replicas are gathered."""
+    """The group for which a gathered stage runs once: ``size`` micro-batches with ``times`` the rows of a micro-batch.
+    ``times`` is larger if the rows of all replicas are gathered. ``example``: inputs with the rows of the group."""
 
     size: int
     times: int
@@ -137,32 +137,32 @@ class Group:
 
 @dataclass(frozen=True)
 class NodeCosts:
-    """Node name → what it takes. ``costs["linear"].forward`` are seconds."""
+    """Node name → its costs. ``costs["linear"].forward`` are seconds."""
 
     nodes: Mapping[str, NodeCost]
     memory: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of what is kept for backward, by key; parameters are not among it."""
+    """Key → bytes of memory that is kept for backward, without parameters."""
     parameters: Mapping[int, HeldParameter] = field(default_factory=dict)
-    """The model's parameters and buffers, tied ones once, and the batch's inputs."""
+    """The model's parameters and buffers, without duplicates of tied parameters, and the batch's inputs."""
     hardware: Hardware = REFERENCE
     account: Account = field(default_factory=Account)
     """How parameters are counted."""
     halves: bool = True
-    """Whether they say what W keeps; not where the backward of stages runs whole, or a compiler cuts it."""
+    """Whether the costs say what W keeps; False if stages run whole backwards, or if a compiler cuts the backward."""
     groups: Mapping[int, Group] = field(default_factory=dict)
     """Gathered stage → its group."""
     guesses: str = ""
-    """What could not be run, and what it was taken for, in words."""
+    """The nodes that could not run on fake tensors, and the assumed costs, in words."""
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
 
     def saved_bytes(self, keys: Iterable[int]) -> int:
-        """What is kept under these keys."""
+        """The bytes of the memory of these keys."""
         return sum(map(self.memory.__getitem__, keys))
 
     def static_bytes(self, keys: Iterable[int]) -> float:
-        """What parameters take where they live, with gradients and optimizer state of those that are trained."""
+        """The bytes of these parameters on a rank that holds them, with gradients and optimizer state if trained."""
         return sum(map(self._static.__getitem__, keys))
 
     @cached_property
@@ -170,10 +170,10 @@ class NodeCosts:
         return {key: held.on(self.account).sum for key, held in self.parameters.items()}
 
     def block(self, names: Sequence[str], copies: Mapping[str, NodeCost] = MappingProxyType({})) -> NodeCost:
-        """What these nodes take, which run in this order. When a checkpoint of one computes again, what those behind it
-        have kept is let go of. ``copies``: those of them that the block runs itself, for a group at once."""
-        # What a checkpoint computes again is held beside all that the nodes before it keep. Its own peak is what stands
-        # above the total that stays kept.
+        """The costs of a block of these nodes, in the order in which they run. When a checkpoint recomputes, the nodes
+        after it have released their memory. ``copies``: the costs of copied nodes that the block runs for a group."""
+        # Memory that a checkpoint recomputes is added to the memory that all nodes up to it keep. ``again`` is the
+        # excess of that peak over the total that the block keeps.
         kept, most, seen = 0, 0, frozenset[int]()
         costs = [copies.get(name, self[name]) for name in names]
         for cost in costs:
@@ -200,12 +200,12 @@ def costs_from_shapes(
     halves: bool = True,
     groups: Mapping[int, Group] = MappingProxyType({}),
 ) -> NodeCosts:
-    """The costs of each node for a micro-batch like ``example``: input → value, a ``TensorLike`` for each tensor in it.
+    """The costs of each node for a micro-batch like ``example``: input → value, with a ``TensorLike`` for each tensor.
 
-    ``autocast``: what is on around the call. ``compute``: the type of floating-point parameters and inputs when it
-    runs, where that is another. ``batch``: the bytes of its inputs, of all micro-batches. ``halves``: as ``NodeCosts``
-    has it. ``groups``: gathered stage → its group. Boundaries cost nothing. A node that looks at numbers, which fake
-    tensors have not, is taken for a product of its parameters with each row of what it makes.
+    ``autocast``: the autocast modes around the call. ``compute``: the type of floating-point parameters and inputs in
+    stages, if it changes. ``batch``: input → its bytes in all micro-batches. ``halves``: as in ``NodeCosts``.
+    ``groups``: gathered stage → its group. Boundaries cost nothing. A node that reads real numbers cannot run on fake
+    tensors; its cost is estimated as a product of its parameters with each row of its result.
     """
     missing = [name for name in program.inputs if name not in example]
     if missing:
@@ -215,16 +215,16 @@ def costs_from_shapes(
         torch.inference_mode(False),
         fake_model(program.module, device, compute) as fake,
         torch.enable_grad(),
-        without_onednn(),  # its recurrent layers say neither what they compute nor what they keep
+        without_onednn(),  # oneDNN's recurrent layers hide their products and saved tensors
         modes_restored(),
         within(autocast),
         fake.mode,
     ):
         costed = partial(_CostingRun.costed, program, fake, hardware=hardware, batch=batch)
         run = costed(example)
-        # A program of fixed sizes cannot run a group's rows: its operators count as if they had so many more.
+        # A program of fixed sizes cannot run a group's rows, so its operators' costs are multiplied.
         scaled = program.tracer in NEED_SHAPES or bool(run.guessed)
-        # All runs live until the costs are made, since memory is counted by ids of storages.
+        # All runs stay alive until the costs are made, since memory is counted by the ids of storages.
         runs = {at: costed(example, g.times) if scaled else costed(g.example) for at, g in groups.items()}
     for stage, group_run in runs.items():
         size, names = groups[stage].size, [name for name, at in program.stage_of.items() if at == stage]
@@ -244,16 +244,16 @@ def costs_from_shapes(
 
 
 class _CostingRun:
-    """One run of a program on fake tensors, node by node. ``times``: as if the example had so many times its rows."""
+    """A run of a program on fake tensors, node by node. ``times``: the factor by which the example's rows count."""
 
     @staticmethod
     def costed(
         program: Program, fake: FakeModel, example: Mapping[str, Any], times: int = 1, **kwargs: Any
     ) -> _CostingRun:
-        """The run of all nodes, with what the model's own checkpoints compute again."""
+        """Runs all nodes, and adds the costs that the model's own checkpoints compute again."""
         run = _CostingRun(program, fake, example, times, **kwargs)
-        # A checkpoint hides from autograd what its function does. Where the model has one, a second run in which
-        # checkpoints keep everything shows what they compute again.
+        # A checkpoint hides its function's operators from autograd. So if the model has a checkpoint, a second run in
+        # which checkpoints keep everything shows the recomputed operators.
         checkpoints: list[None] = []
         with checkpoints_noted(lambda: checkpoints.append(None)):
             run.all_nodes()
@@ -280,17 +280,17 @@ class _CostingRun:
         self.memory: dict[int, int] = {}
         self.guessed: dict[str, None] = {}
         self._saved: set[int] = set()
-        self._inside: dict[int, int] | None = None  # what a checkpoint keeps that runs now
+        self._inside: dict[int, int] | None = None  # storages that the running checkpoint keeps
         self._again, self._again_seconds = 0, 0.0
         self.seconds_again: dict[str, float] = {}
-        """Node → what its checkpoints compute again, where they keep all that they run."""
+        """Node → the seconds that its checkpoints would recompute, in a run in which checkpoints keep everything."""
         parameters = dict(program.module.named_parameters())
         named = parameters | dict(program.module.named_buffers())
         self._keys = {id(tensor): key for key, tensor in enumerate(named.values())}
         self._inputs = {name: len(named) + place for place, name in enumerate(batch)}
         held = [*map(HeldParameter.of, named.values()), *map(HeldParameter, batch.values())]
         self.held = dict(enumerate(held))
-        # kept, so that no two storages ever have the same id; a batch counts by itself
+        # Storages are kept alive so that ids are unique; the bytes of the batch are counted apart.
         self._storages = [tensor.untyped_storage() for tensor in [*named.values(), *tensors_in(self.inputs)]]
         self._own = set(map(id, self._storages))
         self._weights = {id(parameter.untyped_storage()) for parameter in parameters.values()}
@@ -306,17 +306,17 @@ class _CostingRun:
                     self._note(node)
 
     def defer(self, calls: Sequence[str]) -> None:
-        """Counts what these calls keep until W: what autograd saves for them, and what comes back to them."""
+        """Adds the memory that these calls keep until W: their saved tensors, and the gradients of their results."""
         for place, name in enumerate(calls, start=1):
             cost = self.found[name]
-            # W needs the saved inputs of its calls, and the gradient that came back to what they made.
+            # W needs the saved inputs of its calls, and the gradients of the calls' results.
             self.memory[-place] = cost.bytes_out  # ids of objects are positive
             self.found[name] = replace(cost, deferred=cost.saved | {-place})
 
     @contextlib.contextmanager
     def one_checkpoint(self) -> Iterator[None]:
-        """Around a function given to a checkpoint: looks at what it keeps; for those inside of it, along with it."""
-        # Of nested checkpoints the outer one computes again all that the inner ones do.
+        """Wraps the function of a checkpoint and measures the memory that it keeps, inner checkpoints included."""
+        # An outer checkpoint also recomputes everything that its inner checkpoints compute.
         if self._inside is not None:
             yield
             return
@@ -329,8 +329,8 @@ class _CostingRun:
             self._inside = None
 
     def computes_again(self, keeping: _CostingRun) -> None:
-        """Takes over what checkpoints compute again, from a run in which they keep all: one that keeps nothing shows
-        neither what that is nor what is differentiated there."""
+        """Takes over the recomputed costs from a run in which checkpoints keep everything: a run in which they keep
+        nothing shows neither the recomputed operators nor their gradients."""
         for name, seconds in keeping.seconds_again.items():
             cost, plain = keeping.found[name], self.found[name]
             self.found[name] = replace(
@@ -338,8 +338,8 @@ class _CostingRun:
             )
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # Nodes that keep views of one tensor keep its memory once, so memory is counted by storage. Parameters and the
-        # batch are there anyway.
+        # Nodes that keep views of the same tensor share its memory, so memory is counted by storage. Parameters and the
+        # batch are in memory anyway.
         storage = tensor.untyped_storage()
         if id(storage) not in self._own:
             if self._inside is not None:
@@ -359,8 +359,8 @@ class _CostingRun:
         try:
             with modes_of(node), meter:
                 self.values[node] = call_node(self.program, node, self.values)
-            # What ran without gradients and kept something is an autograd.Function, or a checkpoint: its backward is
-            # taken to compute it again, and twice as much for the gradients.
+            # Operators without gradients in a node that saves tensors belong to an autograd.Function or a checkpoint.
+            # The backward is assumed to take three times their forward: once to recompute, twice for gradients.
             backward = meter.input + meter.weight + (3 * meter.without_gradient if self._saved else 0.0)
             cost = NodeCost(meter.forward, backward, meter.weight, meter.flops, meter.backward_flops, meter.ideal)
         except FigureMissing:
@@ -381,7 +381,7 @@ class _CostingRun:
             self.seconds_again[node.name] = self._again_seconds
 
     def _guessed(self, node: Node, error: Exception) -> NodeCost:
-        """Of a node that cannot run on fake tensors: from what its capture saw it make."""
+        """The estimated cost of a node that cannot run on fake tensors, from the result that its capture recorded."""
         if "val" not in node.meta:
             raise CostUnknown(
                 f"{node.name}{where(node)} cannot run without numbers ({type(error).__name__}: {error}), so its cost "
@@ -389,7 +389,7 @@ class _CostingRun:
             ) from error
         self.guessed |= dict.fromkeys(call.name for call in opaque_calls(self.program.opaque.get(str(node.target))))
         self.values[node] = faked(node.meta["val"], self.fake)
-        # As a linear layer of all its parameters: 2 operations for each weight and row, twice as many in backward.
+        # The estimate is a linear layer of all its parameters: 2 FLOPs per weight and row, twice as many in backward.
         made = tensors_in(self.values[node])
         rows = self.times * max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
         count = sum(self.held[key].count for key in self._parameters(node))
@@ -413,22 +413,22 @@ class _CostingRun:
         return frozenset([*found, *(self._keys[id(tensor)] for tensor in used if id(tensor) in self._keys)])
 
 
-# --- what an operator below autograd costs ---
+# --- the cost of an operator below autograd ---
 
 _ATTENTION = "_scaled_dot_product"
 _ATTENTION_BACKWARD = 2.5
-"""Of attention's matrix products: it makes its two again in part, and four for the gradients."""
+"""Attention's backward / forward: backward repeats one of two matrix products, and has four for the gradients."""
 _ADDED_FIRST = ("addmm", "baddbmm", "addbmm", "addmv")
-"""Products whose first argument is a summand and no factor."""
+"""Products whose first argument is a summand and not a factor."""
 _GATHERS = ("embedding", "index_select", "gather", "index")
 """Operators that read no more of their first argument than they return."""
 
 
 class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what the operators take that run while it is open.
+    """Adds up the costs of all operators that run inside this mode.
 
-    ``is_weight``: whether a tensor is, or shares the memory of, a parameter. The gradients of those are what an action
-    W computes; all others are I's. ``times``: as if they had so many times the rows.
+    ``is_weight``: whether a tensor is a parameter or shares its memory. An action W computes the gradients of such
+    tensors, an action I all other gradients. ``times``: the factor by which the operators' rows count.
     """
 
     def __init__(self, hardware: Hardware, is_weight: Callable[[Tensor], bool], times: int = 1) -> None:
@@ -437,7 +437,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.forward = self.input = self.weight = self.without_gradient = 0.0
         self.flops = self.backward_flops = 0.0
         self.ideal = 0.0
-        """Seconds that the products take at the peak."""
+        """The seconds of the products at the device's peak."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -462,7 +462,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled():
             self.without_gradient += seconds
         before = self.backward_flops
-        # No backward is run: what it takes follows from the factors that need a gradient.
+        # No backward runs; its costs follow from the factors that need a gradient.
         factors = given[1:3] if name in _ADDED_FIRST else given
         needing = [tensor for tensor in factors if tensor.requires_grad and torch.is_grad_enabled()]
         if needing:
@@ -473,14 +473,14 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_gradients(
         self, name: str, needing: Sequence[Tensor], made: Sequence[Tensor], seconds: float, flops: float
     ) -> None:
-        """A product's backward is a product for each factor that needs a gradient; another operator's moves as many
-        bytes as its forward, but the gradient of an embedding is as large as its table."""
+        """Adds the backward costs of an operator. A product's backward is a product for each factor that needs a
+        gradient. Other backwards move as many bytes as forward; an embedding's gradient is as large as its table."""
         if name.startswith(_ATTENTION):
             self.input += _ATTENTION_BACKWARD * seconds
             self.backward_flops += 2 * flops
             return
         if flops:
-            # A bias is one-dimensional: its gradient is a sum, and no product.
+            # A bias is one-dimensional: its gradient is a sum, not a product.
             needing = [tensor for tensor in needing if tensor.dim() > 1]
             self.backward_flops += flops * len(needing)
         elif name in _GATHERS:
@@ -497,7 +497,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
-    """By torch's own table; attention for the CPU, which is not in it, is the product of q, k and v as elsewhere."""
+    """FLOPs from torch's registry. CPU attention is not registered, and counts its products of q, k and v."""
     count = flop_registry.get(packet_of(func))
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))

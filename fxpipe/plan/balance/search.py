@@ -1,10 +1,10 @@
-"""Search: of many layouts the one of the least simulated makespan within the memory of a rank.
+"""Search: finds the layout of the least simulated makespan whose bytes fit the memory of a rank.
 
-Candidates are cuts of each order of the blocks, also with a part of the blocks on all ranks. The lower bound of a
-layout says whether its table may be better than the best one, and the least makespan of the table whether it is; the
-last few layouts are simulated.
+Candidates are cuts of several orders of the blocks, also with a part of the blocks on all ranks. A layout's lower bound
+tells whether its table may beat the best table so far, and the table's least makespan tells whether it does. The last
+few layouts are simulated.
 
-Every choice depends on the work alone, never on a clock, so that all ranks of a run find the same.
+Every choice depends only on the block graph, never on a clock, so all ranks of a run find the same layout.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, S
 from fxpipe.schedules import Limited
 
 CRUMB = 0.01
-"""What takes no more than this part of the greatest part of its segment is no stage of its own."""
+"""A part that takes at most this fraction of the seconds of its segment's largest part is no stage of its own."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layout comes about: an order of blocks, where it is cut, and the rank of each segment.
+    """The recipe of a layout: an order of blocks, the cuts of the order, and the rank of each segment.
 
-    ``entries``: the sources of the graph that each block depends on. The parts of a segment that are not connected, or
-    depend on other sources, become stages of their own, and their rank runs them one by one. None: a stage for each
-    segment. ``shared``: the blocks of each stage that is on all ranks; ``order`` has all others.
+    ``entries``: the graph sources on which each block depends. Parts of a segment that are not connected, or that
+    depend on different sources, become separate stages on the segment's rank. None: each segment is a stage.
+    ``shared``: the blocks of each stage on all ranks; ``order`` has all other blocks.
     """
 
     order: Order
@@ -60,8 +60,8 @@ class Recipe:
 def recipes(
     work: BlockGraph, ranks: int, microbatches: int, memory: float | None, apart: frozenset[int] = frozenset()
 ) -> Iterator[Recipe]:
-    """For each order its cuts into a segment a rank, and two; the towers in a segment as one stage, and as several.
-    ``apart``: blocks that no segment has, closed under what they need."""
+    """For each order, cuts into one and two segments per rank, with the towers of a segment in one stage or in several.
+    ``apart``: blocks in no segment; they depend on no other blocks."""
     reached = entries(work)
     within = reduce(or_, (reached[block] for block in apart), 0)
     sources = tuple(bits & ~within for bits in reached)
@@ -95,8 +95,8 @@ def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
 
 
 def _apart(work: BlockGraph, segment_of: Sequence[int], reached: Sequence[int]) -> list[int]:
-    """Block → its group: the connected blocks of a segment that depend on the same sources; crumbs go with the largest
-    group of their segment."""
+    """Block → its group. A group has the connected blocks of a segment that depend on the same sources; crumbs join
+    the largest group of their segment."""
     parts = connected(work, list(zip(segment_of, reached, strict=True)))
     seconds = {blocks[0]: work.seconds(blocks) for blocks in parts.groups()}
     largest: dict[int, int] = {}  # segment → the first block of its largest part
@@ -110,8 +110,8 @@ def _apart(work: BlockGraph, segment_of: Sequence[int], reached: Sequence[int]) 
 def _of_groups(
     work: BlockGraph, group_of: Sequence[int], ranks: Sequence[int | tuple[int, ...]], recipe: Recipe
 ) -> StageLayout | None:
-    """A stage for each group, in topological order, the one first that begins first; None where groups wait for each
-    other. ``ranks``: those of each block."""
+    """The layout with a stage for each group, in topological order, by the groups' first blocks; None if groups depend
+    on each other in a cycle. ``ranks``: the rank, or ranks, of each block."""
     order = depth_first(work) if recipe.shared else recipe.order
     first = {group_of[block]: place for place, block in reversed(list(enumerate(order)))}
     number = topological_order(first, work.after(group_of))
@@ -123,7 +123,7 @@ def _of_groups(
 
 
 def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
-    """The parts that values connect without leaving a class."""
+    """The parts of the graph whose blocks are connected by values inside the same class."""
     parts = Union(range(len(work)))
     for value in work.values:
         for target in value.targets:
@@ -132,21 +132,21 @@ def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
     return parts
 
 
-# --- a part on all ranks, beside the others, as an encoder in front of a model is ---
+# --- a part of the model on all ranks, such as an encoder in front of a model ---
 
 SMALL = 0.02
-"""What takes less than this part of the whole is not put on all ranks."""
+"""A part that takes at most this fraction of all seconds is not put on all ranks."""
 MOST_PARTS = 3
-"""So many are tried, the largest first."""
+"""The most parts that are tried, the largest first."""
 
 STAGES = (1, 2, 4)
-"""Into so many stages a part is cut, where it has as many blocks: shorter actions fit into shorter gaps."""
+"""The numbers of stages into which a part is cut, if it has enough blocks: shorter actions fit into shorter gaps."""
 
 
 def on_all_ranks(
     work: BlockGraph, ranks: int, microbatches: int, memory: float | None, bound: Callable[[StageLayout], float]
 ) -> Iterator[StageLayout]:
-    """Layouts with a part on all ranks, as one or several stages; of all cuts of the rest that of the least bound."""
+    """Layouts with a part on all ranks, in one or several stages. The rest has the cuts with the least lower bound."""
     for part in _shareable(work):
         line = Line(work, tuple(block for block in depth_first(work) if block in part))
         seconds = between(line.time)
@@ -163,14 +163,14 @@ def on_all_ranks(
 
 def _shareable(work: BlockGraph) -> list[frozenset[int]]:
     """The parts that may be on all ranks, the largest first."""
-    # A stage on all ranks fills their bubbles where it may run at any time: it needs no other stage, and does not run
-    # once for the whole batch.
+    # A stage on all ranks fills bubbles if it may run at any time: it must need no other stage, and must not run once
+    # for the whole batch.
     if work.given:
         free = (block for block in range(len(work)) if not work.sources[block] and block not in work.gather)
         found = [frozenset([block]) for block in free]
     else:  # large parts that depend on some of the graph's sources, as an image encoder does on the pixels
         reached = entries(work)
-        # All blocks that depend on no other sources than one block does are closed under what they need.
+        # The blocks that depend only on the sources of some block also contain all blocks that they need.
         parts = (
             frozenset(b for b, mine in enumerate(reached) if mine & bits == mine) for bits in dict.fromkeys(reached)
         )
@@ -180,32 +180,32 @@ def _shareable(work: BlockGraph) -> list[frozenset[int]]:
 
 
 ACTIONS = 100_000
-"""So many actions the tables of candidates have."""
+"""The most actions in the tables of all candidates together."""
 MORE_ACTIONS = 80_000
-"""So many have the tables by which the best candidates are improved."""
+"""The most actions in the tables that improve the best candidates."""
 IMPROVED = 2
-"""So many candidates of each origin are improved."""
+"""The number of candidates of each origin that are improved."""
 RUNNERS_UP = 3
-"""So many layouts are shown beside the best one."""
+"""The number of layouts that are shown after the best layout."""
 GAIN = 0.03
-"""The part of a step that a cut inside of modules, or a stage on all ranks, must gain to be taken."""
+"""The fraction of a step's time that a cut inside of modules, or a stage on all ranks, must gain to be chosen."""
 SHARE = 0.5
-"""The part of ``MORE_ACTIONS`` for the best candidate; the next one has the same part of the rest, and so on."""
+"""The fraction of ``MORE_ACTIONS`` for the best candidate; the next gets the same fraction of the rest, and so on."""
 LITTLE = 0.01
-"""The part of a step that is not worth a candidate's table."""
+"""The fraction of a step's time that is too small a gain for making a candidate's table."""
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
-"""By how many blocks a cut is moved."""
+"""The numbers of blocks by which a cut is moved."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best layout, and the best ones that were found in other ways."""
+    """The best layout, and the best layouts of other origins."""
 
     best: LayoutOutcome
     others: tuple[LayoutOutcome, ...]
 
     def of_blocks(self, piece_of: Sequence[int], how: str) -> Found:
-        """The same layouts of the blocks that pieces were put together from. ``how``: words added to their origin."""
+        """The same layouts, in terms of the blocks of each piece. ``how``: words added to the layouts' origins."""
 
         def of_blocks(outcome: LayoutOutcome) -> LayoutOutcome:
             layout = outcome.layout
@@ -215,10 +215,10 @@ class Found:
         return Found(of_blocks(self.best), tuple(map(of_blocks, self.others)))
 
     def unless(self, other: Found | None, gain: float) -> Found:
-        """This where its step is shorter by the part ``gain``, or else the other; the runners-up of both."""
+        """``self`` if its step is shorter by the fraction ``gain``, else ``other``, with the runners-up of both."""
         if other is None:
             return self
-        # A layout with drawbacks of its own, such as a cut inside of a module, must gain enough to be worth them.
+        # A layout with drawbacks, such as a cut inside of a module, must gain enough to be worth the drawbacks.
         taken, left = (self, other) if self.best.seconds < other.best.seconds * (1 - gain) else (other, self)
         others = sorted((left.best, *taken.others, *left.others), key=_merit)
         different = {outcome.layout: outcome for outcome in others if outcome.layout != taken.best.layout}
@@ -235,19 +235,19 @@ def search(
     several: bool = False,
     effort: float = 1.0,
 ) -> Found:
-    """The best layout of the work. ``several``: a stage may be on all ranks, where a step then takes less by ``GAIN``:
-    an encoder or, of given stages and where there is a limit of memory, a stage that needs no other. ``effort``: the
-    part of the usual number of actions that tables may have in all.
+    """The best layout of a block graph. ``several``: whether a stage may be on all ranks if a step then gains ``GAIN``:
+    an encoder or, of given stages with a memory limit, a stage that needs no other stage. ``effort``: the fraction of
+    the usual number of actions that all tables together may have.
 
-    PartitionError where no layout fits the memory, with the least bytes that a layout takes; ScheduleError where the
-    family has no table for any layout.
+    PartitionError if no layout fits the memory, with the least bytes of any layout; ScheduleError if the family has no
+    table for any layout.
     """
-    # 4 micro-batches a rank show a layout's bubble well enough to choose by, and their table is made fast. The best
-    # layouts of different origins are simulated with all micro-batches at the end.
+    # 4 micro-batches per rank show a layout's bubble well enough for a choice, and their table is made fast. At the
+    # end, the best layouts of different origins are simulated with all micro-batches.
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
-    memories = [memory] if memory is None else [memory, None]  # what is cut for speed alone may fit, too
+    memories = [memory] if memory is None else [memory, None]  # a layout cut only for speed may fit, too
     recipe_of = {layout_of(work, recipe): recipe for most in memories for recipe in recipes(work, ranks, few, most)}
-    # "auto" recomputes only where nothing fits without.
+    # "auto" recomputes only if no layout fits without.
     reruns = [None, again] if again is not None and again.at_need else [again]
     for rerun in reruns:
         judge = Judge(work, family, few, memory, rerun)
@@ -259,7 +259,7 @@ def search(
     better: list[LayoutOutcome] = []
     last = judge.actions + effort * MORE_ACTIONS
     for start in starts:
-        # Cuts that are bound to be slow are not made fast by moving them a little.
+        # Small moves cannot help a layout whose lower bound is above the best layout's time.
         if judge.lower_bound(start.layout) > min(outcome.seconds for outcome in [*outcomes, *better]):
             continue
         until = judge.actions + SHARE * (last - judge.actions)
@@ -271,7 +271,7 @@ def search(
     if not simulated:
         raise _no_fit(exact)
     found = Found(simulated[0], tuple(simulated[1:]))
-    # Without a limit of memory the first of given stages would be on all ranks of any chain.
+    # Without a memory limit, the first of given stages would be on all ranks of any chain.
     several &= memory is not None or not work.given
     if several and work.seconds() * microbatches / ranks < found.best.makespan * (1 - GAIN):
         for layout in on_all_ranks(work, ranks, few, memory, exact.lower_bound):
@@ -282,17 +282,17 @@ def search(
 
 
 def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
-    """Less is better: time, to a part in ten thousand; then bytes; then stages."""
+    """A sort key, less is better: seconds to four digits, then bytes, then the number of stages."""
     return float(f"{outcome.seconds:.4g}"), outcome.most_bytes, outcome.layout.stages
 
 
 def _estimated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> list[LayoutOutcome]:
     """The estimated outcomes of layouts that fit, the best first, until their tables have ``most`` actions.
 
-    Of each origin the layout of the least lower bound gets a table, then all layouts by their bounds until these show
-    that none is better by ``LITTLE``.
+    First the layout with the least lower bound of each origin gets a table. Then all layouts do in order of their
+    bounds, until a bound shows that no layout left is better by ``LITTLE``.
     """
-    # The bound is cheap, a table is not. An origin whose bounds are all high may still have the best table.
+    # A bound is cheap, and a table is not. An origin whose bounds are all high may still have the best table.
     ranked = sorted(layouts, key=judge.lower_bound)
     firsts = {layout.origin: layout for layout in reversed(ranked)}
     found: list[LayoutOutcome] = []
@@ -331,10 +331,10 @@ def _best_of_each_origin(ranked: Iterable[LayoutOutcome], count: int) -> list[La
 
 
 def _climbed(judge: Judge, best: LayoutOutcome, recipe: Recipe | None, until: float) -> LayoutOutcome:
-    """From here to the first layout a move away that is better, and on from there, until there is none. A layout is
-    measured only where its lower bound does not rule that out."""
-    # The first better layout is taken, not the best one: tables are what costs, and moves come in the order in which
-    # they are likely to help.
+    """Hill climbing: goes to the first better layout that is a move away, and on from there, until no move helps.
+    Only a layout whose lower bound is below the best time gets a table."""
+    # The climb takes the first better layout, not the best: tables are expensive, and the moves that are most likely to
+    # help come first.
     others = _moves(judge.work, best.layout, recipe)
     while judge.actions < until and (moved := next(others, None)) is not None:
         layout, other = moved
@@ -345,8 +345,8 @@ def _climbed(judge: Judge, best: LayoutOutcome, recipe: Recipe | None, until: fl
 
 
 def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iterator[tuple[StageLayout, Recipe | None]]:
-    """The layout with a cut elsewhere, those of the heaviest segments first; with one stage on another rank, where its
-    own keeps another, or with two stages exchanged. None: stages have moved, so that cuts no longer do."""
+    """Layouts a move away: with a cut moved, the heaviest segments' cuts first; with a stage on another rank, if its
+    rank keeps another stage; with two stages exchanged. The recipe is None after a stage has moved: cuts then stay."""
     ends = () if recipe is None else (0, *recipe.cuts)
     weight = [] if recipe is None else [work.seconds(recipe.order[a:b]) for a, b in itertools.pairwise(ends)]
     for number in sorted(range(1, len(ends) - 1), key=lambda number: -max(weight[number - 1], weight[number])):
@@ -359,7 +359,7 @@ def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iter
     rank_of, stages, ranks = list(layout.rank_of), range(layout.stages), rank_count(layout.rank_of)
     if layout.stages == ranks:
         return
-    # A rank must keep a stage, so only a stage of a rank that has several may move; any two may be exchanged.
+    # A rank must keep a stage, so only stages of ranks with several stages may move; any two may be exchanged.
     exchanges: list[dict[int, int | tuple[int, ...]]] = [
         {stage: rank} for stage in stages if rank_of.count(rank_of[stage]) > 1 for rank in range(ranks)
     ]

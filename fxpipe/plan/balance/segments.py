@@ -6,13 +6,13 @@ The slowest rank sets the pace of a pipeline, so the greatest segment is made as
 
 A(k, j) is the greatest cost of the first j blocks in k segments. This is PipeDream's partitioning without replication
 (Narayanan et al., SOSP 2019, section 3.1). Here cost(i, j) = seconds(i, j) + w · (hop(i) + hop(j)): 1F1B holds so few
-micro-batches in flight that a rank waits for a part w of its hops. The part depends on the table, hence several w. And
-each w is tried with seconds(0, i) / m added: a rank runs its m micro-batches behind the first one's forwards on the
-ranks before it, and in front of the last one's backwards there, so that a chain's last rank should have least.
+micro-batches in flight that a rank waits for a fraction w of its hops. w depends on the table, so several w are tried.
+Each w is also tried with seconds(0, i) / m added. A rank runs its m micro-batches after the first micro-batch's forward
+and before the last micro-batch's backward on the earlier ranks, so the last rank of a chain should have least work.
 
-A depth-first order finishes a branch before it begins another, and puts each block in front of the first that needs
-it: the keys of a cross-attention stand in the decoder, not behind the encoder. By upward rank branches run side by side
-instead, as the towers of CLIP should on 5 or 8 ranks.
+A depth-first order finishes a branch before it begins another, and puts each block before the first block that needs
+it: the keys of a cross-attention are in the decoder, not after the encoder. An order by upward rank interleaves the
+branches, which is better for the towers of CLIP on 5 or 8 ranks.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from fxpipe.plan.balance.block_graph import BlockGraph
 
 Order = tuple[int, ...]
 Cuts = tuple[int, ...]
-"""The positions at which the segments end, the last one included."""
+"""The positions at which segments end, with the end of the last segment."""
 
 WAITS = (0.0, 0.25, 0.5, 1.0)
-"""The parts of its hops that a rank is taken to wait for."""
+"""The fractions w of its hops for which a rank is assumed to wait."""
 
 
 # --- orders ---
 
 
 def orders(work: BlockGraph) -> list[Order]:
-    """Topological orders, all different, the program's own first."""
+    """Different topological orders, first the depth-first order."""
     return list(dict.fromkeys([depth_first(work), by_upward_rank(work)]))
 
 
 def by_upward_rank(work: BlockGraph) -> Order:
-    """Blocks by the longest path from their start to a result, the longest first: branches end together.
+    """Blocks sorted by the longest path from their start to a result, the longest first: branches end together.
 
     rank(b) = seconds(b) + max over users u of rank(u); Topcuoglu et al., "HEFT", 2002.
     """
     order, rank = depth_first(work), [0.0] * len(work)
-    for block in reversed(order):  # its users have added their own ranks
+    for block in reversed(order):  # users have added their ranks already
         rank[block] += work.blocks[block].seconds
         for source in work.sources[block]:
             rank[source] = max(rank[source], rank[block])
-    return tuple(sorted(order, key=lambda block: -rank[block]))  # stable, so topological where ranks are equal
+    return tuple(sorted(order, key=lambda block: -rank[block]))  # stable, so topological at equal ranks
 
 
 def depth_first(work: BlockGraph) -> Order:
-    """The blocks, each behind all that it needs, which are visited in program order."""
+    """The blocks in depth-first order: each block after the blocks that it needs, which are visited by number."""
     done: dict[int, None] = {}
-    # What nothing uses comes last: it delays nobody.
+    # Unused blocks come last: no other block waits for them.
     used = {source for sources in work.sources for source in sources}
     unused = sorted(set(range(len(work))) - used - set(work.result))
     for root in [*sorted(work.result), *unused]:
@@ -79,7 +79,7 @@ def depth_first(work: BlockGraph) -> Order:
 
 
 def entries(work: BlockGraph) -> list[int]:
-    """For each block the sources of the graph that it depends on, a bit each."""
+    """For each block, the sources of the graph on which it depends, as a bit mask."""
     reached, count = [0] * len(work), 0
     for block in depth_first(work):
         for source in work.sources[block]:
@@ -95,23 +95,23 @@ def entries(work: BlockGraph) -> list[int]:
 
 @dataclass(frozen=True)
 class Line:
-    """An order of blocks as a line: the seconds before each position, and the bytes that cross it. Blocks that are not
-    in the order need none of it."""
+    """An order of blocks with the seconds before each position and the bytes that cross it. Blocks outside of the order
+    depend on none of its blocks."""
 
     work: BlockGraph
     order: Order
 
     @cached_property
     def time(self) -> list[float]:
-        """Seconds of all blocks before a position."""
+        """For each position, the seconds of all blocks before it."""
         return _sums(self.work.blocks[block].seconds for block in self.order)
 
     @cached_property
     def crossing(self) -> list[float]:
-        """Bytes of the values that are made before a position and used behind it."""
+        """For each position, the bytes of the values that are made before it and used after it."""
         place = {block: position for position, block in enumerate(self.order)}
-        # A value crosses every position from behind its maker to its last user: add its size where that begins, take it
-        # off where it ends, and sum.
+        # A value crosses every position from its maker to its last user: add its size at the first such position,
+        # subtract it after the last, and sum.
         change = [0.0] * (len(self.order) + 2)
         for value in (value for value in self.work.values if value.source in place):
             users = (*value.targets, *(self.work.result if value.returned else ()))
@@ -120,24 +120,24 @@ class Line:
         return _sums(change)[1:-1]
 
     def seconds(self, waits: float, ahead: float = 0.0) -> Tensor:
-        """[i, j] → seconds of a segment from i to j, with these parts of its hops and of what is ahead of it."""
+        """[i, j] → seconds of a segment from i to j, plus ``waits`` × its hops and ``ahead`` × the seconds before i."""
         inside = [self.work.costs.hardware.hop(size) for size in self.crossing[1:-1]]
         hops = _tensor([0.0, *inside, 0.0])
         return between(self.time) + waits * (hops[:, None] + hops) + ahead * _tensor(self.time)[:, None]
 
     @cached_property
     def static(self) -> Tensor:
-        """[i, j] → bytes that the parameters of a segment take; a tied one's stand where it comes first."""
+        """[i, j] → bytes of a segment's parameters; a tied parameter counts at its first block only."""
         return self._fresh("parameters", self.work.costs.static_bytes)
 
     @cached_property
     def saved(self) -> Tensor:
-        """[i, j] → bytes that a segment keeps for the backward of a micro-batch, counted likewise."""
+        """[i, j] → bytes that a segment keeps for a micro-batch's backward; shared memory counts at its first block."""
         return self._fresh("saved", self.work.costs.saved_bytes)
 
     def _fresh(self, name: str, size: Callable[[frozenset[int]], float]) -> Tensor:
-        # What several blocks share counts for the first of them in the line. A segment that has only a later one is
-        # counted too low; the simulation, which comes after, counts it right.
+        # Memory that several blocks share counts at the first such block. So a segment with only a later block gets too
+        # few bytes; the simulation at the end counts exactly.
         seen, sizes = frozenset[int](), []
         for block in self.order:
             keys: frozenset[int] = getattr(self.work.blocks[block].cost, name)
@@ -147,7 +147,7 @@ class Line:
 
 
 def between(sums: Sequence[float]) -> Tensor:
-    """[i, j] → what stands between two positions; infinite unless j is behind i. ``sums``: what stands before each."""
+    """[i, j] → the sum between two positions; infinite unless j > i. ``sums``: the sum before each position."""
     at = _tensor(sums)
     found = at - at[:, None]
     place = torch.arange(len(at), device="cpu")
@@ -155,15 +155,15 @@ def between(sums: Sequence[float]) -> Tensor:
 
 
 def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
-    """The cut into so many segments whose greatest costs least; None where every cut costs infinitely much.
+    """The cuts into ``segments`` that minimize the greatest cost of a segment; None if every cut costs infinitely much.
 
-    ``cost(behind)[i, j]``: what a segment from i to j costs, with so many segments behind it.
+    ``cost(behind)[i, j]``: the cost of a segment from i to j with ``behind`` segments after it.
     """
-    # A(1, j) is a first segment from 0 to j; each round adds a segment behind, for all j at once: a (min, max) product
-    # of a vector and a matrix.
+    # A(1, j) is a first segment from 0 to j. Each round adds a segment at the end, for all j at once: a (min, max)
+    # product of a vector and a matrix.
     best, begins = cost(segments - 1)[0], []
     for behind in reversed(range(segments - 1)):
-        best, begin = torch.maximum(best[:, None], cost(behind)).min(0)  # the first of equal ones
+        best, begin = torch.maximum(best[:, None], cost(behind)).min(0)  # the first minimum
         begins.append(begin.tolist())
     if best[-1] == math.inf:
         return None
@@ -174,9 +174,9 @@ def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
 
 
 def balanced(line: Line, segments: int, microbatches: int | None = None, memory: float | None = None) -> Iterator[Cuts]:
-    """Cuts into so many segments, all different. With ``microbatches`` also those in which later segments take less.
-    With ``memory`` those in which each segment fits so many bytes, and those of the fewest: in all, and of parameters
-    alone. A segment holds as many micro-batches as 1F1B on a chain does with so many segments behind it."""
+    """Different cuts into ``segments``. With ``microbatches``, also cuts whose later segments take less time. With
+    ``memory``, segments fit these bytes, and the cuts of the fewest total bytes and the fewest parameter bytes follow.
+    A segment is assumed to hold as many micro-batches as a stage of 1F1B with as many later stages."""
 
     def held(behind: int) -> Tensor:
         return line.static + min(microbatches or 1, 1 + behind) * line.saved
@@ -185,7 +185,7 @@ def balanced(line: Line, segments: int, microbatches: int | None = None, memory:
         plain = line.seconds(waits, ahead)
         return lambda behind: plain if memory is None else plain.masked_fill(held(behind) > memory, math.inf)
 
-    # By time first, then by bytes: where memory is short, the cut of fewest bytes may be the only one that fits.
+    # By time first, then by bytes: if memory is short, only the cut of the fewest bytes may fit.
     costs = [seconds(waits, ahead) for ahead in (0.0, *([1 / microbatches] if microbatches else [])) for waits in WAITS]
     if memory is not None:
         costs += [held, lambda behind: line.static]
@@ -193,12 +193,12 @@ def balanced(line: Line, segments: int, microbatches: int | None = None, memory:
 
 
 def segments_of(order: Order, ends: Sequence[int]) -> dict[int, int]:
-    """Block → the segment that it stands in."""
+    """Block → the number of its segment."""
     return {b: segment for segment, (start, end) in enumerate(pairwise((0, *ends))) for b in order[start:end]}
 
 
 def _tensor(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")  # not torch's default device
 
 
 def _sums(numbers: Iterable[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Layouts: which block runs in which stage and which stage on which rank; and what a layout comes to, by simulation."""
+"""Layouts: assign blocks to stages and stages to ranks; simulation gives the makespan and the bytes of a layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StageLayout:
     stage_of: tuple[int, ...]
     rank_of: Placement
     origin: str = field(default="", compare=False)
-    """In words, how it was found."""
+    """How the layout was found, in words."""
 
     @property
     def stages(self) -> int:
@@ -34,7 +34,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutOutcome:
-    """What a layout comes to. ``seconds``: the makespan of its table, and the sums of tied gradients that follow."""
+    """The outcome of a layout. ``seconds``: the makespan of its table plus the sums of tied gradients after it."""
 
     layout: StageLayout
     seconds: float
@@ -42,7 +42,7 @@ class LayoutOutcome:
     schedule: Schedule
     costs: Costs
     peak_bytes: tuple[float, ...]
-    """Per rank: parameters with gradients and optimizer state, and the micro-batches in flight at their most."""
+    """Bytes per rank: parameters, gradients, optimizer state, and the activations of micro-batches at their peak."""
 
     @property
     def most_bytes(self) -> float:
@@ -55,27 +55,27 @@ class LayoutOutcome:
 
 @dataclass(frozen=True)
 class Rerun:
-    """The blocks that run their forward again; a stage does if all of its blocks do."""
+    """The blocks that run their forward again. A stage is recomputed if all of its blocks are."""
 
     blocks: tuple[bool, ...]
     at_need: bool = False
-    """Only where no layout fits the memory without."""
+    """Whether to recompute only if no layout fits the memory without."""
     worthwhile: bool = False
-    """Only the stages where that saves memory."""
+    """Whether to recompute only the stages in which this saves memory."""
 
     @staticmethod
     def of(wanted: Recompute, names: Sequence[str]) -> Rerun | None:
-        """What the option asks for; ``names``: the stage of each block, "" where it has none yet, so that those that
-        are named are recomputed at need."""
+        """The blocks to recompute for the option ``wanted``. ``names``: the stage of each block, or "" if stages do not
+        exist yet; then named stages are recomputed only at need."""
         if isinstance(wanted, tuple) and "" not in names:
             return Rerun(tuple(name in wanted for name in names))
         return Rerun((True,) * len(names), wanted is not True, wanted is True) if wanted else None
 
 
 class Staged:
-    """A layout with what each of its stages takes.
+    """A layout with the costs of its stages.
 
-    ``keeping``: the costs where what the model checkpoints keeps its activations, as it does in an R.
+    ``keeping``: returns the costs if the model's own checkpoints keep their activations, as they do in an action R.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Staged:
     ) -> None:
         self.work, self.layout, self.microbatches, self._keeping = work, layout, microbatches, keeping
         self._hardware, self._rank_of = work.costs.hardware, layout.rank_of
-        # A stage is recomputed whole or not at all.
+        # A stage with a block that is not recomputed is not recomputed at all.
         kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
         self._recomputed = tuple(stage not in kept for stage in range(layout.stages))
         members: list[list[int]] = [[] for _ in range(layout.stages)]
@@ -97,14 +97,14 @@ class Staged:
         self.stages = tuple(work.stage_of(tuple(blocks)) for blocks in members)
         wanted = {layout.stage_of[block]: size or microbatches for block, size in work.gather.items()}
         self.groups = tuple(wanted.get(stage, 1) for stage in range(layout.stages))
-        """For how many micro-batches each stage runs at once."""
+        """For each stage, the number of micro-batches for which it runs once."""
 
     @cached_property
     def messages(self) -> Mapping[tuple[int, int], int]:
-        """(from, to) → bytes of a micro-batch, for stages between which values pass."""
+        """(source stage, target stage) → the bytes that pass between them for a micro-batch."""
         found: dict[tuple[int, int], int] = {}
         stage_of = self.layout.stage_of
-        # The model's result is put together in the last stage that makes a part of it.
+        # The last stage that makes a part of the model's result assembles the result.
         last = max((stage_of[block] for block in self.work.result), default=0)
         for value in self.work.values:
             source = stage_of[value.source]
@@ -119,17 +119,17 @@ class Staged:
 
     @cached_property
     def backward(self) -> tuple[bool, ...]:
-        """Whether each stage has a backward: it, or one before it, has something to train."""
+        """Whether each stage has a backward: the stage, or a stage before it, has trained parameters."""
         found = [stage.trains for stage in self.stages]
-        # Stages are numbered in topological order, so by the target's number each source is settled before its targets.
+        # Stages are numbered in topological order, so sorting edges by target settles each source before its targets.
         for source, target in sorted(self.edges, key=lambda edge: edge[1]):
             found[target] = found[target] or found[source]
         return tuple(found)
 
     @cached_property
     def costs(self) -> Costs:
-        """The stages' costs; every hop is taken to be as long as the longest. What arrives at a stage is held of each
-        micro-batch; the batch's own inputs are there anyway."""
+        """The stages' costs. All hops get the seconds of the longest hop. A stage holds the messages that arrive for
+        each micro-batch; the batch's own inputs are in memory anyway."""
         rank_of, node_costs = self._rank_of, self.work.costs
         hops = [self._hardware.hop(size) for (a, b), size in self.messages.items() if rank_of[a] != rank_of[b]]
         arriving = [0.0] * self.layout.stages
@@ -155,7 +155,7 @@ class Staged:
         )
 
     def costs_with(self, recomputed: Sequence[bool]) -> Costs:
-        """The stages' costs, where some stages are recomputed."""
+        """The stages' costs if these stages are recomputed."""
         costs = self.costs
         if self._keeping is None or not any(recomputed):
             return costs
@@ -165,7 +165,7 @@ class Staged:
             pairs = zip(getattr(costs, name), getattr(other, name), recomputed, strict=True)
             return tuple(again if is_again else plain for plain, again, is_again in pairs)
 
-        # In an R the model's own checkpoints keep all, so its backward computes nothing again.
+        # In an R, the model's own checkpoints keep all activations, so the backward computes nothing again.
         sizes = zip(costs.again_bytes or (), recomputed, strict=False)
         return replace(
             costs,
@@ -177,8 +177,8 @@ class Staged:
 
     @cached_property
     def tied_seconds(self) -> float:
-        """What the sums of the gradients of parameters take that live on several ranks: those of the same ranks travel
-        together, in the type in which gradients are summed."""
+        """The seconds of the gradient sums of parameters on several ranks. Gradients of the same ranks share a message,
+        in the type in which gradients are summed."""
         owners: dict[int, set[int]] = {}
         for stage, rank in zip(self.stages, self._rank_of, strict=True):
             for key in stage.parameters & self.work.shared if isinstance(rank, int) else stage.parameters:
@@ -195,7 +195,7 @@ class Staged:
 
     @cached_property
     def static_bytes(self) -> tuple[float, ...]:
-        """Per rank, what its parameters take; a parameter of several of its stages once."""
+        """Per rank, the bytes of its parameters, gradients and optimizer state; shared parameters count once."""
         found: list[set[int]] = [set() for _ in range(rank_count(self._rank_of))]
         for stage, place in zip(self.stages, self._rank_of, strict=True):
             for rank in ranks_of(place):
@@ -203,7 +203,7 @@ class Staged:
         return tuple(map(self.work.costs.static_bytes, found))
 
     def peaks(self, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-        """Per rank the most bytes of parameters with gradients and optimizer state, and of activations."""
+        """Per rank, the bytes of parameters, gradients and optimizer state plus the peak bytes of activations."""
         return tuple(a + b for a, b in zip(self.static_bytes, peak_bytes(schedule, costs), strict=True))
 
     @cached_property
@@ -220,14 +220,14 @@ class Staged:
 
     @cached_property
     def lower_bound(self) -> float:
-        """What no table of this layout could undercut."""
+        """A lower bound in seconds for every table of this layout."""
         return lower_bound(self.problem, self.costs, self.problem.groups) + self.tied_seconds
 
 
 class Judge:
-    """Measures layouts with the family that is going to run; remembers its estimates.
+    """Simulates layouts with the family that will run, and caches its estimates.
 
-    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak that any layout came to.
+    ``memory``: the most bytes per rank, or None. ``least_bytes``: the least peak of any layout so far.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ class Judge:
         self.again = again
         self.least_bytes = float("inf")
         self.actions = 0
-        """How many actions all tables had, a measure of the work done that is the same on every machine."""
+        """The number of actions in all tables so far, a measure of effort that is equal on every machine."""
         self.refused: ScheduleError | None = None
-        """The last layout for which the family had no table."""
+        """The error of the last layout for which the family had no table."""
         self._least = cache(self._estimated)
         self.staged = cache(partial(Staged, work, microbatches=microbatches, again=again))
 
@@ -252,13 +252,13 @@ class Judge:
         return self.staged(layout).lower_bound
 
     def estimate(self, layout: StageLayout) -> LayoutOutcome | None:
-        """The outcome of a layout with the least makespan that its table may have; None where that does not fit the
-        memory, or the family has no table."""
+        """The outcome of a layout with a lower bound of its table's makespan; None if the layout does not fit the
+        memory, or if the family has no table."""
         least = self._least(layout)
         return least if least and (self.memory is None or least.most_bytes <= self.memory) else None
 
     def outcome(self, layout: StageLayout) -> LayoutOutcome | None:
-        """The outcome of a layout by simulation, whatever memory it takes; None where the family has no table."""
+        """The simulated outcome of a layout, without a memory limit; None if the family has no table."""
         least = self._least(layout)
         if least is None:
             return None
@@ -270,7 +270,7 @@ class Judge:
         try:
             schedule = self._table(staged)
             if (makespan := least_makespan(schedule, staged.costs)) == math.inf:
-                schedule.simulate(staged.costs)  # which says where the table deadlocks
+                schedule.simulate(staged.costs)  # raises, and names the deadlock
         except ScheduleError as error:
             self.refused = error
             return None
@@ -279,10 +279,10 @@ class Judge:
         return LayoutOutcome(layout, makespan + staged.tied_seconds, makespan, schedule, staged.costs, peaks)
 
     def _table(self, staged: Staged) -> Schedule:
-        """The family's table; ScheduleError where it has none, or one that breaks a limit."""
+        """The family's table; ScheduleError if no table exists, or if the table breaks a limit."""
         family = replace(self.family, costs=staged.costs)
         problem = family.within(staged.problem)
-        # As plan/tables.py does: the table without recomputation shows where recomputing saves nothing.
+        # As in plan/tables.py, the table without recomputation shows the stages in which recomputing saves nothing.
         if self.again is not None and self.again.worthwhile:
             without = self._solved(family, replace(problem, recompute=None), staged)
             problem = replace(problem, recompute=worthwhile(without))

@@ -1,1 +1,1 @@
-"""Capture: from a description of inputs to stages that were checked against the model."""
+"""Capture: makes stages from a description of inputs, and checks the stages against the model."""

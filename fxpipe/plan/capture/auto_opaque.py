@@ -1,4 +1,4 @@
-"""Auto-opaque: what no tracer captures is kept opaque, one part after another, until the rest is captured."""
+"""Auto-opaque: makes submodules that no tracer can capture opaque, one after another, until the rest is captured."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.regions import WHOLE
 
 MOST_PARTS = 8
-"""So many parts are tried, one after another."""
+"""The most parts of a model that are made opaque, one after another."""
 MOST_OF_COST = 0.5
-"""The most of a step's FLOPs that they may have together."""
+"""The largest fraction of a step's FLOPs that these parts may have together."""
 
 
 Accepted = TypeVar("Accepted")
@@ -38,22 +38,21 @@ def capture_in_part(
     tries_any_words: bool = False,
     tries_compiled: bool = True,
 ) -> tuple[Accepted, Request, dict[str, str]]:
-    """The examined program, the request with all that is opaque in it, and those regions that were added, with words
-    for each.
+    """Returns the examined program, the request with all its opaque regions, and the added regions with a reason each.
 
-    ``examine``: TraceError for a program that is not the model's. ``shares``: the part of a step's FLOPs that each
-    region has in an examined program. ``observe``: gives a request what calls of its regions do; None where the model
-    cannot run on a batch to show it. ``tries_any_words``: first for a program that holds for any strings in the inputs;
-    ``tries_compiled``: first with compiled submodules opaque. TraceError as the first attempt raised it, with what was
-    tried since.
+    ``examine``: raises TraceError for a program that differs from the model. ``shares``: each region's fraction of a
+    step's FLOPs in an examined program. ``observe``: adds to a request what its regions do in a run; None if the model
+    cannot run on a batch. ``tries_any_words``: first tries a program that is valid for any strings in the inputs.
+    ``tries_compiled``: first tries with compiled submodules opaque. Raises the first attempt's TraceError, with the
+    later attempts in its text.
     """
-    tracer = options.tracer if options.parallelize is None else "record"  # which leaves modules whole
+    tracer = options.tracer if options.parallelize is None else "record"  # "record" keeps modules as they are
     again = partial(capture_in_part, options=options, examine=examine, shares=shares, observe=observe)
-    # Strings that change with every batch, such as captions, would each take a capture, unless opaque code reads them.
+    # Strings that change with every batch, such as captions, need a capture each, unless only opaque code reads them.
     if tries_any_words and _words_in(request):
         with contextlib.suppress(TraceError, PartitionError):
             return again(replace(request, any_words=True))
-    # A submodule that the user has compiled runs as it is compiled: one call, or else as plain code, in any capture.
+    # A submodule that the user has compiled is one opaque call, so that it runs compiled, or else plain code.
     compiled = _with_compiled(request, options) if observe is not None else request
     if tries_compiled and not all(region.varies for region in compiled.whole):
         with contextlib.suppress(TraceError, PartitionError):
@@ -75,7 +74,7 @@ def capture_in_part(
             part, why = (error.part, error.in_a_line) if isinstance(error, Uncaptured) else ("", "")
             if not failure and not isinstance(error, Uncaptured):
                 raise
-            # 1. What the tracers met first becomes opaque, and they try the rest.
+            # 1. The part on which the tracers failed first becomes opaque, and the tracers try the rest.
             if options.auto_opaque and observe and part and parts < MOST_PARTS:
                 failure = failure or str(error)
                 before, request = {region.name for region in request.whole}, _with_regions(request, part)
@@ -86,19 +85,19 @@ def capture_in_part(
             if added:
                 failure = f"{failure}\nwith {', '.join(added)} kept opaque by itself: {error}"
             failure = failure or str(error)
-            # 2. Without any of that, forward may ask for numbers, each of which takes a capture of its own.
+            # 2. Without added regions, forward may read numbers from tensors, and each number needs its own capture.
             if request.asks_numbers or request.any_words or not options.auto_opaque:
                 raise TraceError(failure) from error
             request, added = replace(given, asks_numbers=True), {}
 
 
 def _words_in(request: Request) -> bool:
-    """Whether inputs have strings in containers; one that is an input itself is an option, which forward may ask."""
+    """Whether containers among the inputs hold strings; a string that is an input is an option to branch on."""
     return any(isinstance(leaf, str) for leaf in pytree.tree_leaves(dict(request.example or {})))
 
 
 def _with_compiled(request: Request, options: Options) -> Request:
-    """The first capture's request, with the submodules opaque that ``torch.compile`` has compiled."""
+    """The first capture's request in which the submodules that ``torch.compile`` has compiled are opaque."""
     if request.may_lack_cuts or options.stage_compiler is not None or options.parallelize is not None:
         return request
     for path, part in request.module.named_modules():
@@ -106,13 +105,13 @@ def _with_compiled(request: Request, options: Options) -> Request:
         outer = (region for region in request.whole if f"{path}.".startswith(f"{region.name}."))
         if path and is_compiled(part) and next(chain(inside, outer), None) is None:
             (*others, new) = _with_regions(request, path).whole
-            # Code that torch can compile has results of sizes that its inputs decide.
+            # The inputs of code that torch can compile decide the sizes of its results.
             request = replace(request, whole=(*others, replace(new, varies=False)))
     return request
 
 
 def _with_shares(added: Mapping[str, str], shares: Mapping[str, float], most: float) -> dict[str, str]:
-    """Each region, in words; TraceError where they have more than ``most`` of a step together."""
+    """Each region's description; TraceError if the regions have more than the fraction ``most`` of a step's FLOPs."""
     total = sum(shares.get(name, 0.0) for name in added)
     if total > most:
         raise TraceError(f"they take {total:.0%} of a step's FLOPs, and no more than {most:.0%} may be opaque so")
@@ -122,25 +121,25 @@ def _with_shares(added: Mapping[str, str], shares: Mapping[str, float], most: fl
 
 
 def _with_regions(request: Request, part: str) -> Request:
-    """With the regions that a rule for ``part`` names, in place of those inside of them."""
+    """The request with the regions that a rule for ``part`` names, which replace the regions inside of them."""
     new = resolve(request.module, {part: WHOLE}).whole
     inside = tuple(f"{region.path}." for region in new if region.method == "__call__")
     others = (region for region in request.whole if not f"{region.name}.".startswith(inside))
     return replace(request, whole=(*others, *new))
 
 
-# --- methods: what an opaque one may use, beyond what it was seen to, is held where it runs ---
+# --- methods: the rank that runs an opaque method also holds tensors that the method was not seen to use ---
 
 
 def unused(program: Program) -> frozenset[str]:
-    """The parameters and buffers that no node uses, by name."""
+    """The names of the parameters and buffers that no node uses."""
     used = frozenset[int]().union(*(held(program, node) for node in program.nodes))
     return frozenset(name for name, tensor in all_tensors(program.module).items() if id(tensor) not in used)
 
 
 def with_unused(program: Program, names: frozenset[str]) -> Program:
-    """What no node uses of these ``names`` goes with the first call of a method of a submodule that holds it: a branch
-    that the example did not take may use it."""
+    """Assigns each unused tensor of ``names`` to the first opaque call of a method whose submodule holds the tensor: a
+    branch that the example did not take may use it."""
     first = first_names(program.module)
     left, effects = names & unused(program), dict(program.effects)
     for node in program.nodes:

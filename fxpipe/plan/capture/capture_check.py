@@ -1,4 +1,4 @@
-"""Capture check: the stages of a capture are run against the model itself before a training run relies on them."""
+"""Capture check: runs the stages of a capture against the model itself before a training run relies on the stages."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from fxpipe.trace.state.replay import (
 from fxpipe.trace.state.snapshot import State
 
 MOST_PARAMETERS = 2**28
-"""Elements of parameters beyond which nothing is checked: numbers of six times their size are held meanwhile."""
+"""The most parameter elements of a model that is checked: the check needs six times the parameters' memory."""
 MOST_WORK, MOST_ON_ACCELERATOR = 1e10, 1e12
-"""The same for parameters' elements × a micro-batch's positions (tokens, steps, pixels): about 24 floating-point
-operations for each such pair, 6 for a step and four steps, so some seconds at 50 GFLOP/s."""
+"""The most parameter elements × positions of a micro-batch (tokens, steps, pixels). The check runs four steps of 6
+floating-point operations for each such pair, so 1e10 pairs take some seconds at 50 GFLOP/s."""
 
 
 NOT_CHECKED = "not checked"
@@ -52,42 +52,40 @@ NOT_CHECKED = "not checked"
 
 @dataclass(frozen=True)
 class Sample:
-    """Micro-batches with their numbers: of the example, or of a batch that came ``later``."""
+    """Micro-batches with real tensors: of the example, or of a batch after compile (``later``)."""
 
     batches: Sequence[Batch]
     batch_dim: BatchDim
     later: bool = False
 
     def pairs(self, places: Sequence[int]) -> list[tuple[Batch, Batch]]:
-        """Pairs that differ, the best first; none where all rows are equal.
+        """Pairs of different micro-batches, the best pair first; empty if all rows are equal.
 
-        The second is the last of these places that is another one, or has the first half of the first's rows twice;
-        perturbed, since zeros, and masks that are the same everywhere, hide what is wrong; and unchanged, for a model
-        that allows only some numbers.
+        The second of a pair is the last of ``places`` that differs from the first, or the first half of the first's
+        rows twice. The first pair perturbs it, since zeros and constant masks hide errors; the other pair leaves it
+        unchanged, for a model that allows only some numbers.
         """
         first = self.batches[places[0]]
-        # 1. Another micro-batch, so that what a capture has made a constant of the first one's differs.
+        # 1. Another micro-batch shows values of the first micro-batch that the capture has made constants.
         others = [self.batches[place] for place in reversed(places[1:])]
-        # 2. Where there is one alone: other rows, of numbers that the model allows, as token ids. Another order of them
-        # would not do, since a loss is a mean. Not of packed inputs, whose counts go with the rows of others.
+        # 2. A single micro-batch: other rows with numbers that the model allows, such as token ids. A permutation would
+        # not help, since a loss is a mean. Packed inputs are left out: their counts belong to the original rows.
         if not counted(self.batch_dim):
             twice = {name: partial(_first_half_twice, along=rule_at(self.batch_dim, name)) for name in first}
             others.append({name: pytree.tree_map_only(Tensor, twice[name], value) for name, value in first.items()})
-        # 3. And changed numbers, since zeros and masks that are the same everywhere hide what ignores them.
+        # 3. Changed numbers, since zeros and constant masks hide code that ignores them.
         second = next((other for other in others if not _equal(first, other)), first)
         perturbed = dict(pytree.tree_map_only(Tensor, _perturbed, dict(second)))
         return [(first, other) for other in (perturbed, second) if not _equal(first, other)]
 
 
 def _perturbed(leaf: Tensor) -> Tensor:
-    """Every third floating-point number scaled towards zero, out of no range; of zeros and ones, the other of the two.
-
-    As masks are, which are added to scores or multiplied.
-    """
+    """Scales every third floating-point number towards zero, which stays in range; swaps 0 and 1 in a tensor of zeros
+    and ones, such as a mask."""
     if not leaf.is_floating_point() or leaf.is_meta or leaf.layout is not torch.strided:
         return leaf
     old = leaf.detach()
-    # Zeros and ones are a mask, where 0.75 may mean the same as 1: a model may compare it with 0.
+    # A tensor of zeros and ones is a mask. A model may compare a mask with 0, and 0.75 would mean the same as 1.
     other = 1 - old if ((old == 0) | (old == 1)).all() else old * 0.75
     third = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) % 3 == 1
     return torch.where(third, other, old).requires_grad_(leaf.requires_grad)
@@ -116,17 +114,17 @@ def check(
     holds: Callable[[Batch], bool],
     loss_weight: Callable[..., Any] | None,
 ) -> str:
-    """Runs stages and model on two micro-batches, and compares losses, gradients and buffers; in evaluation, what they
-    return, and buffers.
+    """Runs stages and model on two micro-batches, and compares losses, gradients and buffers; in evaluation, results
+    and buffers.
 
-    Both begin from the same state, which is put back, and draw the same random numbers. Equal to rounding is equal:
-    within ``CLOSE`` units in the last place of a tensor's largest number, or the ``tolerance`` of ``Rounding``.
+    Both runs begin from the same state, which is restored, and draw the same random numbers. Values are equal within
+    ``CLOSE`` units in the last place of a tensor's largest number, or within the ``tolerance`` of ``Rounding``.
 
-    ``holds``: whether the stages hold for a micro-batch, by the values that forward asks for.
+    ``holds``: whether the stages are valid for a micro-batch, by the values that forward asks for.
 
-    A warning says where the rows of two micro-batches change each other's loss, and no stage gathers them.
+    Warns if the rows of two micro-batches change each other's loss and no stage gathers the rows.
 
-    Returns what was done, in words, for ``.stages``. TraceError with the first value that differs.
+    Returns the outcome in words, for ``.stages``. TraceError with the first value that differs.
     """
     reason = _unfit(request, sample.batches[places[0]])
     if reason:
@@ -149,7 +147,7 @@ def check(
         return f"{NOT_CHECKED}: {_in_a_line(error)}"
     except Exception as error:
         raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
-    if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps what its capture has made
+    if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps a fake tensor of the capture
         raise TraceError(LEFT_BEHIND)
     trial.compare(got, wanted)
     if graph.counting is not None and graph.counting.function is None:
@@ -167,8 +165,8 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _unfit(request: Request, batch: Batch) -> str:
-    """Why a model cannot be checked, or not cheaply; empty where it can."""
-    # Fixed bounds, so that all ranks check or none does: measured seconds would differ between them.
+    """The reason why a model cannot be checked, or not cheaply; empty if it can."""
+    # Bounds are fixed so that all ranks check or no rank does: measured seconds would differ between ranks.
     given = tensors_in(dict(batch))
     held = all_tensors(request.module).values()
     if any(tensor.is_meta for tensor in [*held, *given]):
@@ -184,7 +182,8 @@ def _unfit(request: Request, batch: Batch) -> str:
 
 
 def _positions(given: Tensor) -> int:
-    """How often a parameter is used at most. Integers are tokens; images have channels second, others features last."""
+    """The most positions at which a parameter is used. Integers are tokens; images have channels in dimension 1, other
+    floating-point inputs have features last."""
     if not given.is_floating_point() or given.dim() < 2:
         return given.numel()
     features = given.shape[-1] if given.dim() < 4 else given.shape[1]
@@ -192,14 +191,14 @@ def _positions(given: Tensor) -> int:
 
 
 class _Called(nn.Module):
-    """Calls a region, of a method, too, as a module, which it is in the stages: its draws begin anew."""
+    """Calls a region, or an opaque method, as a module, as the stages do, so that its random numbers begin anew."""
 
     def forward(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
 
 class Fact(NamedTuple):
-    """What is compared, such as "the gradient of" a parameter, on which micro-batch."""
+    """The name of a compared value, such as "the gradient of" a parameter, and its micro-batch."""
 
     kind: str
     name: str
@@ -214,18 +213,18 @@ Seen = dict[Fact, Tensor | None]
 
 
 class _Trial:
-    """The stages and the model, and the micro-batches that both are given."""
+    """The stages, the model, and the micro-batches on which both run."""
 
     def __init__(self, graph: StageGraph, request: Request, batches: Sequence[Batch]) -> None:
         self.graph, self.request, self.batches = graph, request, batches
         self._devices = gpus_of(request.roots)
-        # Every run begins from this state, and draws the same numbers: what then differs is the capture.
+        # Every run begins from this state and draws the same random numbers, so any difference comes from the capture.
         self._state = State.of(request.roots, self._devices)
         self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
-        self._seed = 1.0  # what the loss of the stages is given as its gradient
+        self._seed = 1.0  # the gradient of the stages' loss
 
     def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:
-        """What ``call`` shows on each micro-batch in turn. All that it changes is put back."""
+        """Runs ``call`` on each micro-batch, returns the values to compare, and restores the state."""
         seen = Seen()
         draws = any(stage.draws_random for stage in self.graph)
         try:
@@ -239,7 +238,7 @@ class _Trial:
         return seen
 
     def model(self, batch: Batch, place: int) -> Seen:
-        """What the model shows on a micro-batch."""
+        """Runs the model on a micro-batch and returns the values to compare."""
         kept = watching(self.request.module, self.request.whole, _Called())
         with kept, within(self.request.autocast):
             result = self.request.call(batch)
@@ -252,8 +251,8 @@ class _Trial:
         return self._seen(result, place, gradients)
 
     def stages(self, batch: Batch, place: int) -> Seen:
-        """What the stages show on a micro-batch."""
-        # As a rank runs them, but all in one process: each stage's outputs go to those that take them, and are let go.
+        """Runs the stages on a micro-batch and returns the values to compare."""
+        # Stages run as on their ranks, but in one process: an output goes to the stages that take it, and is released.
         arrived: dict[Edge, Any] = {}
         saved: list[Saved] = []
         result = None
@@ -264,7 +263,7 @@ class _Trial:
             with within(self.request.autocast):
                 outputs, kept = stage.forward(*inputs)
             saved.append(kept)
-            arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result is no edge's
+            arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result belongs to no edge
             result = outputs[-1] if stage.returns_result else result
         return self._seen(result, place, partial(self._backward, saved))
 
@@ -277,14 +276,14 @@ class _Trial:
             given = [returned.pop(edge, None) for edge in stage.outputs] + [True] * stage.returns_result
             arrivals, gradients = stage.backward.apart(kept, given, parameters)
             for entry, gradient in zip(stage.inputs, arrivals, strict=True):
-                if isinstance(entry, Edge):  # it may come in two ways, as a value gathered as "batch" and as "global"
+                if isinstance(entry, Edge):  # a value gathered as "batch" and as "global" arrives twice
                     returned[entry] = added(returned[entry], gradient) if entry in returned else gradient
             found = list(map(added, found, gradients))
         return found
 
     def check_proportional(self, got: Seen) -> None:
-        """TraceError where the gradients of the stages, which are ``got``, are not proportional to that of the loss:
-        those of a ``Sum`` whose count is known late are divided by it behind the backward."""
+        """TraceError if the stages' gradients in ``got`` are not proportional to the loss's gradient. If the count of a
+        ``Sum`` is known late, a step divides the gradients by it after the backward."""
         self._seed = 2.0**-10  # a power of 2 rounds nothing
         seen = self.run(self.stages)
         scaled = {fact: g if fact.kind != GRADIENT or g is None else g / self._seed for fact, g in seen.items()}
@@ -299,7 +298,7 @@ class _Trial:
     def _seen(
         self, result: Any, place: int, gradients: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]]
     ) -> Seen:
-        """The loss and what ``gradients`` makes of it; in evaluation the tensors and numbers that are returned."""
+        """The loss and its ``gradients``; in evaluation the tensors and numbers of the result."""
         if not self.request.training:
             leaves, _ = pytree.tree_flatten_with_path(result)
             numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, (Tensor, int, float))]
@@ -317,7 +316,7 @@ class _Trial:
         return seen | {Fact(GRADIENT, name, place): gradient for name, gradient in named}
 
     def loss(self, batch: Batch) -> MicrobatchLoss:
-        """That of a batch, from the state and the random numbers that each run begins with."""
+        """The model's loss of a batch, from the state and the random numbers with which each run begins."""
         found: list[MicrobatchLoss] = []
 
         def run(batch: Batch, place: int) -> Seen:
@@ -329,17 +328,17 @@ class _Trial:
         return found[0]
 
     def compare(self, got: Seen, wanted: Seen) -> None:
-        """TraceError where the stages' values are not the model's.
+        """TraceError if a value of the stages differs from the model's value.
 
-        A gradient may also be off by an eighth of that of the largest gradient: one that is 0 is nothing but rounding.
+        A gradient's scale is at least an eighth of the model's largest gradient: a gradient of 0 is only rounding.
         """
-        # 1. What is close is right. Only for the rest it is asked how much rounding so many operators may come to.
+        # 1. Close values pass. Only the other values need the rounding error that so many operators may add up to.
         suspects = {fact: right for fact, right in wanted.items() if not is_close(got.get(fact), right)}
         if not suspects:
             return
-        self.run(self.stages, rounding := Rounding())  # again, to count its operators
+        self.run(self.stages, rounding := Rounding())  # runs the stages again, to count their operators
         gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == GRADIENT), default=0.0)
-        # 2. Each is measured by its own largest number; a gradient by the model's, since one may be rounding alone.
+        # 2. A value's scale is its largest number; a gradient's is at least the model's largest gradient / CONSTANT.
         for fact, right in suspects.items():
             scale = max(largest(right), gradients / CONSTANT if fact.kind == GRADIENT else 0.0)
             if gap(got.get(fact), right) > rounding.tolerance * scale:

@@ -1,4 +1,4 @@
-"""Captures: the stages of a model for each pattern of inputs, and what else captures have shown of it. A value."""
+"""Captures: an immutable value with a model's stages for each pattern of inputs, and the facts that captures found."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ from fxpipe.trace.state.reads import LatestReads, Reads
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The stages of one capture, and its program in words. ``tracer``: the name of the one that made it."""
+    """The stages of a capture, and its program as text. ``tracer``: the name of the tracer that made the capture."""
 
     graph: StageGraph
     text: str
     tracer: str = ""
     holds_for: SizeGuard | None = None
-    """For which sizes it holds, where it was captured with symbolic ones."""
+    """The guard that tells for which sizes a capture with symbolic sizes is valid."""
     program: Program | None = None
-    """What the stages were cut from, where some of them gather."""
+    """The program from which the stages were cut, if some stages gather."""
     fixed_sizes: str = ""
-    """Of which sizes that vary forward makes numbers, and where, in words."""
+    """A report of the varying sizes that forward turns into numbers, and where."""
     answers: Answers = ()
-    """What forward asked about the inputs, and the answers for which it holds."""
+    """The questions that forward asked about the inputs, and the answers for which the capture is valid."""
     places: Places = field(default_factory=dict)
-    """Where what the stages gather has its rows, if they hold for one shape."""
+    """The row dimensions of gathered values, if the stages are valid for one shape."""
     patterns: tuple[Pattern, ...] = ()
-    """The patterns under which ``Captures`` has it, and the captures for groups whose stages it has."""
+    """The keys in ``Captures`` of this capture, and of the captures of groups that gave it stages."""
     any_words: bool = False
-    """Whether they hold for any strings in the inputs, which opaque regions alone read."""
+    """Whether the stages are valid for any strings in the inputs, because only opaque regions read strings."""
 
     @property
     def of_one_shape(self) -> bool:
-        """Whether the stages hold for micro-batches of no other shape."""
+        """Whether the stages are tied to the captured shape."""
         return self.tracer in NEED_SHAPES
 
 
 Observed = tuple[bool, Description, SeenCalls]
-"""What regions were seen to do: in training or not, on what micro-batch."""
+"""(in training, micro-batch, calls): the observed calls of opaque regions in a run of the model."""
 MOST = 64
-"""Captures that are remembered, beyond those of the batch at hand."""
+"""The most captures that are remembered, apart from those of the present batch."""
 LATER = "this kind of batch came after compile"
 
 
 @dataclass(frozen=True, eq=False)
 class Captures:
-    """A model's captures, each pattern's once; ``Capturing`` returns others, with one more.
+    """A model's captures, one for each pattern. ``Capturing`` replaces them by new ``Captures`` with one more.
 
-    With the user's own stages nothing is traced: each micro-batch has these.
+    If the user gave stages, nothing is traced, and each micro-batch runs these stages.
     """
 
     model: nn.Module
@@ -77,52 +77,52 @@ class Captures:
     options: Options
     topology: Topology
     device: torch.device
-    """Where a model that is on no device yet will run."""
+    """The device on which a model without a device will run."""
     cuts: Mapping[str, Cut]
-    """Boundaries named from outside: submodule path → where it is cut."""
+    """The boundaries of ``boundaries=``: submodule path → where the submodule is cut."""
     balancing: Balancing
     latest: LatestReads = field(default_factory=LatestReads)
-    """The ``reads`` that ``run`` goes by, for the regions that captures have watched."""
+    """The ``reads`` of the present call, which ``run`` sets; watched regions check them for changes."""
     wrong: Mapping[tuple[bool, str], str] = field(default_factory=dict)
-    """(in training or not, tracer) → what was found wrong of its capture at compile: it is not tried again."""
+    """(in training, tracer) → the error in the tracer's capture at compile. Such a tracer is not tried again."""
     by_pattern: Mapping[Pattern, Captured] = field(default_factory=dict)
     families: Mapping[Hashable, Family] = field(default_factory=dict)
     first: Program | None = None
     searched: Balanced | None = None
-    """The stages of the first capture, or their ranks, that a search has found."""
+    """The search result for the first capture: its stages, or the ranks of its stages."""
     reads: Reads = field(default_factory=Reads)
     counts: tuple[int, int] = (0, 0)
-    """The number of captures for evaluations, and for steps."""
+    """The number of captures in evaluation, and in training."""
     reports: tuple[str, ...] = ()
-    """What the user is told of the captures, each line once."""
+    """The log lines for the user about captures, each line once."""
     whole: tuple[Region, ...] = ()
-    """The opaque regions, which run for real in every step."""
+    """The opaque regions, which a step calls as Python code."""
     by_itself: Mapping[str, str] = field(default_factory=dict)
-    """The opaque regions that no tracer could capture → what part of a step they take, and why, in words."""
+    """Each opaque region that no tracer could capture → its fraction of a step's FLOPs and the reason, in words."""
     beside: tuple[str, ...] = ()
-    """What captures keep opaque by themselves and what they ask of the inputs, in words."""
+    """Descriptions of these regions and of the questions about inputs, for ``.stages`` and the preview."""
     observed: tuple[Observed, ...] = ()
-    """The latest."""
+    """The latest observations of opaque regions."""
     unpacked: frozenset[str] = frozenset()
     """The regions whose results forward unpacks."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
     questions: Questions = field(default_factory=Questions)
-    """What forward has asked about its inputs so far."""
+    """The questions that forward has asked about its inputs so far."""
     asks_numbers: bool = False
-    """Whether it asks for numbers, too, since nothing else captures the model."""
+    """Whether forward may also ask for numbers, because the model cannot be captured otherwise."""
     any_words: bool = False
-    """Whether the first one holds for any strings: then descriptions have their types alone, and later ones are to."""
+    """Whether a capture is valid for any strings. Descriptions then omit strings; later captures try the same first."""
     objects: Mapping[ObjectValue, Any] = field(default_factory=dict)
-    """What this rank was given beside tensors and plain values."""
+    """This rank's inputs that are neither tensors nor plain values."""
     by_value: bool = False
-    """Whether a capture holds for some of Python's numbers alone, so that batches are described with these."""
+    """Whether a capture is valid only for some Python numbers, so that descriptions of batches include numbers."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Small buffers of integers and truth values as the first capture found them, which may decide sizes."""
+    """Copies of small integer and boolean buffers from the first capture; such buffers may decide sizes."""
 
     @staticmethod
     def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Captures:
-        """Before the first one. RunError, PartitionError: what the options name cannot be cut."""
+        """The captures before the first capture. RunError, PartitionError if the options' cuts are not possible."""
         module, own_stages = (model.module, model) if isinstance(model, StageGraph) else (model, None)
         cuts, whole, finds_cuts = resolve(module, options.boundaries)
         balancing = Balancing(options, topology, device, finds_cuts)
@@ -142,7 +142,7 @@ class Captures:
         return captures
 
     def only(self, used: Collection[Pattern]) -> Captures:
-        """These captures alone, with all that was seen to vary, and no objects: each call brings its own."""
+        """The captures of these patterns, with all dimensions seen to vary; without objects, which each call brings."""
         by_pattern = {pattern: captured for pattern, captured in self.by_pattern.items() if pattern in used}
         families = {
             key: replace(family, general=tuple(entry for entry in family.general if entry[0] in used))
@@ -152,7 +152,7 @@ class Captures:
         return replace(self, by_pattern=by_pattern, questions=questions, objects={}, families=families)
 
     def asking(self, error: Unanswered) -> Captures:
-        """The captures, which ask of each micro-batch what one more could not be made without."""
+        """The captures with the question that ``error`` left unanswered, which each micro-batch then answers."""
         asked = replace(self, asks_numbers=error.numbers)
         if error.question is None:
             return replace(asked, by_value=True)
@@ -160,14 +160,14 @@ class Captures:
 
     @property
     def inputs_with_objects(self) -> set[str]:
-        """The inputs that captures have objects from."""
+        """The inputs that are or hold objects in some capture."""
         given = [each for pattern in self.by_pattern for each in pattern.given]
         fixed = {name for each in given for name, value in each.fixed if isinstance(value, ObjectValue)}
         inside = ((name, leaf) for each in given for name, _, leaves in each.holding for leaf in leaves)
         return fixed | {name for name, leaf in inside if isinstance(leaf, ObjectValue)}
 
     def with_tensors_of_module(self) -> Captures:
-        """The same captures; their stages hold what the model now holds, and nothing that it has let go of."""
+        """The same captures, whose stages hold the module's present tensors and release the tensors that it dropped."""
         by_pattern = {
             pattern: replace(captured, graph=captured.graph.with_tensors_of_module())
             for pattern, captured in self.by_pattern.items()

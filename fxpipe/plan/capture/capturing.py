@@ -47,48 +47,48 @@ from fxpipe.trace.request import Place
 from fxpipe.trace.state.reads import Reads, noting
 
 SMALL = 2**16
-"""The most numbers of a buffer that is copied."""
+"""The most elements of a buffer that is copied."""
 MANY = 10
-"""So many captures are reported."""
+"""The number of captures in a mode, training or evaluation, at which a report is logged."""
 OBSERVED = 16
-"""The most micro-batches whose opaque regions' results are remembered."""
+"""The most micro-batches for which the results of opaque regions are remembered."""
 
 
 class Examined(NamedTuple):
-    """A tracer's program, the same with its stages, and these, which were run against the model."""
+    """A tracer's program, the same program cut into stages, and the stages, which were checked against the model."""
 
     program: Program
     cut: Program
     captured: Captured
     searched: Balanced | None
-    """The stages of the first capture, or their ranks, that a search has found."""
+    """The search result for the first capture: its stages, or the ranks of its stages."""
     unused: frozenset[str]
     """The parameters and buffers that the first capture does not use."""
     checked: str = ""
-    """What came of running the stages against the model, in words."""
+    """The outcome of the check against the model, in words."""
 
 
 class Capturing:
-    """Makes the captures that one plan needs. ``captures``: those that there are by now, replaced after each new one;
-    whoever asks for the plan takes them, if all ranks have it."""
+    """Makes the captures that a plan needs. ``captures``: all captures so far, replaced after each new capture. The
+    planner takes them over if all ranks have made the plan."""
 
     def __init__(self, captures: Captures) -> None:
         self.captures = captures
 
     def of(self, pattern: Pattern, sample: Sample | str) -> list[Captured]:
-        """The stages for each micro-batch of a pattern; one object where nothing depends on their shapes.
+        """The stages for each micro-batch of a pattern; the same object for micro-batches that share a capture.
 
-        ``sample``: the micro-batches on which new stages are checked against the model; or why they are not.
+        ``sample``: the micro-batches on which new stages are checked against the model, or the reason for no check.
         """
         if (graph := self.captures.own_stages) is not None:
             return [Captured(graph.with_backward(), f"{graph}")] * pattern.microbatches
         keys: list[Pattern] = []
-        # Twice: a later micro-batch may be captured with symbolic sizes, which holds for the earlier ones, too.
+        # Twice: a later micro-batch's capture with symbolic sizes may also be valid for the earlier micro-batches.
         for number in [*range(pattern.microbatches)] * 2:
             pattern = pattern.for_any_words() if self.captures.any_words else pattern
             keys.append(self._of_one(pattern.each()[number], pattern, sample))
         captured = [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
-        # A tracer may be found wrong by a later shape only: then all of the mode are captured again, by the next one.
+        # A later shape may show that a tracer is wrong. Then the next tracer captures all patterns of this mode again.
         if any((pattern.training, each.tracer) in self.captures.wrong for each in captured):
             others = {key: each for key, each in self.captures.by_pattern.items() if key.training != pattern.training}
             first = None if pattern.training else self.captures.first
@@ -97,12 +97,12 @@ class Capturing:
         return captured
 
     def note_wrong(self, training: bool, tracer: str, why: str) -> None:
-        """Has a tracer not tried again in this mode."""
+        """Notes that a tracer is wrong in this mode, so that it is not tried again."""
         self.captures = replace(self.captures, wrong={**self.captures.wrong, (training, tracer): why})
 
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
-        """The pattern under which ``captures`` have the capture for a micro-batch of ``pattern``."""
-        # 1. A capture that holds: for any shape, with symbolic sizes, or for this shape, with answers that are given.
+        """The key in ``captures.by_pattern`` of the capture for a micro-batch; makes the capture if none is valid."""
+        # 1. A valid capture: for any shape, with symbolic sizes, or for this shape and the answers of this micro-batch.
         captures, shape, answers = self.captures, this.shape, this.answered
         kind = None if shape is None else (replace(this, shapes=(), answers=()), outline(shape))
         family = captures.families.get(kind, Family())
@@ -113,7 +113,7 @@ class Capturing:
         for key in keys:
             if key in captures.by_pattern:
                 return key
-        # 2. A new one. What it asked of the inputs is a part of the key that it has.
+        # 2. A new capture. Its key includes the answers to the questions that forward asked about the inputs.
         free = frozenset[Place]() if shape is None else family.free(shape)
         self.captures, captured = Tracing(self, this, pattern, sample).capture(free)
         captures = replace(self.captures, any_words=self.captures.any_words or captured.any_words)
@@ -132,19 +132,19 @@ class Capturing:
 
 
 class Tracing:
-    """Traces a model for one micro-batch, cuts it into stages, and checks them. ``this``: the pattern of the
-    micro-batch; ``pattern``: of the batch."""
+    """Traces a model for one micro-batch, cuts the program into stages, and checks the stages. ``this``: the pattern
+    of the micro-batch. ``pattern``: the pattern of the batch."""
 
     def __init__(self, capturing: Capturing, this: Pattern, pattern: Pattern, sample: Sample | str) -> None:
         self.capturing, self.this, self.pattern, self.sample = capturing, this, pattern, sample
         self.captures, self.shape = capturing.captures, this.shape
         self.options, self.balancing = self.captures.options, self.captures.balancing
-        self.observed: list[Observed] = []  # what a real run has shown of regions
+        self.observed: list[Observed] = []  # what opaque regions did in real runs
 
     def capture(self, free: frozenset[Place]) -> tuple[Captures, Captured]:
-        """The stages that the first tracer makes whose stages are right, and the captures, with what it has shown.
-        ``free``: dimensions that may be symbolic."""
-        # 1. The capture. What it reads of Python's state is noted, since a change of that makes another capture.
+        """Returns the updated captures, and the stages of the first tracer whose stages pass the check. ``free``: the
+        dimensions that may be symbolic."""
+        # 1. The capture. Its reads of Python attributes are noted, since a changed attribute needs another capture.
         request = self._request(free)
         request = self.observe(request) if request.whole else request
         observe = self.observe if self._can_run(self.sample) else None
@@ -155,7 +155,7 @@ class Tracing:
             noting() as noted,
         ):
             examined, request, added = capture_in_part(request, self.options, self.examine, self.shares, observe, tries)
-        # 2. What it has shown of the model.
+        # 2. The facts about the model that the capture found.
         program, captured = examined.program, replace(examined.captured, any_words=request.any_words)
         captures = self._with_regions(examined, request, added)
         watch(examined.cut, captures.latest.changed)
@@ -171,8 +171,8 @@ class Tracing:
             beside=tuple(dict.fromkeys((*captures.beside, *beside))),
             numbers=captures.numbers or _numbers_in(captures.model),
         )
-        # 3. What .stages says of it.
-        whole = tuple(f"{region.name}." for region in request.whole)  # which runs as the user has it
+        # 3. The text that .stages shows.
+        whole = tuple(f"{region.name}." for region in request.whole)  # opaque regions run as the user has them
         compiled = [name for name in compiled_parts(program.module) if not f"{name}.".startswith(whole)]
         if compiled and self.options.stage_compiler is None:
             plain = f"{listed(compiled)} run as plain code, though compiled"
@@ -182,11 +182,11 @@ class Tracing:
         return captures, replace(captured, graph=replace(captured.graph, origin=origin))
 
     def _with_regions(self, examined: Examined, request: Request, added: Mapping[str, str]) -> Captures:
-        """The captures, with the opaque regions that this one has, and that no tracer could capture."""
+        """The captures with this capture's opaque regions. ``added``: the regions that no tracer could capture."""
         captures = self.capturing.captures
         dropped = (region for region in captures.whole if not region.varies and region not in request.whole)
         by_itself = {**captures.by_itself, **added}
-        # A region that only other regions call is a part of them.
+        # A region that only other regions call belongs to those regions.
         inside = by_itself.keys() - {name for name, _ in request.seen} if added else set()
         calls = (call for part in examined.cut.opaque.values() for call in opaque_calls(part))
         unpacked = {call.name for call in calls if any(listing.unpacked for listing in call.opened)}
@@ -198,9 +198,9 @@ class Tracing:
         )
 
     def _reads(self, program: Program, request: Request, noted: set[tuple[int, str]]) -> Reads:
-        """The reads, with those of this capture. A submodule that stages call follows its own changes: only what was
-        traced through is compared."""
-        own = {  # which only regions read, or a capture refuses
+        """The reads with this capture's reads. Only attributes that were traced through are compared: a submodule that
+        stages call sees its own changes."""
+        own = {  # attributes that regions set: only regions read them, or a capture refuses them
             (id(vars(self.captures.model.get_submodule(path))), name)
             for seen in request.seen.values()
             for path, name in seen.sets
@@ -211,7 +211,7 @@ class Tracing:
         return reads.with_capture(noted - own, request.roots, called, program.sets, program.computed_with)
 
     def _request(self, free: frozenset[Place]) -> Request:
-        """What a tracer is asked."""
+        """The request for a tracer."""
         captures, this, shape = self.captures, self.this, self.shape
         request = Request(
             captures.model,
@@ -220,7 +220,7 @@ class Tracing:
             self.options.loss_fn if self.pattern.with_loss else None,
             example=None if shape is None else {n: self._objects(n, like) for n, like in example_of(shape).items()},
             cuts=captures.cuts,
-            may_lack_cuts=captures.first is not None,  # which has called them all
+            may_lack_cuts=captures.first is not None,  # the first capture has called all cuts
             training=self.pattern.training,
             autocast=self.pattern.ambient.autocast,
             varying=free,
@@ -237,7 +237,7 @@ class Tracing:
         return request
 
     def _objects(self, name: str, value: Any) -> Any:
-        """An input with the objects that it has; TraceError where this rank was not given one."""
+        """An input with its objects in place of their descriptions; TraceError if this rank lacks an object."""
 
         def looked_up(value: ObjectValue) -> Any:
             if value not in self.captures.objects:
@@ -250,7 +250,7 @@ class Tracing:
         return pytree.tree_map_only(ObjectValue, looked_up, value)
 
     def _check_unchanged(self, given: GivenInputs) -> None:
-        """TraceError where forward has changed an object that it is given."""
+        """TraceError if forward has changed an object among its inputs."""
         inside = ((name, leaf) for name, _, leaves in given.holding for leaf in leaves)
         for name, value in (*given.fixed, *inside):
             if isinstance(value, ObjectValue) and like_of(self.captures.objects[value]) != value:
@@ -260,13 +260,13 @@ class Tracing:
                 )
 
     def _can_run(self, sample: Sample | str) -> TypeGuard[Sample]:
-        """Whether the model can run on a micro-batch, which shows what a region returns."""
+        """Whether the model can run on a micro-batch of the sample, to show what opaque regions return."""
         on_meta = any(parameter.is_meta for parameter in self.captures.model.parameters())
         return isinstance(sample, Sample) and not sample.later and self.shape is not None and not on_meta
 
     def shares(self, examined: Examined) -> dict[str, float]:
-        """Region → the part of a step's FLOPs that its calls have, forward and backward; nothing where it is not known.
-        Seconds would say less: of what cannot run without numbers the number of kernels is not known."""
+        """Region → its fraction of a step's FLOPs, forward and backward; empty if the costs are not known. FLOPs, not
+        seconds: the number of kernels is not known for code that cannot run on fake tensors."""
         program = examined.cut
         try:
             assert self.shape is not None
@@ -282,9 +282,9 @@ class Tracing:
         return shares
 
     def observe(self, request: Request) -> Request:
-        """The request, with what calls of opaque regions do: as the user has said, as a real run shows, or as an
-        earlier one has shown."""
-        self.observed, shape = [], self.shape  # of fewer regions
+        """The request with the behaviour of its opaque regions: from the user's declarations, from a real run, or
+        guessed from an earlier run."""
+        self.observed, shape = [], self.shape  # earlier observations were of fewer regions
         seen = dict(declared(request))
         if shape is not None and self._can_run(self.sample):
             seen |= self._seen(request, self.sample.batches[self.pattern.shapes.index(shape)], shape)
@@ -293,15 +293,15 @@ class Tracing:
         return replace(request, seen=seen)
 
     def _seen(self, request: Request, batch: Mapping[str, Any], shape: Description) -> SeenCalls:
-        """What calls of opaque regions do in a real run."""
+        """Runs the model, and returns what each call of an opaque region did."""
         training, called = self.pattern.training, set[str]()
         with progress("running an opaque region"), ignored(self.balancing.finds_cuts):
             seen = observe(request, batch, called)
             self.observed.append((training, shape, {**declared(request), **seen}))
             evaluates = not training
             if training:
-                # Evaluation is seen now, too: later this rank has its own part of the model alone. A model may not be
-                # able to evaluate a batch for training.
+                # Evaluation is also observed now, because later this rank holds only its own part of the model. A model
+                # may fail to evaluate a batch for training.
                 with evaluating(self.captures.model), contextlib.suppress(TraceError):
                     self.observed.append((False, shape, {**declared(request), **observe(request, batch, called)}))
                     evaluates = True
@@ -310,9 +310,9 @@ class Tracing:
         return seen
 
     def _guessed(self, names: set[str], shape: Description) -> SeenCalls:
-        """What these regions do, by the observed micro-batch that is most like this one."""
+        """The calls of these regions, guessed from the observed micro-batch that is most like this micro-batch."""
 
-        # The micro-batch that shows most: that called these regions, in this mode, with sizes that map to one each.
+        # The best observation called these regions, in this mode, and each of its sizes maps to one size of this shape.
         def unlikeness(observed: Observed) -> tuple[int, bool, tuple[int, int]]:
             training, then, calls = observed
             return len(names - {name for name, _ in calls}), training != self.pattern.training, unlike(then, shape)
@@ -322,16 +322,16 @@ class Tracing:
         _, then, calls = min(self.captures.observed, key=unlikeness)
         sizes, entries = sizes_between(then, shape), entries_between(then, shape)
         lengths = sizes_between(then, shape, or_same=True)
-        # What forward unpacks has always as many entries: (a, b) = region(x).
+        # A result that forward unpacks, as in (a, b) = region(x), always has the same number of entries.
         return {
             key: seen.guessed(sizes, {} if key[0] in self.captures.unpacked else lengths, entries)
             for key, seen in calls.items()
         }
 
     def examine(self, request: Request, program: Program) -> Examined:
-        """A tracer's program, cut into stages and run against the model; TraceError where it is not the model's."""
+        """Cuts a tracer's program into stages and checks them against the model; TraceError if they differ."""
         wrong = self.capturing.captures.wrong
-        for training in (True, self.pattern.training):  # what is wrong in training is not tried in evaluation
+        for training in (True, self.pattern.training):  # evaluation does not try a tracer that is wrong in training
             if (training, program.tracer) in wrong:
                 raise TraceError(wrong[training, program.tracer])
         self._check_unchanged(self.this.given[0])
@@ -343,26 +343,26 @@ class Tracing:
         return examined._replace(checked=checked)
 
     def _checked(self, captured: Captured, request: Request, sample: Sample | str) -> str:
-        """What came of running the stages against the model, in words; TraceError where they differ."""
+        """Runs the stages against the model and returns the outcome in words; TraceError if they differ."""
 
         def holds(batch: Mapping[str, Any]) -> bool:
             return set(captured.answers) <= set(self.captures.questions.answers(batch) if captured.answers else ())
 
-        if isinstance(sample, str) or not self.options.check_capture:  # of regions, it has shown what they do
+        if isinstance(sample, str) or not self.options.check_capture:  # the sample then only shows what regions do
             return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'check_capture=False'}"
-        # The micro-batches that this capture is for: those of one shape, or all that have the same inputs.
+        # The micro-batches for which this capture is valid: all of this shape, or all with the same inputs.
         each = [pattern if captured.of_one_shape else pattern.for_any_shape() for pattern in self.pattern.each()]
         numbers = [number for number, pattern in enumerate(each) if pattern in (self.this, self.this.for_any_shape())]
         try:
             with progress("checking the stages against the model"):
                 return check(captured.graph, request, sample, numbers, holds, self.options.loss_weight)
         except TraceError as error:
-            if not sample.later and not request.any_words:  # else other captures by this tracer are in use
+            if not sample.later and not request.any_words:  # later, this tracer's other captures are in use
                 self.capturing.note_wrong(request.training, captured.tracer, str(error))
             raise
 
     def _look_for_rows(self, program: Program) -> None:
-        """Warns where shapes alone show that rows of a micro-batch meet, of the first capture in training."""
+        """Warns if the shapes of the first training capture show that rows of a micro-batch interact."""
         pattern, batch_dim = self.pattern, self.options.batch_dim
         is_first = self.captures.first is None and pattern.training and pattern.microbatches > 1
         if self.shape is None or not is_first or not self.options.check_capture or counted(batch_dim):
@@ -372,17 +372,17 @@ class Tracing:
         warn_of_rows(rows_meet(program, *(shapes_of(program, example_of(example), *how) for example in examples)))
 
     def _cut(self, program: Program, whole: Collection[Region]) -> Examined:
-        """The program with its stages, not checked yet. ``whole``: the regions that are opaque in it."""
+        """Cuts a program into stages, without a check. ``whole``: the opaque regions of the program."""
         traced, first, unused_names, balancing = program, self.captures.first, self.captures.unused, self.balancing
         searched = None if first is None else self.captures.searched
-        # What is opaque was kept for its effects, and what answers a question was computed for it: both may be unused.
+        # Opaque calls were kept for their effects, and some nodes only answer questions: both kinds may be unused.
         if whole or program.answers:
             program = default_passes.drop_unused(program)
         if whole:
             unused_names = unused(program) if first is None else unused_names
             program = with_unused(program, unused_names)
         program = program.replace(first=first)
-        # Cuts are searched for, or marked. Later captures are cut where the first one was.
+        # A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
         if balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             if first is None:
@@ -410,7 +410,7 @@ class Tracing:
 
 
 def _reported(captures: Captures, captured: Captured, training: bool) -> Captures:
-    """The captures, with what the user is told of one more, which holds for one shape."""
+    """The captures with the reports to the user about one more capture, which is valid for one shape."""
     evaluations, steps = captures.counts
     counts = (evaluations, steps + 1) if training else (evaluations + 1, steps)
     reports = [f"fxpipe: {captured.fixed_sizes}"] if captured.fixed_sizes else []
@@ -428,15 +428,15 @@ def _reported(captures: Captures, captured: Captured, training: bool) -> Capture
 
 
 def _numbers_in(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's small buffers of integers and truth values: a rank has its own stages' buffers alone once
-    compile is done, and later captures may need others."""
+    """Copies of a model's small integer and boolean buffers. After compile a rank holds only its own stages' buffers,
+    and later captures may need the others."""
     buffers = model.named_buffers(remove_duplicate=False)
     small = [(name, buffer) for name, buffer in buffers if not buffer.is_meta and buffer.numel() <= SMALL]
     return {name: buffer.clone() for name, buffer in small if not buffer.dtype.is_floating_point}
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """A hash of a constant: ranks that have captured it with different seeds must not go on."""
+    """A hash of a constant, by which ranks detect that they captured different constants from different seeds."""
     if tensor.is_meta:
         return "on the meta device"
     buffer = io.BytesIO()

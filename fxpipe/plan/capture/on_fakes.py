@@ -1,4 +1,4 @@
-"""On fakes: a program's nodes, run on tensors that have shapes and no numbers."""
+"""On fakes: runs a program's nodes on fake tensors, which have shapes and no numbers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.snapshot import Snapshot
 
 Shapes = tuple[tuple[int, ...] | None, ...]
-"""Of each leaf of a value; None for what is no tensor."""
+"""The shape of each leaf of a value; None for a leaf that is no tensor."""
 
 
 @contextmanager
 def left_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Submodules that run here keep no counter, cache or list of it, nor do Python's random numbers move."""
-    # Tensors are safe, as forward computes with fakes; Python's objects are the model's own.
+    """Restores the Python attributes of submodules (counters, caches, lists) and Python's random state at exit."""
+    # Forward computes with fake tensors, so the model's tensors are safe; its Python objects are not.
     snapshot = Snapshot(module)
     with random_apart(), uncompiled():
         try:
@@ -37,19 +37,19 @@ def left_as_it_is(module: nn.Module) -> Iterator[None]:
 
 
 def faked(value: Any, fake: FakeModel) -> Any:
-    """A value with a fake tensor in place of each tensor, floating-point ones in the type that inputs will have."""
+    """A value with a fake tensor in place of each tensor; floating-point tensors get the type of inputs in stages."""
     likes = pytree.tree_map_only(Tensor, TensorLike.of, value)
     return fake.inputs({"value": likes})["value"]
 
 
 def attribute(program: Program, node: Node, fake: FakeModel) -> Any:
-    """What a ``get_attr`` node names."""
+    """The value of a ``get_attr`` node; a constant is faked."""
     value = program.attribute(node)
     return faked(value, fake) if str(node.target) in program.constants else value
 
 
 def call_node(program: Program, node: Node, values: Mapping[Node, Any]) -> Any:
-    """Runs one node on the values of those before it; not an assertion, which need not hold for made-up numbers."""
+    """Runs a node on the values of its operands. An assertion is skipped: it may fail for made-up numbers."""
     if is_assertion(node):
         return None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -63,7 +63,7 @@ def call_node(program: Program, node: Node, values: Mapping[Node, Any]) -> Any:
 
 @contextmanager
 def modes_of(node: Node) -> Iterator[None]:
-    """The modes in which forward runs a node."""
+    """Enters the grad and autocast modes in which forward runs a node."""
     modes = node.meta.get("modes")
     if modes is None:
         yield
@@ -83,9 +83,9 @@ def shapes_of(
     autocast: Sequence[Autocast],
     compute: torch.dtype | None,
 ) -> dict[str, Shapes]:
-    """Node → the shapes of what it makes for an example, whose tensors are ``TensorLike``; those that are known.
+    """Node → the shapes of its value for an example, whose tensors are ``TensorLike``; only nodes with known shapes.
 
-    Where a node looks at numbers they are those that its capture saw, if that is of this size alone.
+    A node that needs real numbers has the shapes of its capture, if the capture is valid for one size only.
     """
     values: dict[Node, Any] = {}
     of_one_size = program.tracer in NEED_SHAPES and program.holds_for is None
@@ -97,7 +97,7 @@ def shapes_of(
         within(autocast),
         fake.mode,
     ):
-        # What follows from something unknown is unknown, too: a guess would give a dimension of rows where none is.
+        # A node with an unknown operand is unknown, too: a guess would report a row dimension that does not exist.
         for node in program.nodes:
             if node.op == "output" or not all(operand in values for operand in node.all_input_nodes):
                 continue
@@ -110,7 +110,7 @@ def shapes_of(
                 else:
                     with modes_of(node):
                         values[node] = call_node(program, node, values)
-            except Exception:  # whatever it is, nothing is known of what it makes
+            except Exception:  # any error leaves the node's shapes unknown
                 if of_one_size and "val" in node.meta:
                     values[node] = faked(node.meta["val"], fake)
     return {

@@ -1,4 +1,4 @@
-"""Questions: what a model's forward asks about its inputs, found in captures, and answered for each micro-batch."""
+"""Questions: captures find the questions that forward asks about its inputs; ranks answer them per micro-batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxpipe.trace import Request
 from fxpipe.trace.user_line import place_in
 
 MOST_QUESTIONS = 16
-"""So many may be asked of one micro-batch."""
+"""The most questions about one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,27 @@ class Questions:
     """The questions that captures have asked so far, in their order."""
 
     asked: Mapping[tuple[Answers, str], Question] = field(default_factory=dict)
-    """By the answers before it, and its key."""
+    """(the answers before a question, its key) → the question."""
 
     def answers(self, values: Mapping[str, Any]) -> Answers:
         """The answers for a micro-batch with these inputs; some may be missing."""
-        # In the order in which forward asks: what comes after ``if mask.all():`` depends on that answer.
+        # In forward's order: the questions after ``if mask.all():`` depend on the answer to it.
         found: dict[str, Answer] = {}
         for question in self.asked.values():
             if question.key not in found and all(found.get(key, known) == known for key, known in question.before):
                 try:
                     answer = question.answer(values)
-                except Exception:  # asked of a micro-batch of another kind, which has other questions
+                except Exception:  # this question is for another kind of micro-batch
                     answer = None
                 if answer is not None:
                     found[question.key] = answer
         return tuple(found.items())
 
     def ask(self, request: Request, program: Program, asked: Any, before: Answers) -> None:
-        """``Unanswered`` for a new question, which a program computes; nothing where it is none: where more than inputs
-        decides. RunError where no rank was given what an old one needs.
+        """Raises ``Unanswered`` with a new question, which a program computes; returns if the value depends on more
+        than inputs. RunError if no rank was given the inputs of a known question.
 
-        ``asked``: the kind of value, the key and the line. ``before``: the answers that forward was given before.
+        ``asked``: the kind of value, the key and the line. ``before``: the answers that forward already has.
         """
         question = None if len(before) == MOST_QUESTIONS else _question_of(program, asked, before, request)
         if question is None:
@@ -59,7 +59,7 @@ class Questions:
         raise Unanswered(question.key, question.line, request.asks_numbers, question)
 
     def with_question(self, question: Question) -> Questions:
-        """The questions, with one more."""
+        """The questions with an additional question."""
         return Questions({**self.asked, (question.before, question.key): question})
 
     def only(self, used: Collection[Answers]) -> Questions:
@@ -68,20 +68,20 @@ class Questions:
         return Questions({path: question for path, question in self.asked.items() if question.key in keys})
 
     def described(self, answers: Answers) -> list[str]:
-        """What a capture holds for: the user's lines that ask, in their order."""
+        """The user's lines that ask the questions behind these answers, in order, under a heading."""
         lines = {question.key: question.line for question in self.asked.values()}
         asked = [lines[key] for key, _ in answers]
-        # of a line in traceback form "if mask.all(): (model.py:12)"
+        # a line in traceback form becomes "if mask.all(): (model.py:12)"
         asking = dict.fromkeys(f"  {line.splitlines()[-1].strip()} ({place_in(line)})" for line in asked)
         head = "each outcome of these takes a capture, and a step waits for a GPU to know it:"
         return [head, *asking] if asking else []
 
 
 def _question_of(program: Program, asked: Any, before: Answers, request: Request) -> Question | None:
-    """What a program computes, as a question; None where that depends on more than inputs and constants."""
+    """The question that a program computes; None if the answer depends on more than inputs and constants."""
     if not asked.key:
         return None
-    # 1. Only nodes that every stage could copy: deterministic, of inputs and constants alone.
+    # 1. Only nodes that every stage could copy: deterministic functions of inputs and constants.
     program = mark_copies(erase_boundaries(program))
     written = alias_groups(program).written
     needed = _needed(program, written)
@@ -90,7 +90,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
             return None
         if node.op.startswith("call_") and (node.name not in program.copied or "modes" in node.meta):
             return None
-    # 2. The graph of these, which each rank runs on its own micro-batches.
+    # 2. The graph of these nodes, which each rank runs on its own micro-batches.
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     for node in program.nodes:
         if node in needed:
@@ -98,7 +98,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
     writes = any(node.name in group for node in needed for group in written)
     run, inputs = fx.GraphModule(constants, graph), tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
-    # 3. The sizes for which it holds: those that the capture did not keep symbolic.
+    # 3. The question is valid for these sizes, which the capture did not keep symbolic.
     modes = request.autocast, request.compute
     varying = request.varying if program.holds_for is not None else ()
     sizes = tuple(
@@ -112,7 +112,7 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
 
 
 def _needed(program: Program, written: Collection[frozenset[str]]) -> set[fx.Node]:
-    """What the value of a program is computed from, and what writes into that. What forward has done by then beside it,
+    """The nodes from which a program's output is computed, and the nodes that write into them. Other work of forward,
     such as an opaque region or a batch norm's statistics, is left out."""
     nodes = {node.name: node for node in program.nodes}
     needed: set[fx.Node] = set()

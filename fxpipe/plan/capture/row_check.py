@@ -1,11 +1,11 @@
-"""Row check: whether rows of a batch change each other's loss, as a contrastive one's do. Micro-batches leave that out.
+"""Row check: whether rows of a batch change each other's loss, as in a contrastive loss; micro-batches lose this.
 
-With f(X, Y) the loss of a batch whose first rows are X and last rows are Y, at one seed, rows that do not interact have
+Let f(X, Y) be the loss of a batch whose first rows are X and last rows are Y, at one seed. Independent rows have
 
     f(A, B) + f(B, A) = 2 (w_A f(A, A) + w_B f(B, B)) / (w_A + w_B),
 
-noise included, which goes by the place of a row. w: the weights that a step gives the micro-batches A and B. Where the
-model cannot run, shapes tell: in a matrix of rows against rows two dimensions double with the rows.
+noise included, which depends on a row's position. w: the weights that a step gives the micro-batches A and B. If the
+model cannot run, shapes decide: in a matrix of rows against rows, two dimensions double with the number of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpipe.trace.state.replay import Batch, is_close, unit
 
 
 def warn_of_rows(told: str) -> None:
-    """Warns of what one of these has found, if anything; of several processes one does."""
+    """Warns with the text that a row check returned, unless it is empty; only one process warns."""
     if told and is_teller():
         warn(told, UserWarning)
 
@@ -37,20 +37,20 @@ def rows_interact(
     batch_dim: BatchDim,
     loss_weight: Callable[..., Any] | None,
 ) -> str:
-    """The loss of two micro-batches together and apart, in words; empty where they are equal, or cannot be told.
+    """A warning with the loss of two micro-batches together and apart; empty if both are equal, or not known.
 
-    ``loss``: of a batch, at one seed and from one state.
+    ``loss``: returns the loss of a batch, always at the same seed and from the same state.
     """
     if counted(batch_dim):
-        return ""  # the counts of packed rows are of others
+        return ""  # the counts of packed rows belong to other rows
     first, other = batches
     pairs = (first, other), (other, first), (first, first), (other, other)
     try:
         parts = [loss(joined(pair, batch_dim)) for pair in pairs]
         given = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in batches]
-    except Exception:  # inputs that cannot be joined, or a model for so many rows alone
+    except Exception:  # inputs that cannot be joined, or a model for a fixed number of rows
         return ""
-    # of a Sum the totals and the counts, each of which adds up
+    # a Sum's totals and counts add up without weights
     weights = [1.0, 1.0, *given] if parts[0].count is None else [1.0] * 4
     totals = torch.stack([weight * part.value for weight, part in zip(weights, parts, strict=True)])
     counts: list[Any] = [
@@ -70,9 +70,9 @@ _GATHER = 'they are gathered: fxpipe.stage_boundary(..., gather="batch")'
 
 
 def rows_meet(program: Program, shapes: Mapping[str, Shapes], doubled: Mapping[str, Shapes]) -> str:
-    """Where a value outside of gathered stages has rows in two dimensions, in words; empty where none has.
+    """A warning with the first value outside of gathered stages that has rows in two dimensions; empty if none has.
 
-    ``shapes``: of what each node makes for a micro-batch; ``doubled``: for one of twice as many rows.
+    ``shapes``: the shapes of each node's value for a micro-batch; ``doubled``: for a micro-batch with twice the rows.
     """
     for node in program.nodes:
         is_gathered = program.stage_of.get(node.name) in program.gathered

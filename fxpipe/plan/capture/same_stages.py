@@ -1,10 +1,10 @@
-"""Same stages: the stages of several captures, as one table runs them.
+"""Same stages: adapts the stages of several captures so that one table can run them.
 
-A later capture has the first one's stages, and all micro-batches of a step have one name for each value.
+A later capture has the first capture's stages, and all micro-batches of a step use the same name for a value.
 
-A stage that runs once for several micro-batches is captured for as many rows: a tracer that needs shapes captures the
-model a second time, for the rows of a group, and the stages behind the gather come from there. An ``arange(n)`` in them
-is the group's.
+A stage that runs once for several micro-batches is captured for their total number of rows. A tracer that needs shapes
+captures the model a second time, for the rows of a group, and the stages after the gather come from this capture: an
+``arange(n)`` in them counts the group's rows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fxpipe.plan.capture.on_fakes import shapes_of
 
 
 def like(graph: StageGraph, first: StageGraph) -> StageGraph:
-    """A later graph with the stages of ``first``, of which those that it runs nothing of keep their backward: its place
-    in the row is where other replicas sum their gradients. PartitionError where its stages are others."""
+    """A later graph, adapted to the stages of ``first``. A stage without work here keeps its backward action, at which
+    other replicas sum their gradients. PartitionError if the stages' names differ."""
     if graph.names != first.names:
         raise PartitionError(
             f"this kind of batch gives the stages {list(graph.names)}, the first kind gave {list(first.names)}; a pass "
@@ -42,17 +42,17 @@ def like(graph: StageGraph, first: StageGraph) -> StageGraph:
 
 
 def each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> tuple[StageGraph, ...]:
-    """Each graph changed; what was one object is one afterwards."""
+    """Applies ``change`` to each different graph once; graphs that were one object remain one object."""
     different = {id(graph): graph for graph in graphs}
     changed = {key: change(graph) for key, graph in different.items()}
     return tuple(changed[id(graph)] for graph in graphs)
 
 
 def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
-    """The graphs of a step's micro-batches, with their values called by the first one's names: they run one table.
+    """The graphs of a step's micro-batches with shared names for their values, so that one table can run all of them.
 
-    Where no stage gathers, a micro-batch may have fewer values between two stages than another. PartitionError where
-    their stages differ, or the messages between stages that gather.
+    If no stage gathers, micro-batches may have different numbers of values between two stages. PartitionError if
+    their stages differ, or if a stage gathers and the messages differ.
     """
     first, each = graphs[0], list({id(graph): graph for graph in graphs}.values())
     if len(each) == 1:
@@ -66,7 +66,7 @@ def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
                 f"differ in what they exchange or return:\n{first}\n{graph}\npass micro-batches of one shape, a batch "
                 "that divides evenly, and make a call for each kind of them"
             )
-    # Between two stages, the names of the micro-batch that has most values there.
+    # Between two stages, all use the names of the micro-batch that has most values there.
     between: dict[tuple[int, int], list[Edge]] = {}
     for graph in each:
         for pair, edges in _edges_between(graph).items():
@@ -74,7 +74,7 @@ def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
     backward = [any(stage.has_backward for stage in stages) for stages in zip(*each, strict=True)]
 
     def renamed(graph: StageGraph) -> StageGraph:
-        # Any value between two stages may bear the name of any other, as both ends are of one graph.
+        # Sender and receiver belong to the same graph, so values between two stages may exchange names.
         names = {pair: iter(edges) for pair, edges in between.items()}
         called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
         stages = tuple(_relabelled(stage, called) for stage in graph)
@@ -84,9 +84,9 @@ def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
 
 
 def joint(graphs: Sequence[StageGraph]) -> StageGraph:
-    """All stages and values that any of these has, for which their table is made. Their values have the same names."""
+    """The union of the graphs' stages and values, for which the table is made. Equal values have equal names."""
     each = list({id(graph): graph for graph in graphs}.values())
-    if len(each) == 1 or graphs[0].gathers:  # with which all have the same
+    if len(each) == 1 or graphs[0].gathers:  # if a stage gathers, all graphs have the same values
         return graphs[0]
     stages = tuple(_joint(stages) for stages in zip(*each, strict=True))
     return replace(graphs[0], stages=stages)
@@ -103,7 +103,7 @@ def _joint(stages: Sequence[Stage]) -> Stage:
 
 
 def _edges_between(graph: StageGraph) -> dict[tuple[int, int], list[Edge]]:
-    """The values from one stage to another."""
+    """(source stage, target stage) → the edges between them."""
     between: dict[tuple[int, int], list[Edge]] = {}
     for edge in graph.edges:
         between.setdefault(_pair(edge), []).append(edge)
@@ -120,7 +120,7 @@ def _pair(edge: Edge) -> tuple[int, int]:
 
 
 def _facts(graph: StageGraph) -> list[tuple[object, ...]]:
-    """What the table and the messages of a graph depend on."""
+    """The facts of each stage on which the table and the messages of a graph depend."""
     return [
         (
             *(s.name, s.gathered, s.ways, sorted(map(_pair, s.outputs)), s.batch_inputs),
@@ -145,9 +145,9 @@ def _relabelled(stage: Stage, called: Mapping[Edge, Edge], **changes: Any) -> St
 def for_groups(
     captured: list[Captured], capturing: Capturing, pattern: Pattern, sample: Sample | str
 ) -> list[Captured]:
-    """The captures of the micro-batches, with the gathered stages as they are captured for the rows of a group."""
+    """The captures of the micro-batches, in which gathered stages are captured for the rows of a group."""
     first, batch_dim = captured[0], capturing.captures.options.batch_dim
-    first.graph.groups(pattern.microbatches)  # PartitionError where they do not divide them
+    first.graph.groups(pattern.microbatches)  # PartitionError if the groups do not divide the micro-batches
     gathers = [stage for stage in first.graph if stage.gathered is not None]
     if gathers and len(set(pattern.given)) > 1:
         raise PartitionError(
@@ -172,13 +172,13 @@ def for_groups(
 
 
 def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Places:
-    """Where values that are gathered have their rows, for a capture that holds for any number of rows.
+    """The row dimensions of gathered values, for a capture that is valid for any number of rows.
 
-    ``used``: the capture that the step's plan was made from, whose names its values have; another capture that holds
-    for these shapes may have others.
+    ``used``: the capture from which the step's plan was made. Values are looked up by its names; another capture that
+    is valid for these shapes may have other names.
     """
     single, shape, batch_dim = captures.by_pattern[used], pattern.shapes[:1], captures.options.batch_dim
-    few = 1 if (row_count(shape[0], batch_dim) or 0) > 1 else 2  # a dimension of 1 may mean another thing
+    few = 1 if (row_count(shape[0], batch_dim) or 0) > 1 else 2  # a dimension of 1 may be broadcast
     small, large = (joined_description(shape * n, batch_dim) for n in (few, 2 * few))
     return _places(captures, pattern, (single, small), (single, large))
 
@@ -186,23 +186,23 @@ def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Place
 def _places(
     captures: Captures, pattern: Pattern, *pair: tuple[Captured, Description]
 ) -> dict[tuple[str, int], tuple[int, ...]]:
-    """(value, leaf) → its dimensions of rows, for what gathered stages of the first capture are given, by the names
-    there. ``pair``: captures, and a micro-batch for each.
+    """(value, leaf) → its row dimensions, for the inputs of the first capture's gathered stages, by the names there.
+    ``pair``: two captures, with a micro-batch each.
 
-    One run cannot tell 4 rows from 4 features. A dimension of rows has as many entries as there are rows in two runs on
-    fake tensors, for different numbers of rows. What cannot run without numbers, or has not as many dimensions each
-    time, is left out.
+    A single run cannot tell 4 rows from 4 features. So two runs on fake tensors have different numbers of rows, and a
+    row dimension is as long as the number of rows in both runs. Values that need real numbers, or whose number of
+    dimensions differs between the runs, are left out.
     """
     rows = tuple(row_count(shape, captures.options.batch_dim) for _, shape in pair)
-    # Two numbers of rows, or nothing can be told.
-    if None in rows or len(set(rows)) == 1:  # a group of one micro-batch, whose rows may lie anywhere
+    # Without two different numbers of rows no dimension can be identified.
+    if None in rows or len(set(rows)) == 1:  # equal numbers: a group of one micro-batch
         return {}
     how = captures.device, pattern.ambient.autocast, captures.balancing.compute
     programs = [(captured.program, example_of(shape)) for captured, shape in pair]
     runs = [shapes_of(program, example, *how) for program, example in programs if program is not None]
     (ours, other), (first, second) = (_edges_between(captured.graph) for captured, _ in pair), runs
     found: dict[tuple[str, int], tuple[int, ...]] = {}
-    for between, edges in ours.items():  # in one order in both
+    for between, edges in ours.items():  # both graphs have the same order
         if pair[0][0].graph[between[1]].gathered is None:
             continue
         for mine, its in zip(edges, other.get(between, ()), strict=False):
@@ -215,7 +215,7 @@ def _places(
 
 
 def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDim) -> Pattern:
-    """The pattern of a batch whose micro-batches are the groups, with the rows of all replicas where these are seen."""
+    """The pattern of a batch whose micro-batches are the groups; stages that gather globally get all replicas' rows."""
     if len(gathered.modes) > 1:
         raise TraceError(
             'a stage is given values that are gathered as "batch" and as "global", of different numbers of rows, which '
@@ -249,8 +249,8 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
 
 
 def _with_stages(single: Captured, group: Captured, stages: Collection[int]) -> Captured:
-    """``one`` with these stages of ``group``. PartitionError where they would not be sent the same values."""
-    # What the stages before send must be what the group's stage takes, in one order and with the same gradients.
+    """``single`` with these stages of ``group``. PartitionError if the messages of the two captures differ."""
+    # The earlier stages must send exactly the values that the group's stage takes, in order and with equal gradients.
     _, theirs = called_alike([single.graph, group.graph])
     if _messages(single.graph) != _messages(theirs):
         raise PartitionError(

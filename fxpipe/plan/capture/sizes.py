@@ -1,4 +1,4 @@
-"""Sizes: in what micro-batches of one kind differ, and for which of them a capture holds."""
+"""Sizes: finds the sizes in which micro-batches of one kind differ, and the captures that are valid for a shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxpipe.validation import is_list
 
 
 def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
-    """Each tensor among the inputs: the input, which of its leaves, and what it is."""
+    """Each tensor among the inputs: (input name, leaf index, description of the tensor)."""
     return [
         (name, place, leaf)
         for name, given in description
@@ -33,7 +33,7 @@ def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
 
 
 def changing(shapes: Iterable[Description]) -> tuple[list[str], list[str]]:
-    """The inputs of these micro-batches whose sizes are several, and those in which what is no tensor is."""
+    """The inputs whose sizes differ between these micro-batches, and the inputs whose non-tensor leaves differ."""
     sizes, values = defaultdict[str, set[Any]](set), defaultdict[str, set[Any]](set)
     for name, given in (pair for shape in shapes for pair in shape):
         sizes[name].add(tuple(given.shapes))
@@ -45,8 +45,8 @@ def changing(shapes: Iterable[Description]) -> tuple[list[str], list[str]]:
 
 
 def sizes_between(then: Description, now: Description, or_same: bool = False) -> dict[int, int]:
-    """Sizes of the inputs of one micro-batch, and what they are in another one; where one size has become several, it
-    is left out. ``or_same``: but not where it is the same in some inputs, as a width is, and one other in the rest."""
+    """Size in one micro-batch → size in another. A size that maps to several sizes is left out. ``or_same``: a size
+    that stays the same in some inputs, as a width does, and maps to one other size in the rest maps to the latter."""
     before = {(name, place): leaf.shape for name, place, leaf in tensors_of(then)}
     pairs = [
         pair
@@ -57,13 +57,13 @@ def sizes_between(then: Description, now: Description, or_same: bool = False) ->
 
 
 def entries_between(then: Description, now: Description) -> dict[int, int]:
-    """How many entries the lists among the inputs have had, and how many they have now, as ``sizes_between``."""
+    """The old number of list entries → the new number, for the lists among the inputs, as ``sizes_between``."""
     before = {name: given.like for name, given in then if is_list(given.like)}
     return _unambiguous([(len(before[name]), len(g.like)) for name, g in now if name in before and is_list(g.like)])
 
 
 def _unambiguous(pairs: Iterable[tuple[int, int]], or_same: bool = False) -> dict[int, int]:
-    """What each number has become, of those that have become one."""
+    """Old number → new number, for the old numbers that map to exactly one new number."""
     found: dict[int, set[int]] = {}
     for old, new in pairs:
         found.setdefault(old, set()).add(new)
@@ -73,15 +73,15 @@ def _unambiguous(pairs: Iterable[tuple[int, int]], or_same: bool = False) -> dic
 
 
 def unlike(then: Description, now: Description) -> tuple[int, int]:
-    """How little one micro-batch shows of another: how many of its sizes are several there, and how many others."""
+    """A distance between micro-batches: the number of sizes that map to several sizes, and of sizes that change."""
     several, sizes = sizes_between(then, now), {size for _, _, leaf in tensors_of(then) for size in leaf.shape}
     return len(sizes - several.keys()), sum(old != new for old, new in several.items())
 
 
 def outline(description: Description) -> Hashable:
-    """What micro-batches that differ in sizes alone have in common."""
+    """A key that is equal for micro-batches that differ only in sizes."""
 
-    # How many dimensions, not how long: strides follow from sizes, and are left out with them.
+    # The key has the number of dimensions, and no sizes; strides follow from sizes, and are left out, too.
     def without_sizes(leaf: object) -> object:
         if not isinstance(leaf, TensorLike):
             return leaf
@@ -96,9 +96,9 @@ def outline(description: Description) -> Hashable:
 
 
 def varying(now: Description, then: Description | None) -> frozenset[Place]:
-    """The dimensions that have another size in a micro-batch of the same outline; none where there is no other one.
+    """The dimensions whose size differs in a micro-batch ``then`` of the same outline; none if ``then`` is None.
 
-    A size of 1 is none of them: what a dimension of 1 means, such as to be expanded, is another program.
+    Dimensions of size 1 are left out: a dimension of 1 may be broadcast, which is another program.
     """
     pairs = () if then is None else zip(tensors_of(now), tensors_of(then), strict=True)
     return frozenset(
@@ -112,7 +112,7 @@ def varying(now: Description, then: Description | None) -> frozenset[Place]:
 def with_sizes(
     batches: Sequence[dict[str, Any]], graphs: Sequence[StageGraph], shapes: Sequence[Description]
 ) -> list[dict[str, Any]]:
-    """The micro-batches, with the sizes that stages are given of inputs: all ranks know them, by the descriptions."""
+    """The micro-batches with the input sizes that stages take as inputs; all ranks know them from the descriptions."""
     if not any(graph.sizes for graph in graphs):
         return list(batches)
     return [
@@ -122,8 +122,8 @@ def with_sizes(
 
 
 def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None = None) -> dict[str, int]:
-    """Input → the bytes of its tensors, in all of these micro-batches, with the copies that a step computes with where
-    ``precision`` changes their type."""
+    """Input → the bytes of its tensors over all of these micro-batches. If ``precision`` changes a tensor's type, the
+    bytes of the cast copy are added."""
     found: dict[str, int] = {}
     for shape in shapes:
         for name, _, leaf in tensors_of(shape):
@@ -137,36 +137,36 @@ def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None =
 # --- Which sizes of micro-batches were seen to vary ---
 
 FAMILIES = 256
-"""So many are remembered."""
+"""The most families that are remembered."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Micro-batches that differ in sizes alone: what was seen to vary, and the captures with symbolic sizes."""
+    """Micro-batches that differ only in sizes: the dimensions seen to vary, and the captures with symbolic sizes."""
 
     latest: Description | None = None
     """The shape captured last."""
     varying: frozenset[Place] = frozenset()
     """Dimensions that were seen to vary."""
     general: tuple[tuple[Pattern, SizeGuard], ...] = ()
-    """The latest last."""
+    """(pattern, guard) of each capture with symbolic sizes, the latest last."""
 
     def holding(self, shape: Description, answers: Answers) -> Pattern | None:
-        """The pattern of the latest capture that holds for this shape, and these answers, too."""
+        """The pattern of the latest capture that is valid for this shape and these answers."""
         fitting = [entry for entry in reversed(self.general) if set(entry[0].answered) <= set(answers)]
         likes = [like for _, _, like in tensors_of(shape)]
-        # A guard of torch.export asks tensors for their sizes and strides; on the meta device they take no memory.
+        # A guard of torch.export reads the sizes and strides of tensors; tensors on the meta device take no memory.
         tensors = [torch.empty_strided(like.shape, like.stride, device="meta") for like in likes]
         return next((pattern for pattern, guard in fitting if guard(tensors)), None)
 
     def free(self, shape: Description) -> frozenset[Place]:
-        """The dimensions of a new shape to be kept symbolic: those that vary, and are not of size 1 in it."""
+        """The dimensions of a new shape to be kept symbolic: they vary, and their size in the shape is not 1."""
         sizes = ((name, place, enumerate(like.shape)) for name, place, like in tensors_of(shape))
         large = {(name, place, dim) for name, place, dims in sizes for dim, size in dims if size > 1}
         return varying(shape, self.latest) | (self.varying & large)
 
     def noting(self, shape: Description, pattern: Pattern, guard: SizeGuard | None) -> Family:
-        """The family, once a shape was captured."""
+        """The family after the capture of a shape."""
         return Family(
             shape,
             self.varying | varying(shape, self.latest),
