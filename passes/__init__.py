@@ -1,6 +1,6 @@
-"""The passes: each a pure function ``Program → Program``, one a file. ``default()`` is the pipeline that compile runs.
+"""The passes: pure functions ``Program → Program``, each in its own file. ``compile`` runs the pipeline ``default()``.
 
-A new pass is a file, its test, and its name in ``default()``.
+A new pass needs a file, a test, and an entry in ``default()``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fxpipe.passes.split import split
 
 
 def default() -> tuple[Pass, ...]:
-    """The pass pipeline, in order. What it returns can be given to ``compile(passes=...)``, changed or not."""
+    """Returns the pass pipeline, in order. ``compile(passes=...)`` takes this tuple, changed or unchanged."""
     return drop_unused, order_writes, alias_groups, mark_copies, partition, name_stages, gather
 
 
 def before_balance() -> tuple[Pass, ...]:
-    """What stands in front of ``fxpipe.plan.balance.balance``, which takes the place of ``partition``."""
+    """Returns the passes that run before ``fxpipe.plan.balance.balance``, which replaces ``partition``."""
     return erase_boundaries, drop_unused, order_writes, alias_groups, mark_copies
 
 

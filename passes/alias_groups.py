@@ -1,4 +1,4 @@
-"""Alias groups: which nodes share memory that some node writes. They must end up in one stage."""
+"""Alias groups: finds the nodes that share memory which a node writes. Such nodes must be in the same stage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fxpipe.passes.union import Union
 
 
 def alias_groups(program: Program) -> Program:
-    """Fills ``Program.written``; PartitionError where a private copy would hide a write from a later reader."""
+    """Fills ``Program.written``; PartitionError if a private copy would hide a write from a later reader."""
     memory, together = shared_memory(program), shared_memory(program, with_writers=True)
-    first_write: dict[Node, Node] = {}  # by what is written: the first of each memory
+    first_write: dict[Node, Node] = {}  # representative of a memory → the first node that writes it
     for node in program.nodes:
         for target in written(program, node):
             first_write.setdefault(memory.find(target), node)
@@ -25,18 +25,18 @@ def alias_groups(program: Program) -> Program:
 
 
 def shared_memory(program: Program, with_writers: bool = False) -> Union[Node]:
-    """The nodes by the memory that they may share; with those who write into it, whatever they return, if wanted."""
+    """Groups the nodes by the memory that they may share; ``with_writers`` adds all nodes that write the memory."""
     memory = Union(program.nodes)
     for node in program.nodes:
-        # A batch norm writes its running mean and returns a new tensor: it must run with all that use the mean, but
-        # what it returns is no part of that memory.
+        # A batch norm writes its running mean and returns a new tensor: it must run with all nodes that use the mean,
+        # but its result does not share the mean's memory.
         for source in aliased(program, node) if with_writers or not writes_apart(program, node) else ():
             memory.join(node, source)
     return memory
 
 
 def holders_of_written(program: Program) -> list[list[Node]]:
-    """For each parameter or buffer that is written, the nodes that name it and the calls of modules that hold it."""
+    """Returns, for each written parameter or buffer, its ``get_attr`` nodes and the calls of modules that hold it."""
     holders: dict[int, list[Node]] = {}
     for node in program.nodes:
         for tensor in held(program, node):
@@ -46,19 +46,19 @@ def holders_of_written(program: Program) -> list[list[Node]]:
 
 
 def names_of_written(program: Program) -> frozenset[str]:
-    """The parameters and buffers that forward writes, for this kind of batch or an earlier one."""
+    """Returns the names of the parameters and buffers that forward writes, for this or an earlier kind of batch."""
     tensors, changed = all_tensors(program.module), _changed(program)
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in changed)
 
 
 def nodes_of_written(program: Program) -> frozenset[str]:
-    """The nodes that name what forward writes, or call a module that holds some of it."""
+    """Returns the nodes that name a parameter or buffer that forward writes, or call a module that holds it."""
     changed = _changed(program)
     return frozenset(node.name for node in program.nodes if held(program, node) & changed)
 
 
 def _changed(program: Program) -> set[int]:
-    """The parameters and buffers that forward writes, by identity."""
+    """Returns the ids of the parameters and buffers that forward writes."""
     in_groups = frozenset().union(*program.written)
     found = set[int]() if program.first is None else _changed(program.first)
     for node in program.nodes:
@@ -72,7 +72,7 @@ def _changed(program: Program) -> set[int]:
 
 
 def held(program: Program, node: Node) -> set[int]:
-    """The parameters and buffers that a node names, or that the module it calls holds or uses, by identity."""
+    """Returns the ids of the parameters and buffers that a node names, or that the module it calls holds or uses."""
     if node.op == "get_attr":
         return {id(program.attribute(node))}
     if node.op != "call_module":
@@ -83,13 +83,13 @@ def held(program: Program, node: Node) -> set[int]:
 
 
 def _check_private_copies(program: Program, memory: Union[Node], first_write: dict[Node, Node]) -> None:
-    """A write behind a boundary acts on a private copy, so nobody may read what is still the original after it."""
-    originals = Union(program.nodes)  # what shares memory in the model itself, where a boundary copies nothing
+    """PartitionError if a node reads the original value after a write behind a boundary, which acts on a copy."""
+    originals = Union(program.nodes)  # nodes that share memory in the model itself, where a boundary copies nothing
     for node in program.nodes:
         originals.join(memory.find(node), node)
         if is_boundary_value(node):
             originals.join(before_boundary(node), node)
-    # Only a write to memory that holds a copy matters: elsewhere a reader sees what was written.
+    # Only writes to memory that holds a copy matter: of other memory, readers see the written value.
     copies = {memory.find(node) for node in program.nodes if is_boundary_value(node)}
     members = {originals.find(group[0]): group for group in originals.groups()}
     for target, write in first_write.items():

@@ -1,8 +1,8 @@
-"""Blocks: the smallest pieces of a program that a cut may separate, for whoever chooses the cut.
+"""Blocks: the smallest pieces of a program that a cut may separate, for code that chooses the cut.
 
-Nodes that share written memory are one block, and so are those that read a value as it was before a write, a shape
-query and what it asks, calls of opaque regions that set or read one attribute, what would wait for itself
-otherwise, and what nobody uses with what it is made from.
+A block holds nodes that share written memory, nodes that read a value from before a write, a shape query with its
+tensor, calls of opaque regions that set or read the same attribute, nodes that would otherwise form a cycle, and unused
+nodes with their inputs.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fxpipe.passes.partition import _Flow
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of nodes, numbered as they begin in the program, and the values that pass between them."""
+    """Blocks of nodes, numbered by their first node in program order, and the values that pass between blocks."""
 
     nodes: tuple[tuple[str, ...], ...]
     """The names of each block's nodes, in program order."""
     values: tuple[tuple[str, int, tuple[int, ...]], ...]
-    """(node, its block, the other blocks that use its value); none, where only the model's result has it."""
+    """(node, its block, the other blocks that use its value); no blocks if only the model's result uses the value."""
     result: tuple[int, ...]
-    """The blocks that make a part of the model's result."""
+    """The blocks that compute a part of the model's result."""
     returned: frozenset[str]
-    """The nodes whose values these are."""
+    """The nodes whose values are in the model's result."""
 
 
 def blocks(program: Program) -> Blocks:
-    """The blocks of a program that has been through ``before_balance()``; PartitionError where it has boundaries."""
+    """Returns the blocks of a program after the passes ``before_balance()``; PartitionError if it has boundaries."""
     marked = next((node for node in program.nodes if is_boundary(node)), None)
     if marked is not None:
         raise PartitionError(f"{marked.name} is a boundary; what is balanced has none, so erase_boundaries first")
@@ -39,7 +39,7 @@ def blocks(program: Program) -> Blocks:
     units = flow.units
     made = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]
     flow.join_readers_of_written(program)
-    # Joining may close a circle, so circles are joined before and after.
+    # Joining unused units may close a cycle, so cycles are joined before and after.
     flow.join_cycles()
     _join_unused(flow, {units.find(node) for node in made})
     flow.join_cycles()
@@ -60,9 +60,9 @@ def blocks(program: Program) -> Blocks:
 
 
 def _join_unused(flow: _Flow, result: set[Node]) -> None:
-    """A unit whose values nobody uses, such as one that counts batches, goes with the last node that it uses.
+    """Joins a unit with unused values, such as a batch norm's count of batches, to the last node that the unit uses.
 
-    ``result``: the units that make a part of the model's result.
+    ``result``: the units that compute a part of the model's result.
     """
     find = flow.units.find
     place = {node: number for number, node in enumerate(flow.nodes)}
@@ -71,7 +71,7 @@ def _join_unused(flow: _Flow, result: set[Node]) -> None:
     for edge in flow.edges:
         targets.setdefault(find(edge.source), []).append(edge.target)
         sources.setdefault(find(edge.target), []).append(edge.source)
-    # From the end: what used a unit has been joined by then, so that chains of unused units go as one.
+    # From the end: a unit's users are joined before the unit, so that a chain of unused units joins as a whole.
     for unit in dict.fromkeys(find(node) for node in reversed(flow.nodes)):
         if unit in result or any(find(target) != unit for target in targets.get(unit, ())):
             continue

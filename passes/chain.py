@@ -1,4 +1,4 @@
-"""The pass pipeline: a tuple of functions, the check after each, and what FXPIPE_DEBUG prints of it."""
+"""The pass pipeline: runs a tuple of functions, checks the program after each, and prints it for FXPIPE_DEBUG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVELS = ("", "0", "1", "2", "3")
 
 
 def chain(passes: Sequence[Pass], program: Program) -> Program:
-    """Runs the passes in order; checks the program after each, and prints what FXPIPE_DEBUG asks for."""
+    """Runs the passes in order; checks the program after each, and prints programs as FXPIPE_DEBUG says."""
     level = os.environ.get("FXPIPE_DEBUG", "")
     if level not in LEVELS:
         raise PartitionError(f"FXPIPE_DEBUG is {level!r}; it is one of 0, 1 (stages), 2 (diffs), 3 (everything)")
@@ -40,7 +40,7 @@ def chain(passes: Sequence[Pass], program: Program) -> Program:
 
 
 def check(program: Program, after: str) -> None:
-    """PartitionError, naming the pass, unless the graph is well formed and every fact about it can be true."""
+    """PartitionError, naming the pass, unless the graph is well formed and the program's facts fit the graph."""
     if not isinstance(program, Program):
         raise PartitionError(f"pass {after} returned {type(program).__name__}; a pass returns a Program")
     try:
@@ -63,7 +63,7 @@ def check(program: Program, after: str) -> None:
         if stage_of and is_compute(node) and places != 1:
             raise PartitionError(f"pass {after} put {node.name} into {places} places; it must be in exactly one")
     stages, names = sorted(set(stage_of.values())), program.stage_names
-    if program.first is not None:  # of whose stages some may be idle
+    if program.first is not None:  # some stages of the first program may be idle in this program
         stages = list(range(max(len(program.first.stage_names), last + 1)))
     if stages != list(range(len(stages))):
         raise PartitionError(f"pass {after} numbered the stages {stages}; they must be 0, 1, 2, … without gaps")

@@ -1,7 +1,7 @@
-"""Counting: the part of a program that says how many items its loss, a ``Sum``, is over.
+"""Counting: extracts the part of a program that computes the count of a loss that is a ``Sum``.
 
-A step runs it for all micro-batches ahead of the first backward, which then begins with the gradient of the whole
-step's mean, as plain PyTorch's does.
+A step runs this part for all micro-batches before the first backward, so that each backward begins with the gradient
+of the whole step's mean, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fxpipe.torch_compat import pytree
 
 
 def counting(program: Program, given: Collection[str] | None) -> Counting | None:
-    """How the items are counted by inputs that are ``given``; None where the loss is no ``Sum``. A ``Counting`` without
-    a function where that takes more: what a stage makes, a tensor of the model, random numbers, the user's Python; or
-    where ``given`` is None, as a loss of several micro-batches has items of its own."""
+    """Returns how to compute the count from the inputs ``given``; None if the loss is no ``Sum``. The ``Counting`` has
+    no function if the count needs more: a stage's values, a tensor of the model, random numbers, the user's Python; or
+    if ``given`` is None, since a loss of several micro-batches has its own items."""
     result = program.graph.output_node().args[0]
     if program.result is not None:
         result = pytree.tree_unflatten(list(result), program.result)  # type: ignore[arg-type]
     loss = result.get("loss") if isinstance(result, Mapping) else result
-    if isinstance(loss, Node) and loss.target is Sum:  # as the symbolic tracer has it
+    if isinstance(loss, Node) and loss.target is Sum:  # the symbolic tracer's form
         loss = Sum(*loss.args, **loss.kwargs)  # type: ignore[arg-type]
     if not isinstance(loss, Sum):
         return None
@@ -46,7 +46,7 @@ def counting(program: Program, given: Collection[str] | None) -> Counting | None
             names.append(str(name))
             built[node] = graph.placeholder(node.name)
             continue
-        modes = node.meta.get("modes")  # of forward's own, as autocast, in which a count may be another number
+        modes = node.meta.get("modes")  # forward's own modes: under autocast a count may be a different number
         computes = node.op in ("call_function", "call_method") and not is_random(program, node)
         computes = computes and not (modes is not None and modes.autocast)
         constant = node.op == "get_attr" and node.target in program.constants

@@ -1,8 +1,8 @@
-"""Cut backward: the graph of a compiled stage's backward in two, I and W.
+"""Cut backward: splits the graph of a compiled stage's backward into two graphs, I and W.
 
-What AOTAutograd makes of a stage has a backward that returns a gradient for each input, parameters among them. I is all
-that the others' gradients are made from, W the rest of what the parameters' are. What passes between the two are values
-that I has, and what the backward was given::
+AOTAutograd's backward of a stage returns a gradient for each input, including parameters. I computes the gradients of
+the other inputs, and W the remaining part of the parameters' gradients. W takes values of I, and arguments of the
+backward::
 
     dy, x, weight ─┬─ I: dx = dy @ weight
                    └─ W: dweight = dy.T @ x
@@ -23,12 +23,12 @@ from fxpipe.torch_compat import OpOverload, schema_of
 
 _MASK = "output_mask"
 _CRASHES = torch.ops.aten.native_group_norm_backward.default
-"""Where memory is in channels_last, its kernel crashes for the parameters' gradients alone."""
+"""With channels_last memory, this kernel crashes if asked for the parameters' gradients alone."""
 
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """One half of a backward: its code, and the values of the backward that it takes and gives, by name."""
+    """A half of a backward: its code, and the names of the backward's values that the half takes and returns."""
 
     code: fx.GraphModule
     takes: tuple[str, ...]
@@ -41,9 +41,9 @@ class BackwardPart:
 
 @dataclass(frozen=True)
 class Halves:
-    """A backward in two. ``given``: the backward's arguments; ``gradients``: its results; None where there is none.
+    """The halves of a backward. ``given``: the backward's arguments; ``gradients``: its results, None for no gradient.
 
-    ``of_input``, ``of_weights``: I and W. A gradient may be what the backward was given, and made by neither.
+    ``of_input``, ``of_weights``: I and W. A gradient may be an argument of the backward, which neither half computes.
     """
 
     given: tuple[str, ...]
@@ -53,24 +53,24 @@ class Halves:
 
 
 def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
-    """I and W. ``later``: the places, among the results, of the gradients that W makes.
+    """Returns I and W. ``later``: the places, among the results, of the gradients that W computes.
 
-    A parameter's gradient that I needs, it makes; so it does whatever writes, or draws random numbers. The module is
-    changed: a call that makes gradients for both becomes two.
+    I also computes parameters' gradients that I itself needs, and contains all writes and random draws. The function
+    changes ``backward``: a call that computes gradients for both halves becomes two calls.
     """
     graph = backward.graph
     returned: Any = graph.output_node().args[0]
     gradients = {place: node for place, node in enumerate(returned) if isinstance(node, Node)}
-    # I: all that the gradients of inputs are made from, and whatever acts. W: the rest.
+    # I: all nodes that the gradients of inputs depend on, and nodes with effects. W: the rest.
     now = [node for place, node in gradients.items() if place not in later]
     weights = [node for place, node in gradients.items() if place in later]
     effects = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
     _call_twice(graph, _before([*now, *effects], ()))
     given = [node for node in graph.nodes if node.op == "placeholder"]
     in_input = _before([*now, *effects], given)
-    # A call of several results belongs to one half with all of them.
+    # A call with several results is in the same half as all of its results.
     in_input |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in in_input}
-    # a view is cheaper made again than handed on
+    # W recomputes a view, which is cheaper than passing it on.
     views = {node for node in in_input if isinstance(node.target, OpOverload) and node.target.is_view}
     known = {*given, *in_input} - views
     crossing = _taken(weights, known)
@@ -84,7 +84,7 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
 
 
 def _before(ends: Iterable[Node], known: Collection[Node]) -> set[Node]:
-    """What the ends are made from, they among it, back to what is known."""
+    """Returns the nodes that the ends depend on, including the ends, without known nodes and their inputs."""
     found, waiting = set[Node](), [*ends]
     while waiting:
         node = waiting.pop()
@@ -95,13 +95,13 @@ def _before(ends: Iterable[Node], known: Collection[Node]) -> set[Node]:
 
 
 def _taken(ends: Collection[Node], known: Collection[Node]) -> list[Node]:
-    """What is known and used by what the ends are made from, or is an end."""
+    """Returns the known nodes that are ends, or that nodes which the ends depend on use."""
     users = _before(ends, known)
     return sorted(node for node in known if node in ends or any(user in users for user in node.users))
 
 
 def _call_twice(graph: fx.Graph, in_input: Collection[Node]) -> None:
-    """Gives each half a call of its own, for its gradients alone, where an operator can be told which to make."""
+    """Gives each half its own call, for its gradients alone, of operators with an ``output_mask``."""
     for node in list(graph.nodes):
         if not isinstance(node.target, OpOverload) or node.target is _CRASHES:
             continue
@@ -128,7 +128,7 @@ def _call_twice(graph: fx.Graph, in_input: Collection[Node]) -> None:
 def _part(
     module: fx.GraphModule, makes: Sequence[Node], effects: Sequence[Node], known: Collection[Node]
 ) -> BackwardPart:
-    """What makes these values, and has these effects, out of what is known."""
+    """Returns the part that computes ``makes`` and has the ``effects``, from known nodes."""
     graph, copies = fx.Graph(), dict[Node, Node]()
     ends = [*makes, *effects]
     needed, takes = _before(ends, known), _taken(ends, known)

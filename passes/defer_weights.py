@@ -1,12 +1,12 @@
-"""Defer weights: gives a stage the form in which its backward runs in two halves, I and W.
+"""Defer weights: rewrites a stage so that its backward runs in two halves, I and W.
 
 Each call that uses parameters, or values made from parameters alone (a cast, ``weight * scale``, ``weight.t()``),
-becomes one whose parameters' gradients are left to W. The rest of the stage stays unchanged. What cannot be split with
-the same bits stays in I:
+becomes a call that leaves the parameters' gradients to W. The rest of the stage stays unchanged. Parameters whose
+gradients would not have the same bits stay in I:
 
-- the parameters of modules that run as a whole, but for those of ``torch.nn`` that are listed here;
-- those that any other operation uses: a write in place, one that uses an input twice, a function that is not listed;
-- whatever meets these in a call, for the sums of a parameter's gradient must all come at once.
+- parameters of modules that run as a whole, except the classes of ``torch.nn`` in ``MODULES``;
+- parameters that other operations use: a write in place, a call with the same input twice, an unlisted function;
+- parameters in a call with any of these, since all terms of a parameter's gradient must be summed at once.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ CALLS = frozenset(
     "mv addmm baddbmm einsum tensordot layer_norm batch_norm instance_norm embedding index_select index "
     "getitem prelu add sub mul div truediv cat concat stack where".split()
 )
-"""Functions and methods that use each argument once: what comes back to it is one gradient, not a sum of several, which
-autograd would add to those of its other users in another order."""
+"""Functions and methods that use each argument once: an argument gets a single gradient, not a sum of several, which
+autograd would add to the gradients of other users in a different order."""
 
 MODULES: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.PReLU, nn.MultiheadAttention),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""Modules that do, too; of these classes alone, not of those derived from them. No group norm: where memory is in
-channels_last, torch's kernel crashes for the parameters' gradients alone."""
+"""Module classes, without subclasses, that use each argument once. No group norm: with channels_last memory, torch's
+kernel crashes if asked for the parameters' gradients alone."""
 
 
 def defer_weights(stage: Stage) -> Stage:
-    """The same stage, with the function of ``Stage.deferring``, and the parameters that stay in I as ``in_input``.
+    """Returns the stage with ``deferring``, its rewritten function, and ``in_input``, the parameters that stay in I.
 
-    It runs on the stage's own module, whose parameters may be others from call to call.
+    The function runs on the stage's own module, whose parameters may change from call to call.
     """
     trained = {name: parameter for name, parameter in stage.parameters.items() if parameter.requires_grad}
     if not isinstance(stage.module, fx.GraphModule):
@@ -59,17 +59,17 @@ def defer_weights(stage: Stage) -> Stage:
 
 
 def deferred_calls(program: Program) -> list[str]:
-    """The nodes of a program that would leave gradients to W, if its stages' backwards were in two halves."""
+    """Returns the nodes that would leave gradients to W if the backwards of the stages were split into halves."""
     found = _Deferrable(program)
     trained = {id(parameter) for parameter in program.module.parameters() if parameter.requires_grad}
     return [node.name for node in found.calls if found.parameters(node) & trained]
 
 
 class _Deferrable:
-    """Which calls of a graph can leave their parameters' gradients to W.
+    """Finds the calls of a graph that can leave their parameters' gradients to W.
 
-    ``made_from``: nodes that no input reaches → the ``get_attr`` nodes of the parameters that they are made from, if
-    any. ``calls``: those that can; ``kept``: the parameters, by id, that are used by others, too.
+    ``made_from``: node that depends on no input → the ``get_attr`` nodes of the parameters that it depends on.
+    ``calls``: the calls that can leave gradients to W; ``kept``: ids of the parameters that other calls use, too.
     """
 
     def __init__(self, program: Program) -> None:
@@ -79,11 +79,11 @@ class _Deferrable:
             self._trace(node)
         users = [node for node in self._nodes if node not in self.made_from and self.parameters(node)]
         differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
-        # torch.autograd.grad inside forward needs the whole graph, so nothing of it is left to W.
+        # torch.autograd.grad inside forward needs the whole autograd graph, so no gradient is left to W.
         self.calls = [] if differentiates else [node for node in users if self._is_listed(node)]
         self.kept: set[int] = set()
-        while True:  # a call that uses a parameter that is kept keeps all that it uses
-            # Autograd adds a parameter's gradients in one order: if one use stays in I, all must.
+        while True:  # a call with a kept parameter keeps all parameters that it uses
+            # Autograd sums a parameter's gradients in a fixed order: if a use stays in I, all uses must.
             others = [node for node in users if node not in self.calls and not is_number(node)]
             self.kept = set().union(*map(self.parameters, others))
             lost = [node for node in self.calls if self.parameters(node) & self.kept]
@@ -101,13 +101,13 @@ class _Deferrable:
             self.made_from[node] = frozenset().union(*(self.made_from[operand] for operand in operands))
 
     def _only_computes(self, node: Node) -> bool:
-        """Whether it is one of torch's own operations that write nothing and draw nothing."""
+        """Whether the node calls an operation of torch that writes nothing and draws no random numbers."""
         return _is_plain(node) and not (
             operator_name(node).endswith("_") or written(self._program, node) or is_random(self._program, node)
         )
 
     def _is_listed(self, node: Node) -> bool:
-        # given a value twice, what comes back of each would have to be added in autograd's order
+        # With the same input twice, the two gradients would have to be added in autograd's order.
         given = nodes_in((node.args, node.kwargs))
         inputs = [operand for operand in given if operand not in self.made_from and not is_number(operand)]
         repeats = len(inputs) > len(set(inputs))
@@ -122,7 +122,7 @@ class _Deferrable:
         )
 
     def parameters(self, node: Node) -> set[int]:
-        """The parameters, by id, that a node uses, or that a module holds which it calls or hands on."""
+        """Returns the ids of the parameters that a node uses, or that the module it calls or passes on holds."""
         found = {id(self._program.attribute(root)) for root in self._roots(node)}
         if node.op in ("call_module", "get_attr"):
             value = self._program.attribute(node)
@@ -130,12 +130,12 @@ class _Deferrable:
         return found
 
     def _roots(self, node: Node) -> list[Node]:
-        """The parameters that a node is given, or that what it is given is made from."""
+        """Returns the ``get_attr`` nodes of the parameters that a node's arguments are, or depend on."""
         operands = (self.made_from.get(operand, frozenset()) for operand in node.all_input_nodes)
         return sorted(frozenset().union(*operands))
 
     def rewritten(self) -> fx.Graph:
-        """The graph, with the ``Deferred`` as its first argument; each call leaves its parameters' gradients to it."""
+        """Returns the graph with a ``Deferred`` as first argument, which takes each call's parameter gradients."""
         graph = fx.Graph()
         deferred = graph.placeholder("deferred")
         copies: dict[Node, Node] = {}
@@ -150,7 +150,7 @@ class _Deferrable:
             is_attention = is_module and _is_attention(self._program.attribute(target))
             call = deferring(function, f"deferred_{node.name}", is_attention)
             roots = tuple(copies[root] for root in self._roots(node))
-            # What is made from parameters alone stays attached to them: its gradient is W's.
+            # Values made from parameters alone stay attached to the parameters: W computes their gradients.
             held = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             args = (deferred, module, roots, held, *args)
@@ -161,7 +161,7 @@ class _Deferrable:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether it calls a method, or a function of torch's or Python's and not of ours."""
+    """Whether the node calls a method, or a function of torch or Python, but not of fxpipe."""
     if node.op != "call_function":
         return node.op == "call_method"
     return is_known(node.target) and not str(getattr(node.target, "__module__", "")).startswith("fxpipe")

@@ -1,6 +1,6 @@
-"""Drop unused: leaves out the nodes that nothing reads and that do nothing else, as an auxiliary head in evaluation.
+"""Drop unused: removes nodes without readers and without effects, such as an auxiliary head in evaluation.
 
-Erase boundaries: leaves out the stage boundaries, for ``fxpipe.plan.balance``, which chooses the cut itself.
+Erase boundaries: removes the stage boundaries, for ``fxpipe.plan.balance``, which chooses the cut itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fxpipe.passes.union import Union
 
 
 def drop_unused(program: Program) -> Program:
-    """Program → the same program, without nodes that change neither its result nor what the model holds."""
+    """Returns the program without nodes that change neither its result nor the model's parameters and buffers."""
     program = program.with_own_graph()
     graph = program.graph
     memory = shared_memory(program, with_writers=True)
-    # Backwards, so that a write is met when all that reads its memory afterwards is known.
+    # Backwards, so that at a write all later readers of its memory are known.
     lasting = {memory.find(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for node in reversed(list(graph.nodes)):
         if node.users or not _is_idle(program, node, memory, lasting):
@@ -29,7 +29,7 @@ def drop_unused(program: Program) -> Program:
 
 
 def _is_idle(program: Program, node: fx.Node, memory: Union[fx.Node], lasting: set[fx.Node]) -> bool:
-    """Whether a node whose result nothing reads can go."""
+    """Whether a node without readers can be removed."""
     if node.op == "get_attr" or is_boundary(node) or is_boundary_value(node):
         return True
     if node.op in ("placeholder", "output") or is_assertion(node) or acts(program, node):
@@ -38,12 +38,12 @@ def _is_idle(program: Program, node: fx.Node, memory: Union[fx.Node], lasting: s
 
 
 def erase_boundaries(program: Program) -> Program:
-    """Program → the same program without boundaries; what stood behind one is what stood in front of it."""
+    """Returns the program without boundaries; users of a boundary's result use its input instead."""
     program = program.with_own_graph()
     nodes = list(program.nodes)
     for node in filter(is_boundary_value, nodes):
         node.replace_all_uses_with(before_boundary(node))
-    # backwards: a node can be erased when all that use it are gone
+    # Backwards: fx erases a node only after all of its users.
     for node in reversed(nodes):
         if is_boundary(node) or is_boundary_value(node):
             program.graph.erase_node(node)

@@ -1,6 +1,6 @@
-"""What an operation does beside computing its result: what it writes, what its result shares memory with, whether it
-draws random numbers. Read from operator schemas where there is one, from short lists where there is none; for a module
-that was run whole while it was captured, from what it was then seen to do (``Program.effects``)."""
+"""Effects: finds an operation's effects besides its result: its writes, the arguments that its result shares memory
+with, and random draws. The sources are operator schemas, or short lists for operations without a schema; for a module
+that the capture ran as a whole, the effects observed in that run (``Program.effects``)."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _ITEM_WRITES: frozenset[Any] = frozenset({operator.setitem, setitem})
 _NUMBER_METHODS = frozenset("size dim numel nelement ndimension stride element_size is_contiguous get_device".split())
 _NUMBER_ATTRIBUTES = frozenset("shape ndim dtype device layout is_cuda itemsize nbytes requires_grad".split())
 SIZE = torch.ops.aten.sym_size.int
-"""Asks a tensor for a dimension's size, which is symbolic in the capture."""
+"""Returns a tensor's size in a dimension, which is symbolic in the capture."""
 _SIZES = frozenset({SIZE, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default})
 _CONVERSIONS = frozenset(
     "float double half bfloat16 int long short bool byte char cpu cuda type requires_grad_".split()
 )
-"""Methods without a schema of their own whose result may be the very same tensor."""
+"""Methods without their own schema whose result may be the argument itself."""
 _VIEWS_UNSAID = frozenset(
     "type_as atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid cartesian_prod chain_matmul einsum data "
     "sum_to_size conj_physical _unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk to_dense".split()
@@ -64,19 +64,19 @@ _RANDOM_MODULES = (
 )
 _RANDOM_FUNCTIONS = frozenset("scaled_dot_product_attention multi_head_attention_forward gumbel_softmax".split())
 _SWITCHED = frozenset("scaled_dot_product_attention lstm gru rnn_tanh rnn_relu rrelu".split())
-"""What draws random numbers only where an argument asks for it."""
+"""Functions that draw random numbers only if an argument enables it."""
 _CASTS = frozenset("to type_as float double half bfloat16 int long bool cpu cuda".split())
-"""What returns its argument itself, or else a copy of another type or on another device."""
+"""Functions that return their argument itself, or else a copy of another dtype or device."""
 
 
 def is_number(node: Node) -> bool:
-    """Whether ``node`` asks a tensor for its shape, type or device, or computes with such answers alone."""
+    """Whether ``node`` queries a tensor's shape, dtype or device, or computes from such values alone."""
     waiting, seen = [node], {node}
     while waiting:  # without recursion: a sum of many residuals is as deep as the model
         asked = waiting.pop()
         is_getattr = asked.target is getattr
         if (
-            "is_number" in asked.meta  # it stands for an answer
+            "is_number" in asked.meta  # a placeholder for such a value
             or (asked.op == "call_method" and asked.target in _NUMBER_METHODS)
             or asked.target in _SIZES
             or (is_getattr and asked.args[1] in _NUMBER_ATTRIBUTES)
@@ -91,12 +91,12 @@ def is_number(node: Node) -> bool:
 
 
 def is_in_place(node: Node) -> bool:
-    """Whether a function is called with ``inplace=True``: it writes its first argument, and returns it."""
+    """Whether a function is called with ``inplace=True``, so that it writes and returns its first argument."""
     return named_arguments(node).get("inplace") is True
 
 
 def is_item_write(node: Node) -> bool:
-    """``x[i] = y``: it writes its first argument, and returns nothing."""
+    """Whether the node is ``x[i] = y``, which writes its first argument and returns nothing."""
     return node.target in _ITEM_WRITES or operator_name(node) == "__setitem__"
 
 
@@ -113,7 +113,7 @@ def returns_written(node: Node) -> bool:
 
 
 def written(program: Program, node: Node) -> list[Node]:
-    """The argument nodes whose memory ``node`` writes."""
+    """Returns the argument nodes whose memory ``node`` writes."""
     if node.op == "call_module":
         module = program.attribute(node)
         return [node.args[0]] if getattr(module, "inplace", False) and isinstance(node.args[0], Node) else []
@@ -134,14 +134,14 @@ def written(program: Program, node: Node) -> list[Node]:
 
 
 def written_now(program: Program, node: Node) -> list[Node]:
-    """The same in the mode of this capture: in evaluation, no batch norm writes its running statistics."""
-    # The functional batch norm has the flag among its arguments; a module has it as an attribute.
+    """Returns ``written`` in the mode of this capture: in evaluation, a batch norm does not write its statistics."""
+    # The functional batch norm takes the training flag as an argument; a module has it as an attribute.
     is_off = operator_name(node) in _RUNNING_STATISTICS and named_arguments(node).get("training") is False
     return [] if is_off else written(program, node)
 
 
 def acts(program: Program, node: Node) -> bool:
-    """Whether a node may do more than compute its result and write into its arguments; so for what is not known."""
+    """Whether a node may have effects besides its result and writes into its arguments; True if it is unknown."""
     if node.op == "call_method":
         return not (is_number(node) or node.target in _CONVERSIONS or _overloads(node))
     if node.op == "call_function":
@@ -161,17 +161,17 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def aliased(program: Program, node: Node) -> list[Node]:
-    """The argument nodes whose memory ``node``'s result may share; what it writes included."""
+    """Returns the argument nodes whose memory ``node``'s result may share, including those that ``node`` writes."""
     if is_boundary(node) or is_boundary_value(node) or is_number(node) or not node.op.startswith("call_"):
         return []
-    # Who writes a tensor shares its memory, whatever it returns.
+    # A node that writes a tensor shares its memory, whatever the node returns.
     writes = written(program, node)
     shared = _shared_by_module(program, node) if node.op == "call_module" else _shared(node)
     return list(dict.fromkeys(writes + shared))
 
 
 def writes_apart(program: Program, node: Node) -> bool:
-    """Whether a node writes memory that its own result has no part in, as a batch norm writes its running mean."""
+    """Whether a node writes memory that its result does not share, as a batch norm writes its running mean."""
     if not written(program, node) or returns_written(node):
         return False
     return not (_shared_by_module(program, node) if node.op == "call_module" else _shared(node))
@@ -186,9 +186,9 @@ def _shared_by_module(program: Program, node: Node) -> list[Node]:
 
 
 def _shared(node: Node) -> list[Node]:
-    """The arguments whose memory the result of a function may share."""
+    """Returns the arguments whose memory the result of a function may share."""
     name = operator_name(node)
-    # x.to(dtype) is x itself where x has that type already, and a copy otherwise.
+    # x.to(dtype) is x itself if x already has this dtype, and a copy otherwise.
     if name in _CASTS and _is_other_type(node):
         return []
     if node.target in (operator.getitem, getattr) or name in _CONVERSIONS:
@@ -196,17 +196,17 @@ def _shared(node: Node) -> list[Node]:
     if name in _VIEWS_UNSAID:
         return node.all_input_nodes
     if not _overloads(node):
-        # Without a schema nothing is known, so the result may be a view of any argument; Python arithmetic makes none.
+        # Without a schema, the result may be a view of any argument, except for Python arithmetic.
         known = ("_operator", "builtins", "math", "fxpipe.graph.operators")
         return [] if getattr(node.target, "__module__", "") in known else node.all_input_nodes
     shared = [source for _, value in _schema_arguments(node) for source in nodes_in(value)]
     if "dropout" in name:
-        shared += nodes_in(node.args[0] if node.args else None)  # in eval, the input itself
+        shared += nodes_in(node.args[0] if node.args else None)  # in eval mode, dropout returns its input
     return shared
 
 
 def _is_other_type(node: Node) -> bool:
-    """Whether the result is known to be of another type, or on another device, than the argument: so it is a copy."""
+    """Whether the result is known to have another dtype or device than the argument, so that it is a copy."""
     result = node.meta.get("val")
     source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
     if not (isinstance(result, Tensor) and isinstance(source, Tensor)):
@@ -215,7 +215,7 @@ def _is_other_type(node: Node) -> bool:
 
 
 def is_random(program: Program, node: Node) -> bool:
-    """Whether ``node`` may draw random numbers; so for what is not known."""
+    """Whether ``node`` may draw random numbers; True if the node is unknown."""
     if node.op == "call_module":
         if node.name in program.effects:
             return program.effects[node.name].draws_random
@@ -226,14 +226,14 @@ def is_random(program: Program, node: Node) -> bool:
     name = operator_name(node)
     if "dropout" in name or name in _RANDOM_FUNCTIONS:
         return True
-    # What is not known may draw: a stage with a seed too many costs nothing, one without draws other numbers.
+    # Unknown functions may draw: an unneeded seed costs nothing, a missing seed changes the random numbers.
     if node.op == "call_function" and not is_known(node.target):
         return True
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(node))
 
 
 def _draws_nothing(node: Node) -> bool:
-    """Whether an operation that can draw random numbers is asked, by its arguments, not to."""
+    """Whether the arguments of an operation turn its random draws off."""
     name = operator_name(node)
     if not ("dropout" in name or name in _SWITCHED):
         return False
@@ -244,7 +244,7 @@ def _draws_nothing(node: Node) -> bool:
 
 
 def used_tensors(program: Program, node: Node) -> dict[str, Tensor]:
-    """The same of a node and the parameters and buffers that it is given."""
+    """Returns the ``own_tensors`` of a node, and the parameters and buffers that are its arguments, by name."""
     found = own_tensors(program, node)
     for source in map(made_by, node.all_input_nodes):
         found |= own_tensors(program, source) if source.op == "get_attr" else {}
@@ -252,13 +252,13 @@ def used_tensors(program: Program, node: Node) -> dict[str, Tensor]:
 
 
 def own_writes(module: nn.Module) -> list[Tensor]:
-    """What a call of ``module`` writes of its own: batch statistics, power iterations, rows that grew too long.
+    """Returns the module's tensors that its call writes: batch statistics, power iterations, renormalised embeddings.
 
-    Whether it is in training mode or not, so that both have the same stages.
+    The result does not depend on the training mode, so that training and evaluation have the same stages.
     """
     found: list[Tensor] = []
     for part in module.modules():
-        hooks = part._forward_pre_hooks.values()  # nn.utils.spectral_norm is one that writes into buffers
+        hooks = part._forward_pre_hooks.values()  # nn.utils.spectral_norm is a hook that writes buffers
         if isinstance(part, _HAVE_STATISTICS) or any(isinstance(hook, SpectralNorm) for hook in hooks):
             found += part.buffers(recurse=False)
         elif getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
@@ -267,7 +267,7 @@ def own_writes(module: nn.Module) -> list[Tensor]:
 
 
 def is_known(target: Any) -> bool:
-    """Whether a function is torch's, Python's or our own; those of torchvision and others of that name are not."""
+    """Whether a function belongs to torch, Python or fxpipe; functions of torchvision and the like do not."""
     if isinstance(target, OpOverload):
         return target.namespace in ("aten", "prims")
     package = str(getattr(target, "__module__", None)).partition(".")[0]
@@ -277,14 +277,14 @@ def is_known(target: Any) -> bool:
 
 
 def operator_name(node: Node) -> str:
-    """``add_`` for ``x.add_(y)``, ``torch.Tensor.add_(x, y)`` and ``torch.ops.aten.add_.Tensor(x, y)`` alike."""
+    """Returns ``add_`` for each of ``x.add_(y)``, ``torch.Tensor.add_(x, y)``, ``torch.ops.aten.add_.Tensor(x, y)``."""
     if isinstance(node.target, OpOverload):
         return str(schema_of(node.target).name).rpartition("::")[2]
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
 def _overloads(node: Node) -> list[OpOverload]:
-    """The operators of torch that a node may call: the one that it names, or all of its name."""
+    """Returns the torch operators that a node may call: its own overload, or all overloads of its name."""
     if isinstance(node.target, OpOverload):
         return [node.target]
     return _named(operator_name(node))
@@ -299,14 +299,14 @@ def _named(name: str) -> list[OpOverload]:
 
 
 def nodes_in(value: Any) -> list[Node]:
-    """The nodes in an argument of a call, or in several, in order."""
+    """Returns the nodes in an argument or several arguments of a call, in order."""
     found: list[Node] = []
     fx.node.map_arg(value, found.append)
     return found
 
 
 class _AliasedArgument(NamedTuple):
-    """An argument that carries alias information in the schema of an operator. ``position``: None by name alone."""
+    """An argument with alias information in an operator's schema. ``position``: None for a keyword-only argument."""
 
     position: int | None
     name: str
@@ -315,7 +315,7 @@ class _AliasedArgument(NamedTuple):
 
 @cache
 def _schemas(target: str | OpOverload) -> tuple[_AliasedArgument, ...]:
-    """Those of an operator, or of all overloads of a name."""
+    """Returns the aliased arguments of an operator, or of all overloads of a name."""
     overloads = [target] if isinstance(target, OpOverload) else _named(target)
     return tuple(
         _AliasedArgument(None if argument.kwarg_only else position, argument.name, argument.alias_info.is_write)
@@ -326,7 +326,7 @@ def _schemas(target: str | OpOverload) -> tuple[_AliasedArgument, ...]:
 
 
 def _schema_arguments(node: Node) -> Iterator[tuple[bool, Any]]:
-    """(whether it is written, the value given) for each argument with alias information."""
+    """Yields (whether the argument is written, the passed value) for each argument with alias information."""
     target = node.target if isinstance(node.target, OpOverload) else operator_name(node)
     for argument in _schemas(target):
         if argument.position is not None and argument.position < len(node.args):
@@ -336,14 +336,14 @@ def _schema_arguments(node: Node) -> Iterator[tuple[bool, Any]]:
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
-    """Every argument of a call by name, in the order of its signature, defaults included.
+    """Returns all arguments of a call by name, in the order of the signature, including defaults.
 
-    Only the keyword arguments where the names of others are not known.
+    Returns only the keyword arguments if the names of positional arguments are not known.
     """
     if node.op == "call_function" and inspect.isfunction(node.target):
         try:
             bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        except (TypeError, ValueError):  # ValueError: behind the wrapper of x ** 2 is no Python function
+        except (TypeError, ValueError):  # ValueError: the wrapper of x ** 2 wraps no Python function
             return dict(node.kwargs)
         bound.apply_defaults()
         return bound.arguments

@@ -1,5 +1,5 @@
-"""Follow: cuts a later capture of a model as the first was: a stage is what holds certain modules and parameters,
-whatever another kind of batch runs of them. A stage of which it runs nothing is idle.
+"""Follow: cuts a later capture of a model like the first capture: a stage keeps its modules and parameters, whichever
+of them another kind of batch runs. A stage whose modules do not run is idle.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fxpipe.passes.union import Union
 def follow(program: Program, first: Program, units: Union[Node], after: dict[Node, set[Node]]) -> Program:
     """Fills ``Program.stage_of``: each node is in a stage of ``first`` that holds its parameters and runs its module.
 
-    ``units``: nodes that no cut may separate; ``after``: each, in topological order → those that use its values. Where
-    several stages would do, the node is where its counterpart is in ``first``, or else in the first of them.
+    ``units``: nodes that no cut may separate; ``after``: unit → its users, in topological order. If several stages fit,
+    the node takes the stage of its counterpart in ``first``, or else the first that fits.
     """
     numbers = set(range(len(first.stage_names)))
     held, inside, opened, counterpart = _held(first), _inside(first), _opened(first), _counterparts(first, program)
@@ -40,7 +40,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
         allowed[unit] = allowed[unit] & may or {max(min(allowed[unit]), min(may))}
         if node in counterpart:
             known[unit] = counterpart[node]
-    # 2. No later than what uses it, no earlier than what it uses.
+    # 2. A unit's stage is no later than its users' stages, and no earlier than its inputs' stages.
     last: dict[Node, int] = {}
     for unit, users in reversed(after.items()):
         last[unit] = min([max(allowed[unit]), *(last[user] for user in users)])
@@ -54,7 +54,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
 
 
 def _inside(first: Program) -> dict[str, set[int]]:
-    """Submodule → the stages that it runs in."""
+    """Returns submodule → the stages that it runs in."""
     found: dict[str, set[int]] = {}
     for node in first.nodes:
         for path in called_in(node) if node.name in first.stage_of else ():
@@ -63,7 +63,7 @@ def _inside(first: Program) -> dict[str, set[int]]:
 
 
 def _held(first: Program) -> dict[int, set[int]]:
-    """Parameter or buffer, by identity → the stages that use it."""
+    """Returns id of a parameter or buffer → the stages that use it."""
     found: dict[int, set[int]] = {}
     for node, stages in _stages_of(first).items():
         for tensor in _tensors(first, node) if stages else ():
@@ -72,7 +72,7 @@ def _held(first: Program) -> dict[int, set[int]]:
 
 
 def _earliest(program: Program, held: dict[int, set[int]]) -> dict[Node, int]:
-    """Copied node → the first stage that holds all parameters and buffers that it is computed from."""
+    """Returns copied node → the first stage that holds all parameters and buffers that the node depends on."""
     found: dict[Node, int] = {}
     for node in program.nodes:
         if node.name in program.copied:
@@ -82,7 +82,7 @@ def _earliest(program: Program, held: dict[int, set[int]]) -> dict[Node, int]:
 
 
 def _opened(first: Program) -> dict[Hashable, int]:
-    """Boundary → the first stage behind it."""
+    """Returns boundary → the first stage behind it."""
     markers, found = _markers(first), dict[Hashable, int]()
     for node in [node for node in first.nodes if node.name in first.stage_of]:
         stage = first.stage_of[node.name]
@@ -92,7 +92,7 @@ def _opened(first: Program) -> dict[Hashable, int]:
 
 
 def _markers(program: Program) -> dict[Node, Hashable]:
-    """Each boundary, and what it is known by: its name, and how many of that name are in front of it."""
+    """Returns boundary → its key: its name, and the number of earlier boundaries with this name."""
     seen: Counter[object] = Counter()
     found: dict[Node, Hashable] = {}
     for node in filter(is_boundary, program.nodes):
@@ -102,14 +102,14 @@ def _markers(program: Program) -> dict[Node, Hashable]:
 
 
 def _crossed(node: Node) -> list[Node]:
-    """The last boundaries in front of what a node reads."""
+    """Returns the last boundary in front of each value that a node reads."""
     return [operand.all_input_nodes[0] for operand in node.all_input_nodes if is_boundary_value(operand)]
 
 
 def _counterparts(first: Program, program: Program) -> dict[Node, int]:
-    """The stages of those nodes that ``first`` has too, by the submodules that they are called in, and operations.
+    """Returns node → the stage of its counterpart in ``first``, matched by submodule and operation.
 
-    Names show nothing: a capture with symbolic sizes asks for them, and numbers its nodes otherwise.
+    Names do not match: a capture with symbolic sizes has nodes for sizes, and numbers its nodes differently.
     """
     before: dict[tuple[str, ...], list[Node]] = {}
     now: dict[tuple[str, ...], list[Node]] = {}
@@ -126,16 +126,16 @@ def _counterparts(first: Program, program: Program) -> dict[Node, int]:
 
 
 def _tensors(program: Program, node: Node) -> set[int]:
-    """The parameters and buffers that a node uses itself, by identity."""
+    """Returns the ids of the parameters and buffers that a node itself uses."""
     return set(map(id, used_tensors(program, node).values()))
 
 
 def _read_where_held(program: Program, held: dict[int, set[int]]) -> Program:
-    """``program``; a parameter or buffer that other stages hold is read in one of those, and sent from there.
+    """Makes a holding stage read and send a parameter or buffer that a stage without it uses, since the ranks of other
+    stages have released it.
 
-    So a buffer of zeros in evaluation, for the loss of vector_quantize_pytorch's quantisers, and T5's bias by position,
-    which training sends where its layer is checkpointed: the ranks of other stages have let go of them.
-    """
+    Examples are a buffer of zeros in evaluation, for the loss of vector_quantize_pytorch's quantisers, and T5's
+    position bias, which training sends if its layer is checkpointed."""
     program = program.with_own_graph()
     graph = program.graph
     stage_of, copied = dict(program.stage_of), set(program.copied)
@@ -144,7 +144,7 @@ def _read_where_held(program: Program, held: dict[int, set[int]]) -> Program:
         stages = _stages_of(program)[node] if holders else set()
         if stages <= holders or min(holders) > min(stages):
             continue
-        # What is computed from it alone and copied moves along, so that the sent value is one.
+        # Copied nodes that depend on it move along, so that a single value is sent.
         source, made = min(holders), {node}
         for each in graph.nodes:
             if each.name in copied and made.intersection(map(made_by, each.all_input_nodes)):
@@ -162,7 +162,7 @@ def _read_where_held(program: Program, held: dict[int, set[int]]) -> Program:
 
 
 def _stages_of(program: Program) -> dict[Node, set[int]]:
-    """The stages in which each node is computed, or read: of what is copied, those of all that use it."""
+    """Returns node → the stages that compute or read it; for a copied node, the stages of all its users."""
     found: dict[Node, set[int]] = {}
     for node in reversed(program.nodes):
         if node.op == "output":

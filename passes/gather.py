@@ -1,8 +1,8 @@
-"""Gather: which stages run once for a group of micro-batches: those behind a boundary that gathers, and all after.
+"""Gather: finds the stages that run once for a group of micro-batches: all stages behind a boundary that gathers.
 
-What enters one comes from each micro-batch, or from another such stage as the group's. A value of the first kind
-crosses a boundary that gathers, or none: inputs, and what bypasses a boundary, are gathered as the stage's others are.
-"""
+Such a stage takes values of each micro-batch, or a whole group's values from another such stage. A value of each
+micro-batch crosses a gathering boundary, or none: inputs, and values that bypass a boundary, are gathered like the
+stage's other values."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from fxpipe.passes.effects import is_number, operator_name, used_tensors, writte
 
 @dataclass(frozen=True)
 class Entering:
-    """A value that a stage is given, an input or one of another stage, as one of its nodes reads it.
+    """A value that enters a stage, a batch input or another stage's value, and a node of the stage that reads it.
 
-    ``gather``: what the last boundary in front of the reader that gathers says; ``boundary``: the last one of any kind.
+    ``gather``: the ``Gather`` of the last gathering boundary before the reader; ``boundary``: the last boundary.
     """
 
     value: Node
@@ -41,13 +41,13 @@ class Entering:
 
 
 def gather(program: Program) -> Program:
-    """Fills ``Program.gathered``; PartitionError where a value has no way into such a stage."""
+    """Fills ``Program.gathered``; PartitionError if a value cannot enter such a stage."""
     if not any(is_boundary(node) and gather_of(node) for node in program.nodes):
         return program
     found: dict[int, Gathered] = {}
     for stage, readers in sorted(readers_of(program).items()):
         arriving = list(entering(program, stage, readers))
-        # what boundaries gather that stand behind copied values, such as masks, which the stage computes by itself
+        # The Gathers of boundaries behind copied values, such as masks, which the stage computes itself.
         operands = [o for node in readers for o in node.all_input_nodes if made_by(o).name in program.copied]
         of_copies = [said for said, _ in map(crossed, operands) if said is not None]
         said = [arrival.gather for arrival in arriving if arrival.gather is not None] + of_copies
@@ -57,7 +57,7 @@ def gather(program: Program) -> Program:
             continue
         if len(groups) > 1:
             _fail(program, stage, f"is given groups of several sizes, group={sorted(groups, key=str)}; write one")
-        # whose rows enter: the group's alone, or every replica's, too
+        # Whether the rows of only this replica's group enter, or those of every replica.
         modes = {gathering.mode for gathering in of_copies}
         for arrival, source in zip(arriving, sources, strict=True):
             if arrival.gather is not None and (source is None or arrival.gather.mode == "global"):
@@ -82,7 +82,7 @@ def gather(program: Program) -> Program:
 
 
 def readers_of(program: Program) -> dict[int, list[Node]]:
-    """Stage → its own nodes in program order, and what returns the result for the stage that has it."""
+    """Returns stage → its own nodes in program order; the output node belongs to the stage that has the result."""
     found: dict[int, list[Node]] = {}
     for node in program.nodes:
         stage = program.output_stage if node.op == "output" else program.stage_of.get(node.name)
@@ -92,16 +92,16 @@ def readers_of(program: Program) -> dict[int, list[Node]]:
 
 
 def entering(program: Program, stage: int, readers: Sequence[Node]) -> Iterator[Entering]:
-    """What a stage is given, in the order in which it is read; what is copied is looked through.
+    """Yields the values that enter a stage, in the order in which they are read, through copied nodes.
 
-    ``readers``: the stage's, as ``readers_of`` has them.
+    ``readers``: the stage's nodes, from ``readers_of``.
     """
     seen: set[Node] = set()
     waiting = list(readers)
     for reader in waiting:
         for operand in reader.all_input_nodes:
             value = made_by(operand)
-            # A copied node is computed in the stage itself, so its own operands are what enters.
+            # The stage itself computes a copied node, so the copied node's operands enter the stage.
             if value.name in program.copied:
                 if value not in seen:
                     seen.add(value)
@@ -111,10 +111,10 @@ def entering(program: Program, stage: int, readers: Sequence[Node]) -> Iterator[
 
 
 def way(program: Program, stage: int, arrival: Entering) -> Mode | None:
-    """How a value comes into a stage: gathered, or None: as it is."""
+    """Returns the mode in which a value is gathered when it enters a stage; None if it is not gathered."""
     if stage not in program.gathered:
         return None
-    if program.stage_of.get(arrival.value.name) in program.gathered:  # it is the group's already
+    if program.stage_of.get(arrival.value.name) in program.gathered:  # the value is the whole group's already
         return "global" if arrival.gather is not None and arrival.gather.mode == "global" else None
     if arrival.gather is not None:
         return arrival.gather.mode
@@ -123,7 +123,7 @@ def way(program: Program, stage: int, arrival: Entering) -> Mode | None:
 
 
 def crossed(operand: Node) -> tuple[Gather | None, Node | None]:
-    """What the boundaries in front of a reader gather, and the last of them."""
+    """Returns the last ``Gather`` of the boundaries in front of a reader, and the last of these boundaries."""
     found: Gather | None = None
     last: Node | None = None
     while is_boundary_value(operand):
@@ -135,7 +135,7 @@ def crossed(operand: Node) -> tuple[Gather | None, Node | None]:
 
 
 def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> None:
-    """PartitionError for what cannot enter. ``gathers``: whether the stage is behind a boundary that gathers."""
+    """PartitionError for a value that cannot enter. ``gathers``: whether the stage is behind a gathering boundary."""
     value, gathered = arrival.value, program.gathered
     text = f"is given {value.name}{where(value) or where(arrival.reader)}"
     source = gathered.get(program.stage_of.get(value.name, -1))
@@ -165,7 +165,7 @@ def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> No
 
 
 def _batch_norm(program: Program, node: Node) -> str | None:
-    """The name of a norm in training whose running statistics a node writes."""
+    """Returns the name of a norm in training mode whose running statistics a node writes; else None."""
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in used_tensors(program, node)):
         module = program.module.get_submodule(owner)
         if isinstance(module, _NORMS) and module.training and module.running_mean is not None:

@@ -1,4 +1,4 @@
-"""Mark copies: the nodes that each stage needing them computes for itself, such as masks and ``logit_scale.exp()``."""
+"""Mark copies: finds the nodes that each stage computes for itself, such as masks and ``logit_scale.exp()``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fxpipe.passes.effects import is_random
 
 
 def mark_copies(program: Program) -> Program:
-    """Fills ``Program.copied``: deterministic nodes without writes, on inputs alone or on parameters alone."""
+    """Fills ``Program.copied``: deterministic nodes without writes that depend on inputs or parameters alone."""
     changing = set(frozenset().union(*program.written))
     changing |= {node.name for holders in holders_of_written(program) for node in holders}
-    roots: dict[fx.Node, frozenset[str]] = {}  # what a source or copied node depends on: "input", "parameter"
+    roots: dict[fx.Node, frozenset[str]] = {}  # source or copied node → its dependencies: "input", "parameter"
     copied: set[str] = set()
     for node in program.nodes:
         if node.name in changing:
@@ -23,7 +23,7 @@ def mark_copies(program: Program) -> Program:
         elif node.op == "get_attr":
             roots[node] = _kind(program, str(node.target))
         elif is_compute(node) and all(made_by(operand) in roots for operand in node.all_input_nodes):
-            # A mix of inputs and parameters is the model's own work, and is done once.
+            # Nodes that depend on inputs and parameters are the model's own work, and are computed once.
             depends = frozenset().union(*(roots[made_by(operand)] for operand in node.all_input_nodes))
             if node.op == "call_module" and any(True for _ in program.attribute(node).parameters()):
                 depends |= {"parameter"}

@@ -1,4 +1,4 @@
-"""Name stages: after the earliest named boundary that opens them, or else after their greatest submodule."""
+"""Name stages: names a stage after the earliest named boundary that opens it, or else its largest submodule."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def name_stages(program: Program) -> Program:
 
 
 def _opened(program: Program) -> dict[int, str]:
-    """Stage → the name of the earliest named boundary that opens it.
+    """Returns stage → the name of the earliest named boundary that opens it.
 
-    Boundaries open a stage that uses a value from behind them, unless they lie before others that do: a skip
-    connection from behind an earlier boundary opens nothing.
+    A boundary opens a stage that uses a value from behind the boundary, unless it precedes another such boundary: a
+    skip connection from behind an earlier boundary opens nothing.
     """
-    crossed: dict[int, list[list[Node]]] = {}  # stage → for each value that it uses, the boundaries in front of it
-    before: dict[Node, set[Node]] = {}  # node → boundaries before it
+    crossed: dict[int, list[list[Node]]] = {}  # stage → the boundaries in front of each value that it uses
+    before: dict[Node, set[Node]] = {}  # node → the boundaries before it
     for node in program.nodes:
         before[node] = set().union(*(before[o] | ({o} if is_boundary(o) else set()) for o in node.all_input_nodes))
         if is_boundary_value(node):
             value, path = node, list[Node]()
-            while is_boundary_value(value):  # the boundaries up to the node that makes it, the earliest first
+            while is_boundary_value(value):  # collect the boundaries back to the value's maker, the earliest first
                 path.insert(0, value.all_input_nodes[0])
                 value = before_boundary(value)
             users = {program.stage_of[user.name] for user in node.users if user.name in program.stage_of}
@@ -55,7 +55,7 @@ def _opened(program: Program) -> dict[int, str]:
                 crossed.setdefault(stage, []).append(path)
     found: dict[int, str] = {}
     for stage, paths in crossed.items():
-        # A boundary that lies before another one of this stage opened an earlier stage.
+        # A boundary before another boundary of this stage opened an earlier stage.
         earlier = set().union(*(before[path[0]] for path in paths))
         openers = {boundary for path in paths if path[0] not in earlier for boundary in path}
         names = [boundary.args[1] for boundary in sorted(openers)]
@@ -64,11 +64,11 @@ def _opened(program: Program) -> dict[int, str]:
 
 
 def _greatest_submodule(program: Program, members: list[Node], stages_in: dict[str, set[int]]) -> str | None:
-    """Of the highest submodules that run wholly inside this stage the one of most parameters; of equal ones the first.
+    """Returns the submodule with most parameters among the outermost that run in this stage only; the first if equal.
 
-    A submodule that is called elsewhere does not distinguish this stage from others.
+    A submodule that also runs in another stage does not distinguish this stage.
     """
-    held: dict[str, dict[int, int]] = {}  # submodule → the numbers of elements of its parameters, by identity
+    held: dict[str, dict[int, int]] = {}  # submodule → id of a parameter → its number of elements
     for node in members:
         path = next((path for path in called_in(node) if len(stages_in[path]) == 1), None)
         if path is None:

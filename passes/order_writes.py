@@ -1,7 +1,7 @@
-"""Order writes: later uses of a written value come to use the result of the write.
+"""Order writes: makes later uses of a written value use the result of the write.
 
-A write such as ``mask[i] = 1`` returns nothing, and in the graph nothing depends on it: whoever follows edges alone
-would put it into the wrong stage. After this pass the order of writes and reads is a matter of edges.
+A write such as ``mask[i] = 1`` returns nothing, and no node of the graph depends on it: a pass that follows edges would
+put it into the wrong stage. After this pass, edges express the order of writes and reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxpipe.passes.effects import is_item_write, returns_written, written
 
 
 def order_writes(program: Program) -> Program:
-    """Program → the same program, with every write an edge to the reads behind it."""
+    """Returns the program with an edge from every write to the later reads."""
     program = program.with_own_graph()
     for node in list(program.nodes):
         targets = written(program, node)
@@ -28,7 +28,7 @@ def order_writes(program: Program) -> Program:
                 )
         if not targets:
             continue
-        # Only what comes later reads the written value; earlier readers keep the old one.
+        # Only later nodes read the written value; earlier readers keep the old value.
         result = _as_expression(program.graph, node)
         if result is not None:
             targets[0].replace_all_uses_with(result, lambda user: user is not result and result < user)  # noqa: B023
@@ -36,7 +36,7 @@ def order_writes(program: Program) -> Program:
 
 
 def _as_expression(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The node whose value is the tensor that ``node`` has written; None where it returns something else."""
+    """Returns a node whose value is the tensor that ``node`` has written; None if ``node`` returns something else."""
     if is_item_write(node):
         with graph.inserting_after(node):
             expression = graph.create_node("call_function", setitem, node.args, {}, name=f"{node.name}_written")

@@ -1,15 +1,15 @@
-"""Partition: which stage each node runs in. The rule, in the words of the contract:
+"""Partition: assigns each node to a stage, by this rule:
 
-1. Inputs, parameters, buffers, what is behind a boundary, and copied nodes connect nothing.
-2. An edge u→v without a boundary on it is cut all the same if it bypasses one: u is before it and v behind it.
-3. What remains connected is a piece. Where pieces wait for each other, their nodes are separated wherever their sets
-   of boundaries downstream differ, so that code moves to the side of its consumers; repeat while a cycle remains.
+1. Inputs, parameters, buffers, values behind a boundary, and copied nodes connect no other nodes.
+2. An edge u→v without a boundary on it is also cut if it bypasses a boundary: u is before the boundary, v behind it.
+3. Nodes that remain connected form a piece. If pieces wait for each other, their nodes are separated wherever their
+   sets of downstream boundaries differ, so that code moves to the side of its consumers; repeat while a cycle remains.
 4. The pieces are the stages, in topological order, ties in program order.
 
-An assertion, and what is computed for assertions alone, runs with the latest value that it looks at, on that value's
-side of a boundary, and is never a stage of its own.
+An assertion, and a node that only assertions use, runs with the latest value that it reads, on that value's side of a
+boundary, and never forms its own stage.
 
-It ends: every edge between fully separated pieces strictly shrinks the set of boundaries downstream.
+The iteration ends, since every edge between fully separated pieces strictly shrinks the set of downstream boundaries.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class _FlowEdge:
-    """A value made by ``source`` and used by ``target``; ``marked``: through a boundary."""
+    """A value that ``source`` computes and ``target`` uses; ``marked``: through a boundary."""
 
     source: Node
     target: Node
@@ -55,7 +55,7 @@ class _FlowEdge:
 
 
 def partition(program: Program) -> Program:
-    """Fills ``Program.stage_of`` by the rule above, or as in ``Program.first``; PartitionError where no such cut keeps
+    """Fills ``Program.stage_of`` by the rule above, or as in ``Program.first``; PartitionError if no such cut preserves
     the program's meaning."""
     flow = _Flow(program)
     if program.first is not None:
@@ -66,38 +66,38 @@ def partition(program: Program) -> Program:
         return follow(
             program, program.first, flow.units, {unit: after[unit] for unit in sorted(after, key=order.__getitem__)}
         )
-    # 1: only edges between the nodes to place count; _Flow leaves inputs, parameters, boundaries and copies out
+    # 1: only edges between the nodes to place count; _Flow omits inputs, parameters, boundaries and copied nodes
     find, upstream = flow.units.find, flow.upstream()
     downstream = flow.downstream()
-    # 2: what bypasses a boundary is cut
+    # 2: cut edges that bypass a boundary
     joined, cut = list[_FlowEdge](), list[_FlowEdge]()
     for edge in flow.edges:
         source, target = find(edge.source), find(edge.target)
         is_joined = not edge.marked and (source == target or not downstream[source] & upstream[target])
         (joined if is_joined else cut).append(edge)
-    # 3: pieces, separated until none waits for another that waits for it
+    # 3: separate pieces until no pieces wait for each other
     separated: set[Node] = set()
     while True:
         pieces = Union(flow.nodes)
         for node in flow.nodes:
             pieces.join(find(node), node)
         for edge in joined:
-            # Code moves to the side of its consumers: nodes that the same boundaries follow stay together.
+            # Code moves to the side of its consumers: nodes with the same downstream boundaries stay together.
             apart = downstream[find(edge.source)] != downstream[find(edge.target)]
             if not (apart and edge.source in separated and edge.target in separated):
                 pieces.join(edge.source, edge.target)
-        # a piece waits for itself through others, or directly, around a boundary
+        # A piece waits for itself through other pieces, or directly, by an edge around a boundary.
         after = flow.after(pieces)
         cycles = {piece for component in components(after) if len(component) > 1 for piece in component}
         cycles |= {pieces.find(edge.source) for edge in cut if pieces.same(edge.source, edge.target)}
         waiting = [node for node in flow.nodes if pieces.find(node) in cycles]
         if not waiting:
             break
-        # What still waits although all of it is separated is held together by a unit, which nothing may cut.
+        # If all waiting nodes are separated already, a unit that no cut may separate holds them together.
         if separated.issuperset(waiting):
             raise _cycle(program, waiting)
         separated.update(waiting)
-    # 4: topological order, the piece that begins first in the program first
+    # 4: topological order; among ties, the piece that begins first in the program comes first
     order = topological_order({piece: place for place, piece in enumerate(after)}, after)
     program = program.replace(stage_of={node.name: order[pieces.find(node)] for node in flow.nodes})
     _check_writes(program, flow.edges)
@@ -105,22 +105,22 @@ def partition(program: Program) -> Program:
 
 
 class _Flow:
-    """What the rule looks at: the nodes to place, the edges between them, the boundaries on and before those.
+    """The input of the rule: the nodes to place, the edges between them, and the boundaries on and before the edges.
 
-    A shape query belongs to what it asks, also behind a boundary, unless that gathers: it is the number that crosses.
+    A shape query joins its tensor, also across a boundary that does not gather: then the number crosses the boundary.
     """
 
     def __init__(self, program: Program) -> None:
         self.nodes = [n for n in program.nodes if is_compute(n) and n.name not in program.copied]
         self.edges: list[_FlowEdge] = []
         self.units = Union(self.nodes)
-        """Nodes that no cut may separate: what shares written memory, what forward itself differentiates, and a shape
-        query with what it asks."""
-        self._arrows: list[tuple[Node, Node]] = []  # who is before whom, boundaries included
-        self._behind: dict[Node, frozenset[Node]] = {}  # the boundaries that a copied node or a number is behind
+        """Nodes that no cut may separate: nodes that share written memory, nodes that forward itself differentiates,
+        and a shape query with its tensor."""
+        self._arrows: list[tuple[Node, Node]] = []  # (earlier node, later node), including boundaries
+        self._behind: dict[Node, frozenset[Node]] = {}  # copied node or number → the boundaries that it is behind
         self._markers = [node for node in program.nodes if is_boundary(node)]
-        self._is_first = program.first is None  # capture: later ones are not cut at their boundaries
-        # Units first: the arrows below go from unit to unit, and the checks look at what is joined already.
+        self._is_first = program.first is None  # later captures are not cut at their boundaries
+        # Units first: the arrows below go from unit to unit, and later steps read the joined units.
         self._join_written(program)
         for path in inner_gradients(program):
             self._join(path)
@@ -137,24 +137,24 @@ class _Flow:
         by_name = {node.name: node for node in program.nodes}
         for group in program.written:
             members = [by_name[name] for name in sorted(group)]
-            # The value behind a boundary is a copy of the one in front of it; only its own stage writes it.
-            copies = [node for node in members if is_boundary_value(node)]  # whoever reads one must see what is written
+            # The value behind a boundary is a copy of the value in front; only its own stage writes the copy.
+            copies = [node for node in members if is_boundary_value(node)]  # readers of a copy must see the writes
             self._join([*members, *(reader for node in copies for reader in node.users)])
         for holders in holders_of_written(program):
             named = [node for node in holders if node.op == "get_attr"]
             self._join([*holders, *(reader for node in named for reader in readers(node))])
 
     def join_readers_of_written(self, program: Program) -> None:
-        """Joins what could not run in another stage than a write.
+        """Joins readers that must run in the same stage as a write.
 
-        A value leaves its stage as it is at the end, and an input comes as the batch has it: who reads one as it was
-        before a write, or by another name than was written, stays with the write.
+        A value leaves its stage in its final state, and an input arrives as in the batch: a node that reads the value
+        from before a write, or the written input by an older name, stays with the write.
         """
         for edge, _ in reads_before_writes(program, self.edges):
             self.units.join(edge.source, edge.target)
         for _, write, reader in reads_of_written_inputs(program):
             self._join([write, reader])
-        # an attribute of Python's that a region changes is one rank's own
+        # A Python attribute that an opaque region changes exists on each rank separately.
         users: dict[tuple[str, str], Node] = {}
         for node in self.nodes:
             for call in opaque_calls(program.opaque.get(str(node.target))):
@@ -162,7 +162,7 @@ class _Flow:
                     self.units.join(users.setdefault(attribute, node), node)
 
     def join_cycles(self) -> None:
-        """Units that wait for each other become one."""
+        """Joins units that wait for each other."""
         for component in components(self.after(self.units)):
             self.units.join(*component)
 
@@ -172,9 +172,9 @@ class _Flow:
             self.units.join(*placed)
 
     def _resolve(self, value: Node) -> tuple[Node, frozenset[Node]]:
-        """The node that makes a value, and the boundaries that the value has crossed on its way from there."""
+        """Returns the node that computes a value, and the boundaries between that node and the value's reader."""
         crossed: set[Node] = set()
-        # A value may cross several boundaries on its way; each of them separates its maker from its reader.
+        # A value may cross several boundaries; each boundary separates its maker from its reader.
         while is_boundary_value(value):
             crossed.add(value.all_input_nodes[0])
             value = before_boundary(value)
@@ -195,13 +195,13 @@ class _Flow:
         sources = [source for source, _ in operands if source in self.units]
         behind = frozenset[Node]().union(*(crossed for _, crossed in operands))
         if node in self._checks and sources:
-            latest = max(sources)  # which has the value before it crosses any boundary
+            latest = max(sources)  # holds the value before the value crosses any boundary
             self._join([latest, node])
             self.edges += [_FlowEdge(source, node, True) for source in sources if source is not latest]
             self._add_arrows(node, [(source, frozenset()) for source in sources])
         elif node not in self.units:
             self._behind[node] = behind
-        # behind a boundary that gathers, that boundary alone decides how many rows there are
+        # A gathering boundary changes the number of rows, so that a query behind it stays behind it.
         elif is_number(node) and len({self.units.find(s) for s in sources}) == 1 and not any(map(gather_of, behind)):
             self._join([node, *sources])
             self._behind[node] = behind
@@ -215,7 +215,7 @@ class _Flow:
             self._arrows += [(earlier, node) for earlier in before]
 
     def after(self, groups: Union[Node]) -> dict[Node, set[Node]]:
-        """Each group, in the order in which they begin → the others that use values of it."""
+        """Returns group, in the order of the groups' first nodes → the other groups that use its values."""
         found: dict[Node, set[Node]] = {groups.find(node): set() for node in self.nodes}
         for edge in self.edges:
             if not groups.same(edge.source, edge.target):
@@ -223,21 +223,21 @@ class _Flow:
         return found
 
     def downstream(self) -> dict[Node, int]:
-        """For each unit the boundaries that it is before, a bit each."""
+        """Returns unit → the bits of the boundaries that the unit is before."""
         return self._spread([(after, before) for before, after in reversed(self._arrows)])
 
     def upstream(self) -> dict[Node, int]:
-        """For each unit the boundaries that it is behind, a bit each."""
+        """Returns unit → the bits of the boundaries that the unit is behind."""
         return self._spread(self._arrows)
 
     def _spread(self, arrows: list[tuple[Node, Node]]) -> dict[Node, int]:
-        """What reaches each unit along the arrows, from the boundaries on."""
+        """Returns unit → the bits of the boundaries from which arrows lead to the unit."""
         unit = {node: self.units.find(node) for node in self.nodes}
         found = dict.fromkeys(unit.values(), 0)
-        # One bit for each boundary: the union of two sets is a single "or", however many boundaries there are.
+        # A bit per boundary: the union of two sets is a single "or", for any number of boundaries.
         found |= {marker: 1 << place for place, marker in enumerate(self._markers)}
         changed = True
-        while changed:  # once around is enough unless a unit spans much of the program
+        while changed:  # a single iteration suffices unless a unit spans much of the program
             changed = False
             for start, end in ((unit.get(start, start), unit.get(end, end)) for start, end in arrows):
                 now = found[end] | found[start]
@@ -246,7 +246,7 @@ class _Flow:
 
 
 def _checks(nodes: list[Node]) -> set[Node]:
-    """The nodes that only assertions need, and these."""
+    """Returns the assertions, and the nodes that only assertions use."""
     found: set[Node] = set()
     # Backwards: all users of a node are known before it.
     for node in reversed(nodes):
@@ -256,8 +256,8 @@ def _checks(nodes: list[Node]) -> set[Node]:
 
 
 def _check_writes(program: Program, edges: list[_FlowEdge]) -> None:
-    """PartitionError where another stage wants a value, or an input, as a write leaves it nowhere: a value leaves its
-    stage as it is at the end, and an input comes as the batch has it."""
+    """PartitionError if a node in another stage reads a value from before a write, or a written input: a value leaves
+    its stage in its final state, and an input arrives as in the batch."""
     for edge, write in reads_before_writes(program, edges):
         if program.stage_of[edge.source.name] != program.stage_of[edge.target.name]:
             raise PartitionError(
@@ -275,7 +275,7 @@ def _check_writes(program: Program, edges: list[_FlowEdge]) -> None:
 
 
 def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tuple[_FlowEdge, Node]]:
-    """(edge, write): the edge's value is read as it was before the last write to its memory."""
+    """Yields (edge, write): the edge's target reads the value from before the last write to its memory."""
     writes = _writes(program)
     for edge in edges:
         own = writes.get(edge.source.name)
@@ -284,7 +284,7 @@ def reads_before_writes(program: Program, edges: list[_FlowEdge]) -> Iterator[tu
 
 
 def reads_of_written_inputs(program: Program) -> Iterator[tuple[Node, Node, Node]]:
-    """(input, write, reader): the input is read after the first write to its memory, by a name of it that is older."""
+    """Yields (input, write, reader): the reader comes after the first write to the input's memory, by an older name."""
     writes = _writes(program)
     for node in program.nodes:
         if node.op == "placeholder" and node.name in writes:
@@ -293,7 +293,7 @@ def reads_of_written_inputs(program: Program) -> Iterator[tuple[Node, Node, Node
 
 
 def _writes(program: Program) -> dict[str, list[Node]]:
-    """Node name → the writes, in program order, to the memory that it is a part of."""
+    """Returns node name → the writes, in program order, to the memory of the node."""
     found: dict[str, list[Node]] = {}
     for group in program.written:
         writes: list[Node] = []
@@ -305,18 +305,18 @@ def _writes(program: Program) -> dict[str, list[Node]]:
 
 
 def components(after: dict[T, set[T]]) -> list[list[T]]:
-    """Strongly connected components: the two walks of Kosaraju and Sharir (1981)."""
+    """Returns the strongly connected components, by the two walks of Kosaraju and Sharir (1981)."""
     before: dict[T, list[T]] = {node: [] for node in after}
     for node, targets in after.items():
         for target in targets:
             before[target].append(node)
-    # The second walk goes against the arrows, from the node that the first walk left last.
+    # The second walk follows reversed edges, from the node that the first walk left last.
     left = [node for walk in _walks(after, after) for node in walk]
     return _walks(before, reversed(left))
 
 
 def _walks(after: Mapping[T, Iterable[T]], starts: Iterable[T]) -> list[list[T]]:
-    """From each start what no earlier one has reached, depth first, in the order in which the nodes are left."""
+    """Returns the nodes that each start's walk reaches first, in the order in which a depth-first walk leaves them."""
     seen: set[T] = set()
     found = []
     for start in starts:
@@ -339,7 +339,7 @@ def _walks(after: Mapping[T, Iterable[T]], starts: Iterable[T]) -> list[list[T]]
 
 
 def _cycle(program: Program, waiting: list[Node]) -> PartitionError:
-    """Only what must not be separated can still wait for itself."""
+    """Returns the error for nodes that wait for themselves: only nodes that no cut may separate can remain."""
     shared = frozenset().union(*program.written)
     stuck = [node for node in waiting if node.name in shared] or waiting
     names = ", ".join(f"{node.name}{where(node)}" for node in stuck[:4])
@@ -349,20 +349,20 @@ def _cycle(program: Program, waiting: list[Node]) -> PartitionError:
     )
 
 
-# --- Lone writes: those that no value leads to or from, such as a batch norm's count of its calls ---
+# --- Lone writes: writes without edges to or from other nodes, such as a batch norm's count of its calls ---
 
 
 def hosts_of_lone_writes(program: Program, units: Union[Node]) -> list[tuple[Node, Node]]:
-    """(a node of each unit that only writes, the node to run it with), for units of the nodes to place.
+    """Returns (a node of the unit, the node to run it with) for each unit that only writes.
 
-    It is the next node of the same submodule, or of the nearest around it; or else the last of all.
+    The host is the next node of the same submodule, or of the nearest enclosing submodule; or else the last node.
     """
     connected = _connected(program, units)
     written = frozenset().union(*program.written)
     hosts: dict[Node, tuple[Node, Node | None]] = {}
     following: dict[str, Node] = {}  # submodule → the next node that was called in it
     last: Node | None = None
-    # Backwards, so that the next node of each submodule is known where a lone write is met.
+    # Backwards, so that at a lone write the next node of each submodule is known.
     for node in reversed(program.nodes):
         if node not in units:
             continue
@@ -379,7 +379,7 @@ def hosts_of_lone_writes(program: Program, units: Union[Node]) -> list[tuple[Nod
 
 
 def _connected(program: Program, units: Union[Node]) -> set[Node]:
-    """The units that a value leads to or from."""
+    """Returns the units with an edge to or from another unit, or to the output."""
     found: set[Node] = set()
     for node in program.nodes:
         for source in map(made_by, node.all_input_nodes):
@@ -392,12 +392,12 @@ def _connected(program: Program, units: Union[Node]) -> set[Node]:
     return found
 
 
-# --- Inner gradients: what forward itself differentiates (forces, gradient penalties) must lie in one stage ---
+# --- Inner gradients: nodes that forward itself differentiates (forces, gradient penalties) must be in one stage ---
 
 
 def inner_gradients(program: Program) -> list[list[Node]]:
-    """For each ``torch.autograd.grad`` in forward, the call and the nodes that it goes through; TraceError where a
-    boundary is one of them."""
+    """Returns, for each ``torch.autograd.grad`` in forward, the nodes that the gradient passes, and the call;
+    TraceError if a boundary is among these nodes."""
     found = []
     for node in program.nodes:
         if node.target is not torch.autograd.grad:
@@ -415,17 +415,17 @@ def inner_gradients(program: Program) -> list[list[Node]]:
 
 
 def _between(program: Program, call: Node) -> list[Node]:
-    """The nodes on the way from what a gradient is taken by to what it is taken of, in program order.
+    """Returns the nodes between a gradient's ``inputs`` and its ``outputs``, in program order.
 
-    A write is on the way where what it writes is. A parameter enters with the modules that hold it, too.
+    A write is between them if its target is. A parameter among the inputs also starts at the modules that hold it.
     """
     given = named_arguments(call)
     sources = set(nodes_in(given["inputs"]))
-    # A gradient by a parameter starts at every module that holds the parameter, too.
+    # The gradient with respect to a parameter also starts at every module that holds the parameter.
     tensors = {tensor for source in sources for tensor in held(program, source)}
     entries = {n for n in program.nodes if n.op == "call_module" and held(program, n) & tensors}
     before = [node for node in program.nodes if node < call]
-    # Forwards from the inputs of the gradient, then backwards from its outputs: what is in both is on the way.
+    # Forwards from the gradient's inputs, then backwards from its outputs: nodes in both sets are between them.
     reached = sources | entries
     for node in before:
         if any(operand in reached for operand in node.all_input_nodes):

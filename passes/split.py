@@ -1,4 +1,4 @@
-"""Split: cuts a partitioned program into a graph of stages, each with a graph of its own."""
+"""Split: cuts a partitioned program into a graph of stages, each with its own fx graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fxpipe.passes.gather import crossed, entering, readers_of, way
 
 
 def split(program: Program) -> StageGraph:
-    """Program with stages → StageGraph. A value goes straight from the stage that makes it to all that use it."""
+    """Returns the StageGraph of a program with stages. The stage that computes a value sends it to each user stage."""
     if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.nodes):
         raise PartitionError(
             "a boundary gathers, and passes= leaves out the pass that sees to it: gather, the last one"
@@ -76,8 +76,8 @@ def split(program: Program) -> StageGraph:
 
 
 def _check_attributes(program: Program) -> None:
-    """PartitionError where an opaque region sets an attribute of Python's that a call in another stage sets or reads:
-    each rank has its own."""
+    """PartitionError if an opaque region sets a Python attribute that a call in another stage sets or reads: each rank
+    has its own attribute."""
     users: dict[tuple[str, str], tuple[str, str]] = {}
     for node in program.nodes:
         calls = opaque_calls(program.opaque.get(str(node.target))) if node.name in program.stage_of else ()
@@ -95,7 +95,7 @@ def _check_attributes(program: Program) -> None:
 
 
 class _WholeProgram:
-    """Who uses which value where, over the whole program."""
+    """The uses of all values over the whole program."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.output = program, program.graph.output_node()
@@ -104,35 +104,35 @@ class _WholeProgram:
         if program.output_stage is None:
             raise PartitionError("the model's output depends on inputs alone, or on parameters alone")
         self.output_stage = program.output_stage
-        # value → the groups that write into it as an input, or behind a boundary: there it needs a private copy
+        # value → the groups that write an input, or a value behind a boundary: a stage then needs a private copy
         self.rewritten: dict[Node, list[frozenset[str]]] = {}
         group_of = {name: group for group in program.written for name in group}
         for node in self.nodes:
             if node.name in group_of and (node.op == "placeholder" or is_boundary_value(node)):
                 self.rewritten.setdefault(made_by(node), []).append(group_of[node.name])
-        # A stage may run several forwards before the first backward, as 1F1B does. A buffer that it writes has changed
-        # by then, so whatever another stage or a backward needs of it is copied at its place in the forward.
+        # A stage may run several forwards before the first backward, as in 1F1B. A buffer that the stage writes has
+        # changed by then, so the forward copies the buffer's value where another stage or a backward needs it.
         holders = [node for nodes in holders_of_written(program) for node in nodes]
         self.may_write = frozenset().union({node.name for node in holders}, *program.written)
         self.kept = self._sharing([node for node in holders if node.op == "get_attr"])
-        # Program order throughout: it is the order in which autograd adds up the gradients of a value.
+        # Keep program order throughout: autograd sums the gradients of a value in this order.
         self.readers = defaultdict(list, readers_of(program))
         self.uses: dict[Node, list[tuple[int, int]]] = {}
-        """Value of a stage → its uses, in program order: the place of the node that uses it, its stage."""
+        """Value of a stage → its uses, in program order: (position of the user node, the user's stage)."""
         for place, node in enumerate(self.nodes):
             stage = self.output_stage if node is self.output else self.stage_of(node)
             for value in dict.fromkeys(map(made_by, node.all_input_nodes)):
                 if stage is not None and self.stage_of(value) is not None:
                     self.uses.setdefault(value, []).append((place, stage))
         self.arriving: dict[int, list[Node]] = {}
-        """Stage → the values of other stages that it uses, by their first use in the program."""
+        """Stage → the values of other stages that it uses, ordered by their first use in the program."""
         for value in self.uses:
             for stage in self.edges_from(value):
                 self.arriving.setdefault(stage, []).append(value)
 
     def _sharing(self, buffers: list[Node]) -> frozenset[str]:
-        """The nodes that are a buffer which is written, or share its memory: the next micro-batch writes it again. What
-        a batch norm returns is no part of it."""
+        """Returns the nodes that share the memory of a written buffer, which the next micro-batch writes again. A batch
+        norm's result does not share this memory."""
         if not buffers:
             return frozenset()
         memory = shared_memory(self.program)
@@ -143,14 +143,14 @@ class _WholeProgram:
         return self.program.stage_of.get(node.name)
 
     def edges_from(self, value: Node) -> dict[int, int]:
-        """Consuming stage → position of its last use, for a value's uses outside of its own stage."""
-        # A later use of the same stage replaces the earlier one.
+        """Returns consuming stage → position of its last use, for a value's uses outside of its own stage."""
+        # A later use in the same stage replaces the earlier use.
         last = {stage: place for place, stage in self.uses.get(value, ()) if stage != self.stage_of(value)}
         return dict(sorted(last.items()))
 
 
 class _Builder:
-    """Builds one stage's graph, in program order, so that autograd sees what it would in the whole program."""
+    """Builds a stage's graph in program order, so that autograd works as in the whole program."""
 
     def __init__(self, whole: _WholeProgram, stage: int) -> None:
         self._whole, self._program, self._stage = whole, whole.program, stage
@@ -161,18 +161,18 @@ class _Builder:
         self._built: dict[Node, Node] = {}
         self._as_now: dict[Node, Node] = {}
         self._sent: dict[Edge, Node] = {}
-        """What leaves on each edge, in order: the program's node that makes it."""
+        """Outgoing edge → the program's node that computes its value, in order."""
         self._handed_off: dict[Edge, Node] = {}
         self._arrived: dict[tuple[Node, Mode | None], Node] = {}
         self._way_of: dict[tuple[Node, Node, Gather | None], Mode | None] = {}
-        """(reader, value, what is gathered in front of it) → how, of values that come in several ways."""
+        """(reader, value, the ``Gather`` in front of the reader) → mode, for values that enter in several modes."""
         self._modes: Modes | None = None
         self._entered: Node | None = None
         self._asked: dict[Node, tuple[Node, int]] = {}
-        """Sizes of inputs → an arriving tensor that has them too, and in which dimension."""
+        """Size node of an input → (an arriving tensor with the same size, its dimension)."""
         self._numbers: dict[Node, SizeOf] = {}
-        """Sizes of inputs that nothing that arrives has: no input is needed for its size alone."""
-        # The order matters: inputs come before all that reads them, and fx wants every placeholder in front.
+        """Size node of an input → the size as a stage input, if no arriving tensor has it: the input is not needed."""
+        # The order matters: inputs come before their readers, and fx requires every placeholder in front.
         self._members = self._needed()
         self._own_names = {node.name for node in self._members if is_compute(node)}
         self._add_inputs()
@@ -186,11 +186,11 @@ class _Builder:
         self._add_output()
 
     def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Nodes in program order."""
+        """Returns nodes in program order."""
         return sorted(nodes, key=self._whole.position.__getitem__)
 
     def _needed(self) -> set[Node]:
-        """This stage's own nodes, and the copied ones behind them."""
+        """Returns this stage's own nodes, and the copied nodes and ``get_attr`` nodes that they depend on."""
         needed: set[Node] = set()
         arriving = self._arriving_sizes()
         # From the ends backwards, through copied nodes, which belong to each stage that needs them.
@@ -208,7 +208,7 @@ class _Builder:
         return needed
 
     def _finds_size(self, node: Node, arriving: Mapping[tuple[str, ...], tuple[Node, int]]) -> bool:
-        """Whether this stage has a size of an input without that input."""
+        """Whether this stage gets a size of an input without the input itself."""
         size = None if self._stage in self._program.gathered else SizeOf.asked(node)  # a group has its own rows
         if node.meta.get("sizes") in arriving:
             self._asked[node] = arriving[node.meta["sizes"]]
@@ -217,10 +217,10 @@ class _Builder:
         return node in self._asked or node in self._numbers
 
     def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[Node, int]]:
-        """Each symbolic size of what other stages send → where to ask for it, so that no input is needed for it."""
+        """Returns symbolic size → (arriving value with this size, its dimension), so that the size needs no input."""
         found: dict[tuple[str, ...], tuple[Node, int]] = {}
         gathered = self._program.gathered.get(self._stage)
-        if gathered is not None and len(gathered.modes) > 1:  # what arrives has other rows by each way
+        if gathered is not None and len(gathered.modes) > 1:  # arriving values have different rows in each mode
             return found
         for value in self._whole.arriving.get(self._stage, ()):
             for dim, size in enumerate(() if is_number(value) else value.meta.get("sizes", ())):
@@ -229,13 +229,13 @@ class _Builder:
         return found
 
     def _add_inputs(self) -> None:
-        """Placeholders: batch inputs in call order, then what arrives, by stage and program order; one for each way in
-        which a value is gathered."""
+        """Adds placeholders: batch inputs in call order, then arriving values by stage and program order; a value that
+        is gathered in several modes gets a placeholder per mode."""
         ways: dict[Node, set[Mode | None]] = {}
         way_of: dict[tuple[Node, Node, Gather | None], Mode | None] = {}
         for arrival in entering(self._program, self._stage, self._whole.readers[self._stage]):
             if arrival.reader.op != "output" and arrival.reader not in self._members:
-                continue  # it leads to a size alone, which this stage has otherwise
+                continue  # only a size needs this value, and the stage gets the size otherwise
             mode = way(self._program, self._stage, arrival)
             ways.setdefault(arrival.value, set()).add(mode)
             way_of[arrival.reader, arrival.value, arrival.gather] = mode
@@ -256,7 +256,7 @@ class _Builder:
             self._built[node] = self._arrived[node, mode] = self._private(node, arrived)
 
     def _add_sizes(self) -> None:
-        """A placeholder for each size of an input, behind the others; and what asks arriving values for theirs."""
+        """Adds a placeholder for each size of an input, after the others, and size queries of arriving values."""
         made: dict[SizeOf, Node] = {}
         for number, size in self._numbers.items():
             if size not in made:
@@ -269,7 +269,7 @@ class _Builder:
             self._built[number] = self._graph.call_function(SIZE, (self._built[value], dim))
 
     def _private(self, value: Node, built: Node) -> Node:
-        """Where this stage writes into a value that it was given, a copy of its own."""
+        """Returns a private copy of an arriving value if this stage writes it; otherwise the value."""
         if any(not self._own_names.isdisjoint(group) for group in self._whole.rewritten.get(value, ())):
             return self._graph.call_function(private, (built,))
         return built
@@ -279,20 +279,20 @@ class _Builder:
         return tuple(self._sent)
 
     def _handoffs(self) -> dict[Node, list[Edge]]:
-        """Node → edges to hand off behind it: a value used more than once gets a node of its own per consumer."""
+        """Returns node → edges to hand off after it: a value with several uses gets a handoff node per consumer."""
         found: dict[Node, list[Edge]] = {}
         for node in self._whole.readers[self._stage]:
             for target, place in self._whole.edges_from(node).items():
                 edge = Edge(self._stage, target, node.name)
                 self._sent[edge] = node
-                # Autograd sums the gradients of a value in the order of its uses. A use in another stage gets a node
-                # of its own at its place among them, so that the sum has the bits of the whole program.
+                # Autograd sums the gradients of a value in the order of its uses. A use in another stage gets its own
+                # node at the place of the use, so that the sum has the bits of the whole program.
                 if len(self._whole.uses[node]) > 1:
                     found.setdefault(self._whole.nodes[place], []).append(edge)
         return found
 
     def _add(self, node: Node) -> None:
-        """One of this stage's nodes, in its modes; where a call was captured as a whole, what it returns is checked."""
+        """Adds a node of this stage, in its modes; checks the result shapes of a call that was captured as a whole."""
         program = self._program
         self._change_modes(node)
         made = self._graph.node_copy(node, partial(self._read, node))
@@ -312,7 +312,7 @@ class _Builder:
         self.runs_python |= effects is not None
 
     def _change_modes(self, node: Node | None) -> None:
-        """Leaves the modes of the nodes before, and enters those of ``node``, where they are others."""
+        """Leaves the modes of the previous nodes, and enters the modes of ``node``, if they differ."""
         # fx records no context managers, so each change of grad mode or autocast becomes a call in the graph.
         wanted = node.meta.get("modes") if node is not None else None
         if wanted == self._modes or (node is not None and not is_compute(node)):
@@ -338,7 +338,7 @@ class _Builder:
         return self._now(value) if kept and operand not in aliased(self._program, reader) else self._built[value]
 
     def _now(self, value: Node) -> Node:
-        """What ``value`` is at this place, for a backward or another stage to have when the buffer is written again."""
+        """Returns a copy of ``value`` at this place, for a backward or another stage, if it shares a written buffer."""
         if value.name not in self._whole.kept:
             return self._built[value]
         if value not in self._as_now:
@@ -354,14 +354,14 @@ class _Builder:
         self._graph.output(tuple(values))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this stage uses, by the model's names."""
+        """Returns the parameters and buffers that this stage uses, by the model's names."""
         found: dict[str, Tensor] = {}
         for node in self._in_order(self._members):
             found |= own_tensors(self._program, node)
         return found
 
     def graph_module(self) -> fx.GraphModule:
-        """The stage's code."""
+        """Returns the stage's code."""
         names = {str(node.target) for node in self._graph.nodes if node.op in ("get_attr", "call_module")}
         root = {name: self._program.attribute(name) for name in sorted(names)}
         module = graph_module(root, self._graph, self._program.stage_names[self._stage])
@@ -370,11 +370,11 @@ class _Builder:
 
 
 def _note_parts(module: nn.Module) -> None:
-    """Lets the submodules that a graph calls stand among the plain attributes, too: at ``self.encoder.layers``, Python
-    asks ``nn.Module.__getattr__``, half a microsecond for each dot, only for what it does not find there."""
+    """Also sets the submodules that a graph calls as plain attributes: for ``self.encoder.layers`` Python calls
+    ``nn.Module.__getattr__``, which takes half a microsecond per dot, only if there is no plain attribute."""
     for name, part in module.named_children():
         vars(module).setdefault(name, part)
-        if type(part) is nn.Module:  # the graph's own, which stands for a dot in a name
+        if type(part) is nn.Module:  # the graph module's own, made for a dot in a name
             _note_parts(part)
 
 
@@ -382,22 +382,22 @@ def _note_parts(module: nn.Module) -> None:
 
 
 def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
-    """The stages, marked which of them vary.
+    """Returns the stages with ``varies`` set.
 
-    That is one that holds an opaque region whose results vary; those behind it that make values of sizes which come out
-    of it, or of any size, where nothing is known of sizes, or that train nothing, so that what they send needs a
-    gradient if what they are given does; and those before it: it may use what they send in one step, and not in the
-    next, and then sends no gradient back.
+    A stage varies if it holds an opaque region with varying results. Stages behind it vary if they compute values whose
+    sizes come from the region, or of any size if sizes are unknown, or if they train nothing, so that their outputs
+    require a gradient only if their inputs do. Stages before it vary, since the region may use their values in some
+    steps only, and otherwise sends no gradient back.
     """
     opaque = {node: opaque_calls(program.opaque.get(str(node.target))) for node in program.nodes}
     regions = [node for node, calls in opaque.items() if any(call.varies for call in calls)]
     own = {program.stage_of[node.name] for node in regions}
     found, behind, unsure = set(own), set(own), set(own)
-    # Before a region, backwards along the edges: whether a gradient comes back is known in the step alone.
+    # Before a region, backwards along the edges: only the step shows whether a gradient comes back.
     for stage in reversed(stages):
         if any(edge.target in found for edge in stage.outputs):
             found.add(stage.index)
-    # Behind a region: sizes that come out of it change from step to step.
+    # Behind a region: sizes that the region returns change from step to step.
     symbols = {name for node in regions for out in node.users for name in _symbols(out)}
     sizes = {node.name: _symbols(node) for node in program.nodes}
     for stage in stages if program.tracer == "symbolic" or symbols else ():
@@ -415,5 +415,5 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
 
 
 def _symbols(node: Node) -> set[str]:
-    """The symbolic sizes that a node's own are made of."""
+    """Returns the symbols in a node's symbolic sizes."""
     return {name for size in node.meta.get("sizes", ()) for name in re.findall(r"[a-z]+\d+", size)}

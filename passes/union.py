@@ -1,4 +1,4 @@
-"""Union-find, for whatever belongs together."""
+"""Union-find over hashable items."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Union(Generic[T]):
-    """Disjoint groups of items; every item starts alone."""
+    """Disjoint groups of items; each item starts in its own group."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._parent: dict[T, T] = {item: item for item in items}
@@ -18,7 +18,7 @@ class Union(Generic[T]):
         return item in self._parent
 
     def find(self, item: T) -> T:
-        """The item that stands for ``item``'s group."""
+        """Returns the representative of ``item``'s group."""
         root = item
         while self._parent[root] != root:
             root = self._parent[root]
@@ -27,7 +27,7 @@ class Union(Generic[T]):
         return root
 
     def join(self, item: T, *others: T) -> None:
-        """Puts the groups of all into one, for which the first stands."""
+        """Merges the groups of all items; the group of ``item`` gives the representative."""
         for other in others:
             self._parent[self.find(other)] = self.find(item)
 
@@ -35,7 +35,7 @@ class Union(Generic[T]):
         return self.find(item) == self.find(other)
 
     def groups(self) -> list[list[T]]:
-        """All groups, in order of their first items."""
+        """Returns all groups, in the order of their first items."""
         found: dict[T, list[T]] = {}
         for item in self._parent:
             found.setdefault(self.find(item), []).append(item)

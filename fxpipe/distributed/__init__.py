@@ -1,1 +1,1 @@
-"""Distributed: ranks and groups, processes, and how bytes move between them. Here torch.distributed is named."""
+"""Distributed: ranks, groups, processes and the transports between them, over torch.distributed."""

@@ -1,5 +1,5 @@
-"""Collective: one operation of a group of ranks as data, and how several of them run, one after another, beside the
-caller: on threads where a CPU moves the bytes, on streams where a GPU does."""
+"""Collective: an operation of a group of ranks as data. Chains of collectives run in order, asynchronously to the
+caller: on threads for CPU tensors, on streams for GPU tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from fxpipe.errors import RunError
 
 Scope = str | tuple[int, ...]
-"""A group of ranks as one of them sees it: "pipe", "data", "shard", …, or the pipe ranks that own a parameter."""
+"""Names this rank's group along "pipe", "data", "shard", …, or is the tuple of pipe ranks that own a parameter."""
 
 
 class Work(Protocol):
@@ -35,7 +35,7 @@ class Work(Protocol):
 
 
 class OnceAwaited:
-    """A work that is done when it is waited for."""
+    """A work that runs when ``wait`` is called."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
@@ -45,9 +45,9 @@ class OnceAwaited:
 
 
 class PeerLost(RunError):
-    """A wait ended because the rank at the other end is gone, or has closed its connections; or the watch has ended it.
+    """A wait ended because a peer is gone or has closed its connections, or because the watchdog has ended the wait.
 
-    Its text is what was waited for. ``ranks``: those at the other end. ``reason``: torch's.
+    The text says what the rank waited for. ``ranks``: the peers. ``reason``: torch's error.
     """
 
     def __init__(self, what: str, ranks: Sequence[int] = (), reason: object = "") -> None:
@@ -59,21 +59,21 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """The error without what led to it: frames would keep groups, and so connections, that others wait to be closed."""
+    """Clears the error's frames and causes: frames would keep connections open whose closing other ranks wait for."""
     for failure in (error, error.__context__):
         if failure is not None:
-            traceback.clear_frames(failure.__traceback__)  # whoever handles it may have the traceback, too
+            traceback.clear_frames(failure.__traceback__)  # another handler may hold the same traceback
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 
 
 class Collective(NamedTuple):
-    """One operation on one group.
+    """An operation on a group of ranks.
 
-    ``operation``: "all_reduce" and "maximum" (``output``, in place), "reduce_scatter" (``input``, which it may use up,
-    is as long as all outputs together), "all_gather" (``output`` is as long as all inputs together), "reduce" and
-    "broadcast" (``output``, in place, to or from the group's rank number ``root``). ``then`` is what follows it at
-    once, before the next one of its chain starts.
+    ``operation``: "all_reduce" and "maximum" (``output``, in place), "reduce_scatter" (``input``, which may be
+    overwritten, is as long as all outputs together), "all_gather" (``output`` is as long as all inputs together),
+    "reduce" and "broadcast" (``output``, in place, to or from the group's rank number ``root``). ``then`` is called
+    when the operation ends, before the next collective of its chain starts.
     """
 
     operation: str
@@ -85,20 +85,20 @@ class Collective(NamedTuple):
 
     @property
     def whole(self) -> Tensor:
-        """The longest of its buffers: what the group as a whole works on."""
+        """The longer buffer, which holds the elements of the whole group."""
         return self.output if self.input is None or self.operation == "all_gather" else self.input
 
     def followed_by(self, call: Callable[[], object]) -> Collective:
-        """The same, with ``call`` behind what follows it."""
+        """Returns a copy that calls ``call`` after ``then``."""
         return self._replace(then=lambda: [self.then(), call()])
 
     def alone(self) -> None:
-        """What it comes to where the group is one rank."""
+        """Performs the operation for a group of a single rank."""
         if self.input is not None:
             self.output.copy_(self.input)
 
     def run(self, perform: Callable[[Collective], object], what: str) -> Exception | None:
-        """Performs it, and what follows it; gives the error, to be raised where its chain is waited for."""
+        """Performs the operation and calls ``then``; returns the error, which the wait for the chain raises."""
         try:
             try:
                 perform(self)
@@ -114,12 +114,12 @@ class Collective(NamedTuple):
 
 
 LooksUp = Callable[[Callable[[], tuple[str, Scope]]], AbstractContextManager[Callable[[], None]]]
-"""A context around a wait. The function that it is given says what is waited for, and in which group of ranks. The
-function that it yields is called now and then, and raises where the wait is to end."""
+"""A context manager around a wait. Its argument is a function that returns the awaited event as text, and its scope.
+The manager yields a function, which the wait calls repeatedly, and which raises an error to end the wait."""
 
 
 class ThreadedChain:
-    """Collectives that run one after another, each on the thread of its scope."""
+    """Collectives that run in order, each on the thread of its scope."""
 
     def __init__(self, steps: Sequence[Collective], what: str, waiting: LooksUp) -> None:
         self._steps: list[Collective | None] = list(steps)
@@ -130,18 +130,18 @@ class ThreadedChain:
         self._error: Exception | None = None
 
     def run(self, place: int, perform: Callable[[Collective], object]) -> None:
-        """Performs step ``place`` once the one before is done."""
+        """Performs step ``place`` after the previous step is done."""
         if place:
             self._done[place - 1].wait()
-        # Taken out of the chain, so that its buffers go once it has run.
+        # Remove the step from the chain, so that its buffers are freed after it has run.
         step, self._steps[place] = self._steps[place], None
-        # Behind an error later steps run nothing, but pass: their threads must go on.
+        # After an error later steps are skipped, but still marked as done: their threads must go on.
         if self._error is None and step is not None:
             self._error = step.run(perform, self._what) or self._error
         self._done[place].set()
 
     def fail(self, error: Exception) -> None:
-        """Starts nothing more, and hands the error to whoever waits."""
+        """Skips the remaining steps; ``wait`` raises the error."""
         self._error = self._error or error
         for done in self._done:
             done.set()
@@ -160,45 +160,45 @@ class ThreadedChain:
 
 
 SLICE_SECONDS = 0.5
-"""How long to wait before looking up whether the wait is to end, or a signal was sent: an operation that a CPU has
-under way cannot be ended, and keeps its connection open, so that nothing else would show it."""
+"""Seconds to wait before checking for a verdict or a signal: a gloo operation cannot be cancelled once started, and
+keeps its connection open, so that no error would end the wait."""
 
 
 def wait_in_slices(work: dist.Work, group: dist.ProcessGroup, look_up: Callable[[], None]) -> None:
-    """Waits for a collective of gloo, so that signals are heard, and ``look_up`` may raise to end it."""
+    """Waits for a gloo collective in slices, so that Python handles signals; ``look_up`` may raise to end the wait."""
     try:
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=SLICE_SECONDS))
                 return
-            # The end of a slice and a broken connection both raise. Only the work itself knows which it was.
+            # The end of a slice and a broken connection both raise; is_completed tells them apart.
             except RuntimeError:
-                if work.is_completed():  # now, or with an error
+                if work.is_completed():  # done just now, or failed
                     work.wait()
                     return
             look_up()
     except BaseException:
         if not work.is_completed():
-            # Never destroyed: gloo cannot end an operation that is under way, and its destructor waits for the end.
+            # Leak both: gloo cannot cancel an operation that is under way, and its destructor waits for the end.
             for thing in (work, group):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         raise
 
 
-# How long a transport that closes waits for what is still under way.
+# Seconds that a closing transport waits for collectives that are still under way.
 _JOIN_SECONDS = 10.0
 
 
 class Threads:
     """A thread for each scope, which performs the collectives of that scope in the order in which chains were started.
 
-    An idle thread holds nothing but its queue, and ends with this object: a thread that held the transport would keep
-    its groups, and all their threads, for as long as the process lives.
+    An idle thread references only its queue, and ends with this object: a thread that referenced the transport would
+    keep its groups, and all their threads, until the process ends.
     """
 
     def __init__(self, perform: Callable[[Collective], object], waiting: LooksUp) -> None:
         self._perform, self._waiting = perform, waiting
-        # Scope → the queue of its thread: one order for each group, and groups beside each other.
+        # Scope → the queue of its thread: collectives of a group run in order, those of different groups in parallel.
         self._lanes: dict[Scope, _Lane] = {}
         self._threads: list[threading.Thread] = []
         self._chains: WeakSet[ThreadedChain] = WeakSet()
@@ -220,13 +220,13 @@ class Threads:
         return self._lanes[scope]
 
     def fail(self, error: Exception) -> None:
-        """Ends what is under way with an error."""
+        """Ends all chains under way with an error."""
         for chain in list(self._chains):
             chain.fail(error)
         _end(self._lanes)
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """Ends the threads; no chain may be under way."""
         _end(self._lanes)
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
@@ -238,7 +238,7 @@ _Lane = queue.SimpleQueue[Callable[[], None] | None]
 def _serve(lane: _Lane) -> None:
     while (run := lane.get()) is not None:
         run()
-        del run  # its buffers, which nobody may need any more
+        del run  # frees its buffers
 
 
 def _end(lanes: Mapping[Scope, _Lane]) -> None:
@@ -247,16 +247,16 @@ def _end(lanes: Mapping[Scope, _Lane]) -> None:
 
 
 class Streams:
-    """The same with a stream for each scope; the host waits for nothing."""
+    """Like ``Threads``, with a stream for each scope; the host does not wait."""
 
     def __init__(self, perform: Callable[[Collective], object]) -> None:
         self._perform = perform
-        # of 32 that torch has for all, NCCL's own among them
+        # streams from torch's pool of 32, which NCCL's streams come from, too
         self._streams: defaultdict[Scope, torch.Stream] = defaultdict(torch.Stream)
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
-        # Each step begins behind the one before it, on whatever stream that is; the first one behind what the caller
-        # has put on its own stream, which makes the buffers.
+        # Each step waits for the previous step, on any stream; the first step waits for the work on the caller's
+        # stream, which fills the buffers.
         before, failure = torch.accelerator.current_stream().record_event(), None
         for step in steps:
             if failure is None:
@@ -268,7 +268,7 @@ class Streams:
         return OnceAwaited(partial(self._wait, before, failure, steps))
 
     def _wait(self, end: torch.Event, failure: Exception | None, steps: Sequence[Collective]) -> None:
-        """``steps``: their buffers stay until later work is behind the end."""
+        """``steps`` keeps the buffers alive until the caller's stream waits for the end."""
         torch.accelerator.current_stream().wait_event(end)
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""Collectives in forward: refused where they wait for ranks that run other stages, and so never come."""
+"""Collectives in forward: refuses collectives that wait for ranks of other stages, which never join them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.trace.user_line import current_line
 
 
 def collectives_refused(topology: Topology) -> contextlib.AbstractContextManager[Any]:
-    """While it is open, a collective of ranks that do not all run this rank's stages is a TopologyError."""
+    """In this context, a collective whose ranks do not all run this rank's stages raises TopologyError."""
     if not dist.is_initialized() or topology.size("pipe") == 1:
         return contextlib.nullcontext()
     return _Refused(replicas_of(topology))
@@ -43,12 +43,12 @@ class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-# --- Synchronised batch norms: whom they wait for in forward. In a pipeline only replicas of a stage come there ---
+# --- Synchronised batch norms: in a pipeline only replicas of a stage reach the norm's collective in forward ---
 
 
 def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) -> None:
-    """TopologyError for a ``nn.SyncBatchNorm`` that would wait for ranks that run other stages, or none of it."""
-    if not dist.is_initialized():  # so it is a plain batch norm
+    """TopologyError for a ``nn.SyncBatchNorm`` whose process group has ranks that do not run this rank's stages."""
+    if not dist.is_initialized():  # without process groups a SyncBatchNorm is a plain batch norm
         return
     replicas = replicas_of(topology)
     modules: list[tuple[str, object]] = [("", model)]
@@ -73,7 +73,7 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
 
 
 def replicas_of(topology: Topology) -> list[int]:
-    """The ranks that run this rank's stages, a tensor group's among them."""
+    """Returns the ranks that run this rank's stages, including the ranks of its tensor group."""
     pipes = topology.groups("pipe")
     place = next(pipe.index(dist.get_rank()) for pipe in pipes if dist.get_rank() in pipe)
     return sorted(pipe[place] for pipe in pipes)

@@ -1,4 +1,4 @@
-"""The grid of ranks: a row-major index, its axes and groups along them. Plain arithmetic, which checks its input."""
+"""The grid of ranks: a row-major index, its axes and the groups along each axis. Plain arithmetic with input checks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from itertools import groupby
 from fxpipe.errors import TopologyError, nearest
 from fxpipe.validation import shown
 
-# What an axis does, by every name it may bear. At most one axis plays each role.
+# Axis name → its role. A topology has at most one axis per role.
 ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
-# No axis, but a group: the ranks that work on one replica's data.
+# The name of a group that is no axis: the ranks that work on the same replica's data.
 MODEL = "model"
 
-# How many ranks of a group a printed row shows, and how many characters of groups.
+# The number of ranks of a group, and of characters of all groups, that a printed row shows.
 _SHOWN_RANKS = 8
 _SHOWN_WIDTH = 64
 
 
 def checked_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """What a topology is given, as pairs; TopologyError where it is no axes, or not those of a topology."""
+    """Returns the axes as (name, size) pairs; TopologyError if ``axes`` are malformed or not valid for a topology."""
     checked: list[tuple[str, int]] = []
     roles: dict[str, str] = {}
     for axis in axes if isinstance(axes, Iterable) else [axes]:
@@ -44,15 +44,15 @@ def checked_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]
 
 
 def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
-    """How many ranks a node has; TopologyError where that leaves nodes, or data groups in them, uneven."""
+    """Returns the ranks per node; TopologyError if nodes, or data groups within nodes, would have unequal sizes."""
     per_node, sizes = whole(ranks_per_node, "ranks_per_node"), [size for _, size in axes]
     ranks = math.prod(sizes)
-    # ZeRO shards inside a node, in the same way in all: each data group needs equally many ranks in each that it meets.
+    # ZeRO shards inside each node alike: a data group must have equally many ranks in every node that it spans.
     data = next((place for place, (name, _) in enumerate(axes) if ROLES[name] == "data"), None)
     groups = [] if data is None else axis_groups(sizes, data)
 
     def uneven(size: int) -> list[int] | None:
-        """The first data group with more ranks in one node of this size than in another."""
+        """Returns the first data group whose numbers of ranks per node differ, with nodes of ``size`` ranks."""
         return next((group for group in groups if len({len(part) for part in by_node(group, size)}) > 1), None)
 
     if per_node > 0 and ranks % per_node == 0:
@@ -71,12 +71,12 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
 
 
 def shape(axes: Sequence[tuple[str, int]]) -> str:
-    """The axes as messages show them: "pipe 2 × data 4"."""
+    """Returns the axes as messages show them: "pipe 2 × data 4"."""
     return " × ".join(f"{name} {shown(size)}" for name, size in axes)
 
 
 def role_of(axis: str) -> str:
-    """The role of an axis by any of its names."""
+    """Returns the role of an axis; TopologyError for an unknown name."""
     role = ROLES.get(axis) if isinstance(axis, str) else None
     if role is None:
         raise TopologyError(f'unknown axis "{axis!s:.100}"{nearest(axis, ROLES)}')
@@ -84,7 +84,7 @@ def role_of(axis: str) -> str:
 
 
 def whole(value: int, what: str) -> int:
-    """An int; TopologyError where ``what`` is none."""
+    """Returns ``value`` as an int; TopologyError, naming ``what``, if it is no whole number."""
     with contextlib.suppress(TypeError):
         if not isinstance(value, bool):
             return operator.index(value)
@@ -92,27 +92,27 @@ def whole(value: int, what: str) -> int:
 
 
 def positive(value: int, what: str) -> int:
-    """An int of at least 1."""
+    """Returns ``value`` as an int; TopologyError, naming ``what``, if it is below 1."""
     if whole(value, what) < 1:
         raise TopologyError(f"{what} is {value}: write 1 or more")
     return whole(value, what)
 
 
 def axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:
-    """The groups of axis ``index`` of a row-major grid: arithmetic progressions, inner axes first."""
-    # With a block for each index outside, the group of (o, i) is o·block + i + inner·(0 … size − 1).
+    """Returns the groups of axis ``index`` of a row-major grid: arithmetic progressions, sorted by inner axes first."""
+    # With a block for each outer index o, the group of (o, i) is o·block + i + inner·(0 … size − 1).
     outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
     block = size * inner  # ranks that share all coordinates outside this axis
     return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
 
 
 def by_node(group: list[int], per_node: int) -> list[list[int]]:
-    """A group's ranks, ascending, node by node."""
+    """Splits a group's ascending ranks by node."""
     return [list(part) for _, part in groupby(group, key=lambda rank: rank // per_node)]
 
 
 def abbreviated(group: list[int]) -> str:
-    """A group for a message or a table: all ranks, or of many the first and the last."""
+    """Formats a group for a message or a table: all ranks, or for large groups the first few and the last."""
     if len(group) <= _SHOWN_RANKS:
         return str(group)
     start = ", ".join(str(rank) for rank in group[: _SHOWN_RANKS // 2])
@@ -120,7 +120,7 @@ def abbreviated(group: list[int]) -> str:
 
 
 def listed(groups: list[list[int]]) -> str:
-    """Groups for a table: all, or of many the first few and their number."""
+    """Formats groups for a table: all groups, or for many groups the first few and the count."""
     shown = ""
     for count, group in enumerate(groups):
         text = abbreviated(group)

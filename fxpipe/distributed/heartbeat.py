@@ -1,6 +1,6 @@
-"""Heartbeat: what the ranks of a world report of themselves, beside their work, through a store.
+"""Heartbeat: the ranks of a world publish reports of their state through a store, in the background.
 
-A thread does it: a store may not answer, where the process that holds it is stopped, and then only this thread waits.
+A thread exchanges the reports: the store does not answer while its process is stopped, and then only this thread waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpipe.torch_compat import connection_of
 
 PERIOD = 0.5
 """Seconds between two exchanges."""
-# A large world exchanges less often, so many seconds for each of its ranks: all of them ask one store.
+# Seconds between exchanges per rank of a large world: all ranks access the same store.
 _PER_RANK = 0.0005
 _CONNECT = 2.0  # seconds to reach a store that was lost
 _LONGEST_PAUSE = 10.0  # seconds until the next attempt
@@ -33,12 +33,12 @@ _LONGEST_PAUSE = 10.0  # seconds until the next attempt
 SILENT = 5.0
 """Seconds without a new report after which a rank is called silent."""
 PROGRAM = 0
-"""In place of a transport's number: the program of a rank ends with an error."""
+"""The number, instead of a transport's, under which a rank reports that its program ends with an error."""
 
 
 class ProcessId(NamedTuple):
-    """A process, so that no later one is taken for it. ``machine``: as ``this_machine`` says. ``started``: in ticks
-    since the machine started."""
+    """Identifies a process uniquely, even if its pid is reused. ``machine``: see ``this_machine``. ``started``: ticks
+    from the machine's boot to the process's start."""
 
     machine: str
     pid: int
@@ -46,8 +46,8 @@ class ProcessId(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Why a run ends, in one rank's words. ``error``: it is an exception of that rank's own; else it is what it found
-    of ``culprits``."""
+    """Why a run ends, as a rank reports. ``error``: the rank itself has raised; otherwise the text is about the ranks
+    ``culprits``."""
 
     text: str
     culprits: tuple[int, ...] = ()
@@ -55,9 +55,9 @@ class Ending(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank is doing. ``where``: in words behind its number; ``age``: for how many seconds. ``waits_for``: what,
-    and ``ranks``: for whom. ``extends``: whether others give it more time. ``left``: its program has ended. ``calls``:
-    since ``epoch``. ``beat``: counts the reports."""
+    """A rank's state. ``where``: a text that follows the rank's number; ``age``: the state's duration in seconds.
+    ``waits_for``: the awaited event; ``ranks``: the awaited ranks. ``extends``: whether others extend their timeout.
+    ``left``: its program has ended. ``calls``: the last calls since ``epoch``. ``beat``: the number of the report."""
 
     process: ProcessId
     where: str
@@ -72,28 +72,28 @@ class Report(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """The last report of a rank, and when it was new."""
+    """The last report of a rank; ``at``: the monotonic time in seconds at which this rank received it."""
 
     report: Report
     at: float
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing new has come for some seconds."""
+        """Whether no new report has come for ``SILENT`` seconds."""
         return time.monotonic() - self.at > SILENT
 
     @property
     def waits(self) -> bool:
-        """Whether this rank waits itself, so that another one is to blame."""
+        """Whether this rank itself waits for other ranks, so that the cause is another rank."""
         return bool(self.report.waits_for) and not self.is_silent
 
     @property
     def system(self) -> str:
-        """What the system says of its process, as ``state_of``."""
+        """The state of the rank's process, see ``state_of``."""
         return state_of(self.report.process)
 
     def __str__(self) -> str:
-        """What became of this rank, or what it does: words that follow its name."""
+        """A text that follows the rank's name and says what happened to the rank, or what the rank does."""
         report, system, silence = self.report, self.system, time.monotonic() - self.at
         if self.at < 0:
             return "was not heard of"
@@ -111,7 +111,7 @@ UNHEARD = Heard(Report(ProcessId("", 0, 0), "", 0.0, "", (), False, False, -1, (
 
 
 class Heartbeat:
-    """Publishes this rank's report, and fetches those of the ``wanted`` ranks, and why runs end."""
+    """Publishes this rank's report; fetches the reports of the ``wanted`` ranks, and the endings of transports."""
 
     def __init__(
         self, store: Store, rank: int, size: int, report: Callable[[], Report], wanted: Collection[int]
@@ -119,46 +119,46 @@ class Heartbeat:
         self._connect(store)
         self._rank, self._report = rank, report
         self._period, world = max(PERIOD, _PER_RANK * size), dist.group.WORLD
-        # Weakly: a destroyed world must be able to go.
+        # A weak reference, so that a destroyed world can be freed.
         self._world = weakref.ref(world) if world is not None else lambda: None
         self._broken, self._stopping, self._beat = False, False, 0
         self._wake, self._exchanged = threading.Event(), threading.Condition()
         self._unsent: dict[int, Ending] = {}
         self.wanted = wanted
         self.transports = {PROGRAM}
-        """The numbers of those that are open."""
+        """The numbers of the open transports."""
         self.heard: dict[int, Heard] = {}
         self.endings: dict[int, Ending] = {}
-        """Why a transport ends, by its number."""
+        """Transport number → why the transport ends."""
         self.began = 0.0
-        """When the last exchange that came to its end had begun."""
+        """The monotonic time in seconds at which the last complete exchange began."""
         self._thread = threading.Thread(target=self._run, name="fxpipe heartbeat", daemon=True)
         self._thread.start()
 
     def is_on(self) -> bool:
-        """Whether this process is still in the world of its reports; else torch.distributed was ended."""
-        world = dist.GroupMember.WORLD  # each message asks
+        """Whether this process's world still exists; False after ``destroy_process_group()``."""
+        world = dist.GroupMember.WORLD  # a fast access, since each message calls this
         return world is not None and world is self._world()
 
     def end(self, number: int, ending: Ending) -> None:
-        """Reports to all ranks why a transport ends; what the first rank reports counts."""
+        """Reports to all ranks why a transport ends; the first report of any rank counts."""
         self._unsent.setdefault(number, ending)
         self.refresh()
 
     def refresh(self, seconds: float = 2.0) -> None:
-        """Returns after an exchange that begins from now on, or when the time is over."""
+        """Waits for an exchange that begins from now on, at most ``seconds``."""
         now = time.monotonic()
         self._wake.set()
         with self._exchanged:
             self._exchanged.wait_for(lambda: self.began >= now or self._broken, seconds)
 
     def stop(self, stays_for: Collection[int], seconds: float = 3.0) -> None:
-        """Publishes once more, and ends. ``stays_for``: ranks whose store this process holds; it ends after them."""
+        """Publishes a last report, and ends. ``stays_for``: ranks that use this process's store, and must end first."""
         until = time.monotonic() + seconds
         self._stopping = True
         self._wake.set()
         self._thread.join(seconds)
-        # Python must not end while the thread is inside of torch: coming back, it would abort the process.
+        # Python must not end while the thread is inside torch: on its return the thread would abort the process.
         if self._thread.is_alive() and (connection := connection_of(self._own)) is not None:
             with connection, contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -177,7 +177,7 @@ class Heartbeat:
             try:
                 if self.is_on():
                     if self._broken and self._address is not None:
-                        # torch's own attempt would wait for long, and warn.
+                        # Probe first: torch's own reconnect would wait long, and warn.
                         socket.create_connection(self._address, _CONNECT).close()
                         self._connect(self._own)
                     self._exchange()
@@ -187,15 +187,15 @@ class Heartbeat:
             with self._exchanged:
                 self.began = began
                 self._exchanged.notify_all()
-            if stopping:  # and has reported it
+            if stopping:  # the last report has been published
                 return
             self._wake.wait(pause)
             self._wake.clear()
 
     def _connect(self, store: Any) -> None:
-        """A connection of its own, so that nobody waits for a wait of somebody else."""
+        """Opens a separate connection to the store, since a wait on a shared connection blocks its other users."""
         self._own = store.clone()
-        self._store: Any = PrefixStore("fxpipe", self._own)  # its values are bytes, whatever its signatures say
+        self._store: Any = PrefixStore("fxpipe", self._own)  # the store's values are bytes, unlike its annotations
         with connection_of(self._own) or contextlib.nullcontext() as connection:
             self._address = None if connection is None else connection.getpeername()[:2]
 
@@ -206,10 +206,10 @@ class Heartbeat:
             del self._unsent[number]
         self._beat += 1
         self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))
-        if self._stopping:  # it asks for nothing more, which might take long
+        if self._stopping:  # skip the reads, which might take long
             return
-        # Reports first, endings second: a rank reports its ending and is gone then, so whoever sees it gone here hears
-        # in the same exchange, or has heard, why.
+        # Read reports before endings: a rank publishes its ending before it exits, so a rank that is seen as gone here
+        # has its ending read in this exchange at the latest.
         self._hear(self.wanted)
         for number in self.transports - self.endings.keys():
             if self._store.check([f"{number}/ending"]):
@@ -227,12 +227,12 @@ def _place(rank: int) -> str:
     return f"rank/{rank}"
 
 
-# --- what the system says of a process on this machine
+# --- the state of a process on this machine
 
 
 @functools.cache
 def this_machine() -> str:
-    """What numbers its processes together: host, boot and namespace; empty where the system does not say."""
+    """Identifies the pid namespace: host, boot and namespace; empty if the system does not provide them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -241,16 +241,16 @@ def this_machine() -> str:
 
 
 def this_process() -> ProcessId:
-    """This very process."""
+    """Returns the id of this process."""
     return ProcessId(this_machine(), os.getpid(), _stat(os.getpid())[1])
 
 
 def state_of(process: ProcessId) -> str:
-    """ "running", "stopped" (by SIGSTOP or its like), "gone", or "ended" (gone, and its parent has not looked yet); ""
-    where nobody can say: it is on another machine."""
+    """Returns "running", "stopped" (as by SIGSTOP), "gone" or "ended" (a zombie, which its parent has not reaped); ""
+    if the process is on another machine."""
     if not process.machine or process.machine != this_machine():
         return ""
-    # A pid is given out again: only with the same start time is it the same process.
+    # The system reuses pids: only the same start time means the same process.
     letter, started = _stat(process.pid)
     if started != process.started:
         return "gone"
@@ -258,7 +258,7 @@ def state_of(process: ProcessId) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start time, by proc(5); a time of -1 where there is no such process."""
+    """Returns the state letter and the start time in ticks, from proc(5); the time is -1 if the process is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

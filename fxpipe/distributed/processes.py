@@ -1,4 +1,4 @@
-"""``init``: this process among those that torchrun or SLURM started, and its transport; ``launch``: new processes."""
+"""``init`` joins torchrun's or SLURM's processes, ``connect`` makes the transport, ``launch`` starts new processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fxpipe.errors import RunError, TopologyError
 from fxpipe.validation import is_number, is_whole, shown
 
 TIMEOUT = 300.0
-"""Seconds that a wait may take, unless the user says otherwise."""
+"""The default timeout of a wait, in seconds."""
 _MAX_SECONDS = 10.0**7
 _GRACE = 5.0  # seconds by which torch's client may overrun its limit
 LOOPBACK = "127.0.0.1"
@@ -47,44 +47,44 @@ T = TypeVar("T")
 
 
 class ProcessPlace(NamedTuple):
-    """Where this process stands among all of them, and where they meet."""
+    """This process's ranks, and the address at which all processes meet."""
 
     rank: int
     world_size: int
     local_rank: int
     address: str
     port: int
-    # srun may show each process nothing but its own GPU, whatever its local rank.
+    # Whether srun may expose only this process's own GPU, whatever its local rank.
     gpu_may_be_private: bool = False
-    # SLURM's job and step, where they alone give the port, so that another job's may be the same.
+    # SLURM's job and step, if the port is derived from them, so that another job may have the same port.
     job: str = ""
-    # How often torchrun has started all of them again; several nodes count each for itself, so that it is 0 there.
+    # The number of torchrun's restarts of all processes; 0 on several nodes, which count restarts separately.
     restarts: int = 0
 
 
 def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torch.device:
-    """Starts torch.distributed as torchrun's or SLURM's environment says, and returns this process's device.
+    """Starts torch.distributed from torchrun's or SLURM's environment, and returns this process's device.
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. SLURM, under srun with several tasks:
     SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; processes meet on the first host of SLURM_STEP_NODELIST (or
-    SLURM_JOB_NODELIST) at a port that SLURM_JOB_ID and SLURM_STEP_ID give, unless MASTER_ADDR and MASTER_PORT say
-    otherwise; another job that has the same one is not met there.
-    With neither, this is the only process and nothing is started. Nothing is done, either, where
-    torch.distributed has been started already.
+    SLURM_JOB_NODELIST) at a port derived from SLURM_JOB_ID and SLURM_STEP_ID, unless MASTER_ADDR and MASTER_PORT
+    are set; processes of another job with the same port do not join.
+    Without either environment, this is the only process and ``init`` starts nothing. If torch.distributed is
+    started already, ``init`` only returns the device.
 
-    Where there are GPUs the device is that of the local rank, made current and bound to the process group, whose
-    backends are ``cpu:gloo,cuda:nccl``; without, and with ``device="cpu"``, they are ``gloo``.
+    With GPUs, the device is the local rank's GPU; ``init`` makes it current and binds the process group to it, with
+    the backends ``cpu:gloo,cuda:nccl``. Without GPUs, or with ``device="cpu"``, the backend is ``gloo``.
 
-    From now on an exception that ends this process is reported to the others, which then end with it.
+    After ``init`` an exception that ends this process is reported to the other processes, which then end, too.
 
     Args:
         timeout: seconds that the processes may take to meet, and that any wait of torch.distributed itself may take.
-        device: ``"cpu"`` to train on the CPU, whatever GPUs there are. The caller puts the model and its batches on
-            the device that is returned: ``fxpipe.compile`` refuses a model on the CPU in a job that runs on GPUs.
+        device: ``"cpu"`` to train on the CPU even if there are GPUs. The caller puts the model and its batches on
+            the returned device: ``fxpipe.compile`` refuses a model on the CPU in a job that runs on GPUs.
 
     Raises:
         TopologyError: a variable is missing or malformed, or there is no GPU for the local rank.
-        RunError: the processes could not meet, ``timeout`` is no number above 0, or the CPU is asked for where
+        RunError: the processes could not meet, ``timeout`` is no number above 0, or ``device="cpu"`` is passed after
             torch.distributed was started for GPUs.
     """
     if not is_number(timeout) or not 0 < timeout < _MAX_SECONDS:
@@ -100,7 +100,7 @@ def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torc
     place = torchrun_place(os.environ) or slurm_place(os.environ)
     if place is None:
         return own
-    # The GPU first: the process group is bound to it, and without it all ranks would work on GPU 0.
+    # Select the GPU first: the process group is bound to the GPU, and otherwise all ranks would work on GPU 0.
     if is_accelerator(own):
         own = torch.device(own.type, _gpu(place, torch.accelerator.device_count()))
         torch.accelerator.set_device_index(own)
@@ -111,9 +111,9 @@ def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torc
 
 
 def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """What torchrun's variables say, or None where RANK is not set."""
+    """Reads torchrun's variables; None if RANK is not set."""
     if "RANK" not in environ:
-        # WORLD_SIZE alone is common in srun scripts; elsewhere it means that somebody expects company.
+        # srun scripts often set WORLD_SIZE alone; outside srun the user expects several processes.
         if "SLURM_PROCID" not in environ and _number(environ, "WORLD_SIZE", 1, default=1) > 1:
             raise TopologyError(
                 f'WORLD_SIZE is "{environ["WORLD_SIZE"]}", but RANK is not set: start the script with '
@@ -129,8 +129,7 @@ def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
             f"torchrun, or set {', '.join(required)}"
         )
     world_size = number("WORLD_SIZE", 1)
-    # With one node, one agent counts the restarts; its store, and keys of those that died, live on from one to the
-    # next.
+    # On a single node, the same agent counts the restarts; its store keeps the keys of dead processes over restarts.
     is_alone = environ.get("LOCAL_WORLD_SIZE") == str(world_size)
     one_agent = is_alone and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return ProcessPlace(
@@ -144,7 +143,7 @@ def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def slurm_place(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """What SLURM's variables say, or None where this process is not one of several srun tasks."""
+    """Reads SLURM's variables; None unless this process belongs to several srun tasks."""
     number = partial(_number, environ)
     if "SLURM_PROCID" not in environ or (world_size := number("SLURM_NTASKS", 1, default=1)) == 1:
         return None
@@ -169,15 +168,15 @@ def slurm_place(environ: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def first_host(nodelist: str, variable: str = "SLURM_JOB_NODELIST") -> str:
-    """The first host of a SLURM host list.
+    """Returns the first host of a SLURM host list.
 
     >>> first_host("node[03-05,9],login1")
     'node03'
 
     Raises:
-        TopologyError: not a host list; ``variable`` is named in the message.
+        TopologyError: ``nodelist`` is not a host list; the message names ``variable``.
     """
-    # A name with any number of [..] parts, up to the end or to the first comma outside brackets.
+    # Matches a name with any number of [..] parts, up to the end or to the first comma outside brackets.
     match = re.match(r"((?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:,|$)", nodelist)
     if match is None:
         raise TopologyError(
@@ -188,10 +187,9 @@ def first_host(nodelist: str, variable: str = "SLURM_JOB_NODELIST") -> str:
 
 
 def slurm_port(job_id: int, step: int = 0) -> int:
-    """The port at which the processes of a job's step meet: the same for all of them, and another for the next job or
-    step.
+    """Returns the port at which the processes of a job's step meet; the next job or step has another port.
 
-    It lies below 32768, where the ports begin that Linux hands out by itself. Two of 20,000 jobs have the same one.
+    The port is below 32768, the start of Linux's ephemeral ports. Jobs whose ids differ by 20,000 share a port.
     """
     return 12000 + (job_id + 7919 * step) % 20000
 
@@ -236,7 +234,7 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
             timeout=datetime.timedelta(seconds=timeout),
             device_id=None if kind == "cpu" else device,
         )
-    except (RuntimeError, TimeoutError) as error:  # torch's own kinds, and gloo's, which has none
+    except (RuntimeError, TimeoutError) as error:  # torch's own error types, and gloo's plain RuntimeError
         reason = str(error) or "nobody has answered"
         raise RunError(
             f"rank {place.rank} of {place.world_size} could not meet the others at {host}:{place.port}: "
@@ -247,7 +245,7 @@ def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
 
 
 def _reached(place: ProcessPlace, timeout: float) -> Store:
-    """``_store``, or TimeoutError: torch's client waits without a limit for an answer of whoever has the port."""
+    """Returns ``_store``, or raises TimeoutError: torch's client waits for an answer from the port without a limit."""
     later: Future[Store] = Future()
 
     def connect() -> None:
@@ -261,10 +259,10 @@ def _reached(place: ProcessPlace, timeout: float) -> Store:
 
 
 def _store(place: ProcessPlace, timeout: float) -> Store:
-    """Where the processes meet, with keys that nobody else has.
+    """Opens the store at which the processes meet, with a key prefix that no other job, restart or start uses.
 
-    torchrun's own, where no other rendezvous is named, lives over its restarts, and over ``destroy_process_group``: the
-    addresses of processes that have gone are still there. Another SLURM job may have the same port.
+    torchrun's default store outlives restarts and ``destroy_process_group``, and still holds the addresses of dead
+    processes. Another SLURM job may have the same port.
     """
     is_master = place.rank == 0 and not place.restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = TCPStore(
@@ -280,16 +278,16 @@ def _store(place: ProcessPlace, timeout: float) -> Store:
 
 
 def _check_world_size(store: Store, place: ProcessPlace, timeout: float) -> None:
-    """RuntimeError where a process has another number of processes than the first, or has not come in time."""
-    sizes: Any = PrefixStore("world size", store)  # its values are bytes, whatever its signatures say
+    """RuntimeError if a process's world size differs from the first process's, or a process does not come in time."""
+    sizes: Any = PrefixStore("world size", store)  # the store's values are bytes, unlike its annotations
     is_first = place.rank == 0
     ranks = range(1, place.world_size) if is_first else [0]
     if is_first:
         sizes.set("0", str(place.world_size))
-    with contextlib.suppress(RuntimeError):  # at the end of its time
+    with contextlib.suppress(RuntimeError):  # raised at the timeout
         sizes.wait([str(rank) for rank in ranks], datetime.timedelta(seconds=timeout))
     found = {rank: int(sizes.get(str(rank))) for rank in ranks if sizes.check([str(rank)])}
-    if not is_first:  # only now: the first may end at once, and the store with it
+    if not is_first:  # set after reading: the first process may then end at once, and the store with it
         sizes.set(str(place.rank), str(place.world_size))
     for rank, size in found.items():
         if size != place.world_size:
@@ -299,7 +297,7 @@ def _check_world_size(store: Store, place: ProcessPlace, timeout: float) -> None
 
 
 def _leave() -> None:
-    """Ends what ``init`` started, while Python still runs: the interpreter's own end can abort on gloo's threads."""
+    """Destroys the process group while Python still runs: interpreter shutdown can abort on gloo's threads."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -308,10 +306,10 @@ def _leave() -> None:
 
 
 def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, str] = NO_OPTIONS) -> Transport:
-    """The transport of this process; starts torch.distributed where it must.
+    """Returns the transport of this process; starts torch.distributed if necessary.
 
-    A single process plays every pipe rank. ``timeout``: seconds that any wait may take. ``options``: the texts that
-    must be the same on all ranks.
+    A single process plays every pipe rank. ``timeout``: seconds that any wait may take. ``options``: texts that must
+    be the same on all ranks.
 
     Raises:
         TopologyError: the number of processes is not the topology's.
@@ -330,7 +328,7 @@ def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, 
 
 # --- launch ---
 
-# Seconds a launched process may take to exit: by itself after its result, and after it was asked to.
+# Seconds that a launched process may take to exit: after it has sent its result, and after a signal.
 _EXIT_SECONDS, _END_SECONDS = 30.0, 5.0
 
 
@@ -358,33 +356,33 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
             f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to other processes: "
             f"{error}; define the function at the top of a module, and pass values that pickle"
         ) from error
-    # The store lives here, as torchrun's does: nobody can take its port, and no rank's end takes it away.
+    # This process holds the store, as torchrun does: no other program can take its port, and no rank's end closes it.
     store, port = local_store()
     workers: list[_Worker] = []
     try:
         for rank in range(nproc):
-            # OpenMP reads its variables before the new process could set them.
+            # OpenMP reads its variables before the new process can set them.
             with mock.patch.dict(os.environ, _variables(rank, nproc, port)):
                 workers.append(_Worker(rank, task))
         results: list[T] = _results(workers)
         _join_all(workers, _EXIT_SECONDS)
     finally:
         _end(workers)
-        del store  # until here it must live
+        del store  # must live until here
     return results
 
 
 class _Outcome(NamedTuple):
-    """What ``fn`` returned, or why it failed and when: one failure brings others down, and the first is the cause."""
+    """The result of ``fn``, or why and when ``fn`` failed: the earliest failure causes those of other ranks."""
 
     result: Any = None
     reason: str = ""
     at: float = float("-inf")
-    """By the machine's clock, in seconds."""
+    """Seconds on the machine's clock."""
 
 
 class _Worker:
-    """One launched process and the pipe that brings its outcome."""
+    """A launched process and the pipe that receives its outcome."""
 
     def __init__(self, rank: int, task: bytes) -> None:
         context = multiprocessing.get_context("spawn")
@@ -392,11 +390,11 @@ class _Worker:
         self.receiver, sender = context.Pipe(duplex=False)
         self.process: SpawnProcess = context.Process(target=_work, args=(sender, task), name=f"rank {rank}")
         self.process.start()
-        # The process holds the only sending end now, so that its death is the end of the pipe.
+        # Now only the process holds the sending end, so that its death closes the pipe.
         sender.close()
 
     def outcome(self) -> _Outcome:
-        """What the process sent, once the pipe is ready: pickled here by hand, see ``_work``."""
+        """Returns the outcome that the process sent, once the pipe is ready. ``_work`` pickles the outcome itself."""
         try:
             outcome: _Outcome = pickle.loads(self.receiver.recv_bytes())
         except EOFError:
@@ -410,19 +408,19 @@ class _Worker:
 
 
 def _work(sender: Connection, task: bytes) -> None:
-    """What a launched process does."""
-    # Ctrl-C reaches the launching process as well, and that one ends this one.
+    """The main function of a launched process."""
+    # Ctrl-C reaches the launching process as well, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         fn, args = pickle.loads(task)
         init()
         result = fn(*args)
-        if dist.is_initialized():  # fn may have done so itself
+        if dist.is_initialized():  # fn may have destroyed the group itself
             dist.destroy_process_group()
-        # Pickled here, for Connection.send would pass tensors as handles that die with this process.
+        # Pickle here, since Connection.send would pass tensors as handles that die with this process.
         message = pickle.dumps(_Outcome(result))
-    except BaseException as error:  # SystemExit, too, is an end without a result
+    except BaseException as error:  # also SystemExit, which ends fn without a result
         end_with(error)
         outcome = _Outcome(None, f"failed:\n{traceback.format_exc()}", time.time())
         sender.send_bytes(pickle.dumps(outcome))
@@ -445,26 +443,26 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs already: rank 0 is not to start one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs already: rank 0 must not start a store
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # of LOOPBACK
+    interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # LOOPBACK's interface
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
-        variables["GLOO_SOCKET_IFNAME"] = interface  # nobody but these processes is to reach them
+        variables["GLOO_SOCKET_IFNAME"] = interface  # other machines must not reach these processes
     if torch.accelerator.device_count() < nproc:
         variables |= HIDDEN
     return variables
 
 
 def _results(workers: list[_Worker]) -> list[Any]:
-    """All results by rank, or the first failure as a RunError."""
+    """Returns all results by rank; raises the first failure as a RunError."""
     results: dict[int, Any] = {}
-    # Whoever is ready first: a rank that fails must be seen at once, while the others wait for it.
+    # Read outcomes in the order in which they arrive: a failure must be seen at once, while other ranks wait.
     while pending := [worker for worker in workers if worker.rank not in results]:
         ready = wait([worker.receiver for worker in pending])
         outcomes = {worker.rank: worker.outcome() for worker in pending if worker.receiver in ready}
         failures = [(outcome.at, rank, outcome.reason) for rank, outcome in outcomes.items() if outcome.reason]
-        # One failure brings others down within moments, so the earliest by the clock is the cause.
+        # Other ranks fail within moments of the first failure, so the earliest by the clock is the cause.
         if failures:
             _, rank, reason = min(failures)
             raise RunError(f"rank {rank} of {len(workers)} {reason}")
@@ -479,8 +477,8 @@ def _join_all(workers: list[_Worker], seconds: float) -> None:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Ends what still runs, by force if need be."""
-    # First asked to end, so that Python can clean up; killed after some seconds.
+    """Ends all processes that still run."""
+    # SIGTERM first, so that Python can clean up; SIGKILL after some seconds.
     for stop in (SpawnProcess.terminate, SpawnProcess.kill):
         running = [worker for worker in workers if worker.process.is_alive()]
         for worker in running:
@@ -491,8 +489,8 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def local_store() -> tuple[Store, int]:
-    """A store for processes of this machine alone, and its port."""
-    # By itself a TCPStore listens on all interfaces; it takes over this socket, which listens on one.
+    """Returns a store that only processes of this machine can reach, and its port."""
+    # By default a TCPStore listens on all interfaces; here it takes over a socket that listens on loopback only.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store closes it

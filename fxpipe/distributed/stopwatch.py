@@ -1,4 +1,4 @@
-"""Stopwatch: when one rank's actions of a step really ran."""
+"""Stopwatch: measures the times of a rank's actions in a step."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from fxpipe.schedules.action import Action
 
 
 class HostClock:
-    """Marks moments in the order in which a rank's work runs, and reports them later; of work that runs when it is
-    called."""
+    """Marks moments of work on the CPU, in the order in which the work runs, and returns their times in seconds
+    later."""
 
     mark: Callable[[], Any] = staticmethod(time.perf_counter_ns)
-    """This moment; does not wait."""
+    """Returns a mark of the present moment; does not wait."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """The moments on the host's clock, ``time.perf_counter``; once the work is done."""
+        """Returns the marks' times in seconds on the host's clock, ``time.perf_counter``, after the work is done."""
         return [mark / 1e9 for mark in marks]
 
 
 class DeviceClock:
-    """The same of work on the current stream of an accelerator, timed with events.
+    """A clock of work on the current stream of an accelerator, timed with events.
 
-    ``of_a_step``: all of its marks are near each other, and what one call of ``seconds`` reports fits the others to the
+    ``of_a_step``: all marks are close in time; times from different calls of ``seconds`` are then consistent to the
     precision of events.
     """
 
     def __init__(self, device: torch.device, of_a_step: bool = False) -> None:
         self._device, self._of_a_step = device, of_a_step
-        self._first: tuple[torch.Event, float] | None = None  # a mark, and its host time
+        self._first: tuple[torch.Event, float] | None = None  # a mark, and its time in seconds on the host's clock
 
     def mark(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
@@ -42,21 +42,21 @@ class DeviceClock:
     def seconds(self, marks: Sequence[torch.Event]) -> list[float]:
         if not marks:
             return []
-        # Events know times relative to each other alone. One whose host time is known ties them to the host's clock.
+        # Events give only relative times. An event with a known host time relates them to the host's clock.
         torch.accelerator.synchronize(self._device)
         if self._first is None or not self._of_a_step:
             now = self.mark()
             now.synchronize()
             self._first = marks[0], time.perf_counter() - marks[0].elapsed_time(now) / 1e3
         first, at = self._first
-        return [at + first.elapsed_time(mark) / 1e3 for mark in marks]  # in single precision: so from near by
+        return [at + first.elapsed_time(mark) / 1e3 for mark in marks]  # single precision: the first must be close
 
 
 Clock = HostClock | DeviceClock
 
 
 class Lap(NamedTuple):
-    """Seconds on the host's clock: since when the rank stood ready for the action, its start and its end."""
+    """Seconds on the host's clock: when the rank was ready for the action, when the action started and ended."""
 
     action: Action
     since: float
@@ -65,7 +65,7 @@ class Lap(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """Seconds on the host's clock: when collectives were started beside the actions, and when the last was done."""
+    """Seconds on the host's clock: when collectives that overlap the actions started, and when the last was done."""
 
     what: str
     start: float
@@ -73,7 +73,7 @@ class Reduced(NamedTuple):
 
 
 class Elapsed(NamedTuple):
-    """When a part of a step was over, in seconds on the host's clock; the first, without a name, is its beginning."""
+    """The end of a part of a step, in seconds on the host's clock; the first, unnamed entry is the step's beginning."""
 
     what: str
     end: float
@@ -84,7 +84,7 @@ ACTIONS = "actions"
 
 
 class Course:
-    """A mark behind each part of one step, from its beginning on."""
+    """Marks the beginning of a step and the end of each of its parts."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -92,19 +92,19 @@ class Course:
         self.mark("")
 
     def mark(self, what: str) -> None:
-        """``what`` is over."""
+        """Marks the end of the part ``what``."""
         self._marks.append((what, self.clock.mark()))
 
     def passed(self, ahead: float = 0.0) -> list[Elapsed]:
-        """The parts, in order; ``ahead`` as for ``Stopwatch.laps``."""
+        """Returns the parts in order; ``ahead`` as in ``Stopwatch.laps``."""
         moments = self.clock.seconds([mark for _, mark in self._marks])
         return [Elapsed(what, moment - ahead) for (what, _), moment in zip(self._marks, moments, strict=True)]
 
 
 class Stopwatch:
-    """Three marks per action: before it waits for its inputs, before it computes, and its end; without a clock none.
+    """Records three marks per action, if it has a clock: before the wait for inputs, before the compute, at the end.
 
-    And two for what runs beside the actions, the second one on whatever thread it ends.
+    Records two marks for collectives that overlap the actions; any thread may record the second.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -121,7 +121,7 @@ class Stopwatch:
         self._waits = False
 
     def wait(self) -> None:
-        """The next mark, ahead of its time: the rank waits already."""
+        """Records the next mark early, because the rank waits already."""
         if not self._waits:
             self.mark()
             self._waits = True
@@ -132,31 +132,31 @@ class Stopwatch:
             self._actions.append(action)
 
     def started(self, what: str) -> Callable[[], None]:
-        """Marks that collectives are started, and gives what marks their end, which is to follow the last one."""
+        """Marks the start of collectives; returns a function that marks their end, to be called after the last."""
         if self._now is None:
             return lambda: None
         now = self._now
         entry = [what, now()]
         self._started.append(entry)
-        return lambda: entry.append(now())  # one call: no other thread sees half of it
+        return lambda: entry.append(now())  # an atomic append: no other thread sees a partial entry
 
     def laps(self, ahead: float = 0.0) -> list[Lap]:
-        """The laps in order. ``ahead``: by how much this clock is ahead of the one that they are reported on."""
+        """Returns the laps in order. ``ahead``: the seconds by which this clock is ahead of the reported clock."""
         if self._clock is None:
             return []
         moments = [moment - ahead for moment in self._clock.seconds(self._moments)]
         return [Lap(*lap) for lap in zip(self._actions, moments[::3], moments[1::3], moments[2::3], strict=True)]
 
     def reductions(self, ahead: float = 0.0) -> list[Reduced]:
-        """What was started and has ended, in the order of the starts; ``ahead`` as for ``laps``."""
+        """Returns the collectives that have ended, in the order of their starts; ``ahead`` as in ``laps``."""
         if self._clock is None:
             return []
-        # Those without an end are still under way.
+        # Entries without an end are still under way.
         done = [entry for entry in self._started if len(entry) == 3]
         moments = iter(self._clock.seconds([mark for _, *marks in done for mark in marks]))
         return [Reduced(what, next(moments) - ahead, next(moments) - ahead) for what, *_ in done]
 
 
 def clock_of(device: torch.device, of_a_step: bool = False) -> Clock:
-    """The clock of what runs on a device; ``of_a_step`` as for ``DeviceClock``."""
+    """Returns the clock of a device's work; ``of_a_step`` as in ``DeviceClock``."""
     return DeviceClock(device, of_a_step) if is_accelerator(device) else HostClock()

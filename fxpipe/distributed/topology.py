@@ -1,8 +1,8 @@
-"""``Topology``: which rank sits where in the grid of ranks, and which ranks form a group.
+"""``Topology``: the coordinates of ranks in the grid, and the groups of ranks.
 
-Plain arithmetic: a topology of 16,384 ranks can be made, asked and printed on a laptop. Only ``.mesh``,
-``.group``, ``.data_mesh``, ``from_mesh``, ``.data_rank``, ``.data_size`` and ``.sampler`` touch torch.distributed, and
-only they import it.
+Plain arithmetic: a laptop can make, query and print a topology of 16,384 ranks. Only ``.mesh``, ``.group``,
+``.data_mesh``, ``from_mesh``, ``.data_rank``, ``.data_size`` and ``.sampler`` use torch.distributed, and only these
+import it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _LiveGroups:
-    """What a topology has made in torch.distributed, and under which default group."""
+    """The meshes and groups that a topology has made in torch.distributed, and the default group they belong to."""
 
     world: object
     mesh: DeviceMesh | None = None
@@ -51,14 +51,14 @@ class _LiveGroups:
 
 
 def served_device() -> torch.device:
-    """This process's device that the started default process group serves: its accelerator, or else the CPU."""
+    """Returns the device of this process that the default process group serves: its accelerator, or else the CPU."""
     import torch
     import torch.distributed as dist
 
     from fxpipe.device import current
 
     own, backends = current(), dict(part.split(":") for part in dist.get_backend_config().split(","))
-    # Gloo claims accelerators too, but lacks most collectives there; whoever started gloo alone wants the CPU.
+    # Gloo claims to serve accelerators, but lacks most collectives there; a group with gloo alone means the CPU.
     return own if backends.get(own.type, "gloo") != "gloo" else torch.device("cpu")
 
 
@@ -67,10 +67,10 @@ class Topology(Tabular):
 
     Args:
         axes: ``(name, size)`` pairs, outermost first; a rank is the row-major index. Names are ``pipe``,
-            ``data`` and ``tensor``, or ``pp``, ``dp`` and ``tp``; wherever an axis is asked for, either name
-            will do.
-        ranks_per_node: how many consecutive ranks reach each other fast (one machine, or one NVLink domain).
-            None: all of them.
+            ``data`` and ``tensor``, or ``pp``, ``dp`` and ``tp``; every method that takes an axis accepts
+            either name.
+        ranks_per_node: the number of consecutive ranks with fast links (a machine, or an NVLink domain).
+            None: all ranks.
 
     Raises:
         TopologyError: unknown, repeated or no axes; a size below 1; ``ranks_per_node`` that does not divide the number
@@ -105,7 +105,7 @@ class Topology(Tabular):
         rows: int | None = None,
         ranks_per_node: int | None = None,
     ) -> Topology:
-        """The topology of so many ranks, for a run that is started again with fewer or more: data takes what is left.
+        """Returns a topology of ``world_size`` ranks, for a restart with fewer or more ranks: computes the data size.
 
         >>> Topology.fit(8, pipe=2, rows=256), Topology.fit(4, pipe=2, rows=256)
         (Topology([('pipe', 2), ('data', 4)]), Topology([('pipe', 2), ('data', 2)]))
@@ -114,12 +114,12 @@ class Topology(Tabular):
             world_size: how many processes run, such as ``int(os.environ["WORLD_SIZE"])``.
             pipe: how many ranks a pipeline has.
             tensor: how many ranks share a stage.
-            rows: of a whole step, over all replicas; each is then given ``rows // topology.size("data")``, so that
-                steps stay what they were. None: nothing is checked.
+            rows: the rows of a whole step, over all replicas; each replica then takes
+                ``rows // topology.size("data")`` rows, so that a step stays the same. None: rows are not checked.
             ranks_per_node: as in the constructor.
 
         Raises:
-            TopologyError: the ranks are no multiple of ``pipe × tensor``, or the rows none of the replicas.
+            TopologyError: the number of ranks is no multiple of ``pipe × tensor``, or ``rows`` no multiple of replicas.
         """
         model = positive(pipe, "pipe") * positive(tensor, "tensor")
         data, left = divmod(positive(world_size, "world_size"), model)
@@ -138,12 +138,12 @@ class Topology(Tabular):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ``(name, size)`` pairs, outermost first, named as they were given."""
+        """The ``(name, size)`` pairs, outermost first, with the names that the caller passed."""
         return self._axes
 
     @property
     def ranks_per_node(self) -> int | None:
-        """How many ranks a node holds; None where all ranks count as one node."""
+        """The number of ranks per node; None if all ranks count as a single node."""
         return self._ranks_per_node
 
     @property
@@ -152,17 +152,17 @@ class Topology(Tabular):
         return self._world_size
 
     def size(self, axis: str) -> int:
-        """How many ranks a group of ``axis`` has; 1 for a known axis that this topology lacks."""
+        """Returns the number of ranks in a group of ``axis``; 1 for a known axis that this topology lacks."""
         if axis == MODEL:
             return self._world_size // self.size("data")
         index = self._index.get(role_of(axis))
         return 1 if index is None else self._sizes[index]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` sits: its index along each axis, outermost first.
+        """Returns the index of ``rank`` along each axis, outermost first.
 
         Raises:
-            TopologyError: no such rank.
+            TopologyError: ``rank`` is not in the topology.
         """
         rest = whole(rank, "a rank")
         if not 0 <= rest < self._world_size:
@@ -176,9 +176,9 @@ class Topology(Tabular):
         return dict(reversed(innermost_first.items()))
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at an index along every axis: ``topo.rank(pipe=1, data=0)``; ``coordinate``'s inverse.
+        """Returns the rank at an index along every axis: ``topo.rank(pipe=1, data=0)``; the inverse of ``coordinate``.
 
-        A known axis that this topology lacks may be given, with index 0.
+        A known axis that this topology lacks may be passed with index 0.
 
         Raises:
             TopologyError: an axis is unknown, given twice or missing, or an index is outside its axis.
@@ -200,21 +200,21 @@ class Topology(Tabular):
             raise TopologyError(
                 f"{_call(coordinate)} lacks {names}: write every axis, as in {_call(coordinate | missing)}"
             )
-        # Row-major, as Horner's rule has it.
+        # The row-major index, by Horner's rule.
         rank = 0
         for role, index in self._index.items():
             rank = rank * self._sizes[index] + given[role]
         return rank
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The groups of ``axis``: lists of ranks that differ in that coordinate alone, each ascending.
+        """Returns the groups of ``axis``: ascending lists of ranks that differ in that coordinate alone.
 
-        Their order is that of the coordinates inside ``axis``, and among equals of those outside it.
-        ``"model"``: the ranks that work on one replica's data, so that all coordinates but the data one vary.
-        A known axis that this topology lacks has groups of one rank each.
+        Groups are sorted by the coordinates of the axes inside ``axis``, then by those of the axes outside.
+        ``"model"``: the ranks that work on the same replica's data, so that all coordinates except data vary.
+        A known axis that this topology lacks has groups of a single rank each.
         """
         if axis == MODEL:
-            # The i-th ranks of all data groups work on one replica's data.
+            # The i-th ranks of all data groups work on the same replica's data.
             return [sorted(ranks) for ranks in zip(*self.groups("data"), strict=True)]
         index = self._index.get(role_of(axis))
         if index is None:
@@ -222,15 +222,15 @@ class Topology(Tabular):
         return axis_groups(self._sizes, index)
 
     def shard_groups(self) -> list[list[int]]:
-        """Each data group's ranks inside one node: those among which ZeRO shards."""
+        """Returns each data group's ranks in each node: the groups over which ZeRO shards."""
         return [shard for group in self.groups("data") for shard in by_node(group, self._node)]
 
     def replica_groups(self) -> list[list[int]]:
-        """Each data group's ranks at the same position inside their nodes: those that hold the same shard."""
+        """Returns each data group's ranks at the same position in their nodes: the groups that hold the same shard."""
         return [list(ranks) for group in self.groups("data") for ranks in zip(*by_node(group, self._node), strict=True)]
 
     def crosses_nodes(self, axis: str) -> bool:
-        """Whether any group of ``axis`` (or of ``"model"``) has ranks in more than one node."""
+        """Returns whether any group of ``axis`` (or of ``"model"``) has ranks in more than one node."""
         return self._cross_nodes(self.groups(axis))
 
     def _cross_nodes(self, groups: list[list[int]]) -> bool:
@@ -240,7 +240,7 @@ class Topology(Tabular):
     def mesh(self) -> DeviceMesh:
         """These ranks as a torch ``DeviceMesh`` with these axis names.
 
-        Made on the first access, which every rank must make; on the accelerator where the process group serves it.
+        The first access, which every rank must make, makes the mesh; on the accelerator if the process group serves it.
 
         Raises:
             TopologyError: torch.distributed is not started, or runs another number of processes.
@@ -256,7 +256,7 @@ class Topology(Tabular):
     def group(self, axis: str) -> ProcessGroup:
         """This rank's process group along ``axis``, or of ``"model"``.
 
-        Made on the first call, which every rank must make, in the same order where there are several.
+        The first call makes the group; every rank must make this call, and calls for several axes in the same order.
 
         Raises:
             TopologyError: as for ``mesh``, or ``axis`` is unknown.
@@ -273,14 +273,14 @@ class Topology(Tabular):
     def data_mesh(self, zero_scope: Literal["node", "data"] = "node") -> DeviceMesh:
         """This rank's data group as a 2-dimensional ``DeviceMesh``, (replica, shard).
 
-        Made on the first call, which every rank must make, in the same order where there are both. It covers this group
-        alone: no mesh over all ranks could hold the rest, since the next group may straddle two nodes.
+        The first call makes the mesh; every rank must make this call, and calls for both scopes in the same order. The
+        mesh covers this rank's data group only, since groups that straddle nodes do not fit a mesh over all ranks.
 
         Args:
-            zero_scope: "node": a row for each node, with its ranks; "data": one row with the whole group.
+            zero_scope: "node": a row of ranks for each node; "data": a single row with the whole group.
 
         Raises:
-            TopologyError: as for ``mesh``, or no such scope.
+            TopologyError: as for ``mesh``, or ``zero_scope`` is unknown.
         """
         if zero_scope not in ("node", "data"):
             raise TopologyError(f'zero_scope is {zero_scope!r}; it is "node" or "data"')
@@ -288,8 +288,8 @@ class Topology(Tabular):
         if zero_scope not in live.data_meshes:
             from torch.distributed.device_mesh import DeviceMesh
 
-            # Groups of all ranks are made on every rank, as torch wants; the mesh holds this rank's data group alone.
-            nodes = self if zero_scope == "node" else Topology(self._axes)  # as if all ranks were one node
+            # Every rank makes the groups of all ranks, as torch requires; the mesh holds this rank's data group alone.
+            nodes = self if zero_scope == "node" else Topology(self._axes)  # as if all ranks were in a single node
             groups = [_new_group(nodes.replica_groups()), _new_group(nodes.shard_groups())]
             rows = by_node(self._mine("data"), nodes._node)
             live.data_meshes[zero_scope] = DeviceMesh.from_group(
@@ -299,7 +299,7 @@ class Topology(Tabular):
 
     @property
     def data_size(self) -> int:
-        """How many replicas draw data: the size of the data axis, or 1 where one process plays every rank.
+        """The number of replicas that draw data: the size of the data axis, or 1 if a single process plays every rank.
 
         Raises:
             TopologyError: torch.distributed runs another number of processes, or has yet to be started.
@@ -308,7 +308,7 @@ class Topology(Tabular):
 
     @property
     def data_rank(self) -> int:
-        """Which of them this process draws for: its place on the data axis, or 0 where one process plays every rank.
+        """The replica that this process draws data for: its data coordinate, or 0 if a process plays every rank.
 
         Raises:
             TopologyError: as for ``data_size``.
@@ -322,14 +322,14 @@ class Topology(Tabular):
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> DistributedSampler[Any]:
-        """A sampler for a ``DataLoader``, by which all ranks that work on one replica's data draw the same rows.
+        """Returns a sampler for a ``DataLoader`` that draws the same rows on all ranks of the same replica.
 
         Args:
-            dataset: what it draws from; it has a length.
-            shuffle: in an order drawn from ``seed`` and the epoch, so call ``sampler.set_epoch(epoch)`` in front of
-                each.
-            seed: the same on all ranks.
-            drop_last: whether rows are left out so that all replicas have as many; otherwise some are drawn twice.
+            dataset: the dataset to draw from; must have a length.
+            shuffle: whether rows are in an order drawn from ``seed`` and the epoch; if so, call
+                ``sampler.set_epoch(epoch)`` before each epoch.
+            seed: the seed of the order, the same on all ranks.
+            drop_last: drop rows so that all replicas draw equally many; otherwise some rows are drawn twice.
 
         Raises:
             TopologyError: as for ``data_size``; or the dataset has no length.
@@ -357,10 +357,10 @@ class Topology(Tabular):
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
-        """The topology of a ``DeviceMesh`` over all processes; its ``.mesh`` is that very mesh.
+        """Returns the topology of a ``DeviceMesh`` over all processes; its ``.mesh`` is the same mesh object.
 
         Raises:
-            TopologyError: the mesh names no dimensions or unknown ones, covers only some of the processes,
+            TopologyError: the mesh names no dimensions or unknown dimensions, covers only some of the processes,
                 or orders its ranks otherwise than row-major.
         """
         names = getattr(mesh, "mesh_dim_names", "")
@@ -374,7 +374,7 @@ class Topology(Tabular):
                 'write init_device_mesh(..., mesh_dim_names=("pipe", "data"))'
             )
         topology = cls(zip(names, mesh.shape, strict=True), ranks_per_node)
-        # Groups are computed row-major, so a mesh in another order would have other groups than this topology.
+        # Topology computes groups row-major; a mesh in another order would have different groups.
         live = topology._distributed()
         ranks = mesh.mesh.flatten().tolist()
         if ranks != list(range(topology.world_size)):
@@ -393,7 +393,7 @@ class Topology(Tabular):
             groups |= {"shard": self.shard_groups(), "replica": self.replica_groups()}
         rows = []
         for name, found in groups.items():
-            # Shard and replica groups can differ: one data group fits into a node, and the next straddles two.
+            # Shard and replica groups can differ in size: a data group may fit into a node, and the next straddle two.
             lengths = " or ".join(map(str, sorted(set(map(len, found)))))
             rows.append((name, lengths, listed(found), "yes" if self._cross_nodes(found) else "no"))
         table = tabulate(rows, headers=("axis", "size", "groups", "crosses nodes"), colalign=("left", "right"))
@@ -412,16 +412,16 @@ class Topology(Tabular):
         return hash((self._axes, self._ranks_per_node))
 
     def __reduce__(self) -> tuple[type[Topology], tuple[tuple[tuple[str, int], ...], int | None]]:
-        # Process groups belong to one process; a copy makes its own.
+        # Process groups belong to a single process; an unpickled copy makes its own.
         return Topology, (self._axes, self._ranks_per_node)
 
     def _is_alone(self) -> bool:
-        """Whether one process plays every rank; TopologyError where that is not known yet."""
+        """Whether a single process plays every rank; TopologyError if that is not known yet."""
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
             alone = dist.get_world_size() == 1
-        else:  # as far as is known: whether torchrun or srun has started this process as one of several
+        else:  # decide by the environment: whether torchrun or srun has started several processes
             rank, count = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
             alone = rank not in os.environ or os.environ.get(count, "1") == "1"
         if not alone:
@@ -429,13 +429,13 @@ class Topology(Tabular):
         return alone
 
     def _mine(self, axis: str) -> list[int]:
-        """This process's group of ``axis``."""
+        """Returns the ranks of this process's group of ``axis``."""
         import torch.distributed as dist
 
         return next(group for group in self.groups(axis) if dist.get_rank() in group)
 
     def _distributed(self) -> _LiveGroups:
-        """What this topology has made of the running torch.distributed, which must be of its size."""
+        """Returns this topology's meshes and groups; TopologyError unless torch.distributed runs with as many ranks."""
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
@@ -449,7 +449,7 @@ class Topology(Tabular):
                 f"torch.distributed runs {running} processes, but {shape(self._axes)} makes {self._world_size}: "
                 f"start {self._world_size}, or write sizes whose product is {running}"
             )
-        # A process group that was destroyed and started again takes meshes and groups with it.
+        # Meshes and groups of a destroyed default process group are invalid: start anew.
         if self._live is None or self._live.world is not dist.group.WORLD:
             self._live = _LiveGroups(dist.group.WORLD)
         return self._live
@@ -460,7 +460,7 @@ def _call(coordinate: dict[str, int]) -> str:
 
 
 def _new_group(groups: list[list[int]]) -> ProcessGroup:
-    """Makes all ``groups``, as every rank must, and returns the one that this rank is in."""
+    """Makes all ``groups``, as every rank must, and returns the group that this rank is in."""
     import torch.distributed as dist
 
     made: list[tuple[list[int], ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in groups]

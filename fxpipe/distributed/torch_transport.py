@@ -1,4 +1,4 @@
-"""The transport over torch.distributed: one process a rank."""
+"""The transport over torch.distributed, with a process for each rank."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
-    """What this rank runs: names and values that must be the same on all ranks."""
+    """Returns this rank's versions, topology and options: names and values that must be the same on all ranks."""
     try:
         version = metadata.version("fxpipe")
-    except metadata.PackageNotFoundError:  # run from its source
+    except metadata.PackageNotFoundError:  # fxpipe is not installed, but run from its source
         version = "unknown"
     axes = ", ".join(f"{name} {size}" for name, size in topology.axes)
     return {
@@ -62,7 +62,7 @@ def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
 
 
 class _PairLink(NamedTuple):
-    """A directed pair of this rank and another. ``peer``: the other one, and ``place`` its number in the group."""
+    """A directed pair of this rank and ``peer``. ``place``: the peer's rank in the group."""
 
     group: dist.ProcessGroup
     peer: int
@@ -70,18 +70,18 @@ class _PairLink(NamedTuple):
 
 
 class DistributedTransport:
-    """torch.distributed: gloo between CPUs, nccl between GPUs, gloo for what the host must know.
+    """Uses gloo between CPUs and NCCL between GPUs; always gloo for values that the host needs.
 
-    Each directed pair of ranks has a process group of its own. On one group, the order of messages is the order in
-    which they were started, whatever their tags; with two directions, or activations and gradients, on one group,
-    each can come to wait for the other.
+    Each directed pair of ranks has its own process group. On a group, messages complete in the order in which they
+    were started, whatever their tags; if two directions, or activations and gradients, shared a group, they could
+    deadlock.
     """
 
     def __init__(self, topology: Topology, timeout: float = 300.0, options: Mapping[str, str] = NO_OPTIONS) -> None:
         self.rank, self.process, self.timeout = dist.get_rank(), os.getpid(), timeout
         self.device = served_device()
         self._on_host = self.device.type == "cpu"
-        # The watchdog ends a wait on the CPU, and knows when not to; on a GPU nobody but NCCL can.
+        # On a CPU the watchdog ends waits, and may extend their timeout; on a GPU only NCCL can end them.
         self._longest = datetime.timedelta(seconds=timeout * (EXTENSION + 2))
         self._timeout = self._longest if self._on_host else datetime.timedelta(seconds=timeout)
         self.for_good: tuple[datetime.timedelta, ...] = (self._longest,) if self._on_host else ()
@@ -90,7 +90,7 @@ class DistributedTransport:
         assert world is not None
         self.number = _made[world] = _made.get(world, 0) + 1
         self._explained = False
-        self._closed = ""  # why, once it is
+        self._closed = ""  # why the transport is closed; empty while it is open
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{self.number}", default_store())
         self._pipes = topology.groups("pipe")
         coordinate = {"pipe": self._pipes, "data": topology.groups("data")}
@@ -103,10 +103,10 @@ class DistributedTransport:
         self._links: dict[Pair, _PairLink] = {}
         self._groups: dict[Scope, dist.ProcessGroup] = {}
         self._hosts: dict[Scope, dist.ProcessGroup] = {}
-        # (scope, what this rank sends) → what all ranks of the scope sent beside it the last time. Ranks may remember
-        # different things: then they do not agree, and gather.
+        # (scope, the bytes this rank sends) → the bytes that all ranks of the scope sent the last time. If ranks
+        # remember different values, they do not agree, and gather.
         self._predicted: dict[tuple[Scope, bytes], tuple[bytes, ...]] = {}
-        self._beside = Threads(self._perform, self._waiting)  # what hosts tell each other
+        self._beside = Threads(self._perform, self._waiting)  # collectives of CPU tensors
         self._on_device = self._beside if self._on_host else Streams(self._perform)
         _open.add(self)
         try:
@@ -114,15 +114,15 @@ class DistributedTransport:
             self._apart(lambda: self._new_scopes(coordinate.items()))
         except PeerLost as lost:
             raise RunError(self.explain(lost)) from None
-        except RunError:  # the ranks differ, as all of them know
+        except RunError:  # the ranks differ; all ranks raise this
             self.watchdog.put_down(self.number)
             raise
 
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
-        """Waits until all ranks are here; RunError on all where they do not run the same."""
+        """Waits until all ranks have arrived; RunError on all ranks if their facts differ."""
         self.watchdog.take_up(self.number, topology)
-        # Through the store, before there are connections: ranks of two topologies would open different ones. The first
-        # rank compares, and writes how they differ for the others.
+        # Compare through the store before connecting: ranks of different topologies would open different connections.
+        # Rank 0 compares the facts, and writes the difference to the store for the other ranks.
         keys = [f"facts/{rank}" for rank in self._ranks["all"]]
         self._store.set(keys[self.rank], json.dumps(facts_of(topology, options)))
         if self.rank == 0:
@@ -135,7 +135,7 @@ class DistributedTransport:
             raise RunError(f"the ranks do not run the same: {differing}; give all ranks the same")
 
     def _await_keys(self, keys: list[str]) -> None:
-        """Waits until they are in the store. The store's own wait would write to stderr whenever a slice is over."""
+        """Waits until ``keys`` are in the store. The store's own wait would write to stderr at each timeout."""
         with self._waiting(lambda: ("all ranks to come to fxpipe.compile", "all")) as look_up:
             pause = 0.01
             while not self._store.check(keys):
@@ -144,8 +144,8 @@ class DistributedTransport:
                 pause = min(2 * pause, SLICE_SECONDS)
 
     def _apart(self, connect: Callable[[], object]) -> None:
-        """Runs what torch offers no way to leave in a thread, while this one waits in slices."""
-        # Connecting may never end where a peer is gone; the thread is then left behind, and dies with the process.
+        """Runs ``connect``, which torch cannot interrupt, in a thread, while this thread waits in slices."""
+        # Connecting may never end if a peer is gone; the thread is then abandoned, and ends with the process.
         done, failures, device = threading.Event(), list[BaseException](), self.device
 
         def run() -> None:
@@ -168,7 +168,7 @@ class DistributedTransport:
 
     @contextlib.contextmanager
     def _waiting(self, what: Callable[[], tuple[str, Scope]]) -> Iterator[Callable[[], None]]:
-        """A wait in slices that the watchdog knows of; yields what is called after each."""
+        """Registers a wait in slices with the watchdog; yields the function to call after each slice."""
 
         def found() -> tuple[str, Sequence[int]]:
             words, scope = what()
@@ -185,9 +185,9 @@ class DistributedTransport:
             here.waiting = None
 
     def _new_scopes(self, groups: Iterable[tuple[Scope, Sequence[Sequence[int]]]]) -> None:
-        """Makes a device group and a host group for each list of ranks; all ranks of the world, in one order."""
+        """Makes a device group and a host group for each list of ranks; all ranks of the world call in one order."""
         for scope, ranks in ((scope, ranks) for scope, some in groups for ranks in some):
-            if len(ranks) == 1 and scope not in ("pipe", "data"):  # with whom nothing is shared
+            if len(ranks) == 1 and scope not in ("pipe", "data"):  # a group of a single rank communicates nothing
                 if self.rank in ranks:
                     self._ranks[scope] = list(ranks)
                 continue
@@ -202,23 +202,23 @@ class DistributedTransport:
         return tuple(self._ranks[scope])
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
-        # Every rank makes every group of every pipeline, in one order: torch's new_group is a call of the whole world.
+        # Every rank makes all groups of all pipelines in the same order: torch's new_group is a call of all ranks.
         of_owners = {owner: [[pipe[rank] for rank in owner] for pipe in self._pipes] for owner in owners}
         self._apart(lambda: self._new_scopes([*of_owners.items(), *groups.items()]))
         self.open_more(pairs)
 
     def open_more(self, pairs: Sequence[Pair]) -> None:
         self._check_open()
-        mine = [pair for pair in sorted(pairs) if self.pipe_rank in pair]  # in one order on all: nobody waits in a ring
+        mine = [pair for pair in sorted(pairs) if self.pipe_rank in pair]  # same order on all ranks: no deadlock
         self._apart(lambda: self._new_links(mine))
-        # A byte each way now: torch connects lazily, and a step must not wait for that.
+        # Send a byte over each link now: torch connects lazily, and a step must not wait for connections.
         sent = torch.zeros(len(mine), 1, dtype=torch.uint8, device=self.device)
         starts = (self.send if self.pipe_rank == pair[0] else self.receive for pair in mine)
         for work in [start(pair, byte) for start, pair, byte in zip(starts, mine, sent, strict=True)]:
             work.wait()
 
     def _new_links(self, pairs: Sequence[Pair]) -> None:
-        """Groups that the two ranks make by themselves: other replicas may never meet such a batch."""
+        """Makes a group for each pair in a call of its two ranks alone: other replicas may not need the pair."""
         for pair in pairs:
             ranks = [self._ranks["pipe"][end] for end in pair]
             name = f"fxpipe {self.number}: {ranks[0]} to {ranks[1]}"
@@ -243,7 +243,7 @@ class DistributedTransport:
         return self._start(buffer, self._link(pair), sends=False)
 
     def _start(self, buffer: Tensor, link: _PairLink, sends: bool) -> Work:
-        """What ``dist.isend`` and ``irecv`` come to, once it is known that they may be called."""
+        """Starts a send or receive, as ``dist.isend`` and ``irecv`` do after their checks."""
         call = link.group.send if sends else link.group.recv
         try:
             return _Transfer(self, call([buffer], link.place, 0), link.peer, sends)
@@ -254,7 +254,7 @@ class DistributedTransport:
         self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return [item]
-        # As data: torch's all_gather_object pickles.
+        # Encode as plain data: torch's all_gather_object would pickle.
         everyone = zip(self._gathered(scope, encode_for_all(item)), self._ranks[scope], strict=True)
         return [decode(sent, f"rank {rank}") for sent, rank in everyone]
 
@@ -266,7 +266,7 @@ class DistributedTransport:
         return tuple(int.from_bytes(sent, "little", signed=True) for sent in everyone)
 
     def _gathered(self, scope: str, sent: bytes) -> tuple[bytes, ...]:
-        """What each rank sends. Whatever that is, ranks in different calls have done the same until they know it."""
+        """Returns each rank's bytes. Ranks in different calls make the same collectives until all see a difference."""
         ranks = self._ranks[scope]
         expected = self._predicted.get((scope, sent)) or (sent,) * len(ranks)
         greatest = torch.tensor(words(entered.mark, expected), device="cpu")
@@ -274,8 +274,8 @@ class DistributedTransport:
         self._together("an all-gather", scope, group, dist.all_reduce, greatest, dist.ReduceOp.MAX)
         if agree(greatest.tolist()):
             return expected
-        # They disagree somewhere, and all know it: a head of fixed length shows who is in which call, and how long the
-        # longest message is, so that the rest has one length on all ranks, as an all-gather needs.
+        # All ranks know that they disagree: a head of fixed length shows each rank's call and the length of its
+        # message, so that the rest can have the same length on all ranks, as an all-gather requires.
         numbers = _NUMBERS.pack(entered.mark, len(sent))
         heads = self._gathered_bytes(scope, numbers + sent[:_IN_HEAD], _HEAD)
         marks, lengths = zip(*map(_NUMBERS.unpack_from, heads), strict=True)
@@ -294,7 +294,7 @@ class DistributedTransport:
         return values
 
     def _gathered_bytes(self, scope: str, sent: bytes, size: int) -> list[bytes]:
-        """So many bytes of each rank, what it sends filled up to them."""
+        """All-gathers ``size`` bytes of each rank: the bytes it sends, padded with spaces."""
         count, group = len(self._ranks[scope]), self._hosts[scope]
         mine = torch.frombuffer(bytearray(sent.ljust(size)), dtype=torch.uint8)
         items = torch.empty(count * size, dtype=torch.uint8, device="cpu")
@@ -302,7 +302,7 @@ class DistributedTransport:
         return [bytes_of(each) for each in items.chunk(count)]
 
     def _differ(self, scope: str) -> None:
-        """All ranks of the group have seen that they are not in the same call, and report to each other in which."""
+        """Raises an error that names each rank's call; all ranks of the group know that their calls differ."""
         sent = encode_for_all((entered.name, dict(entered.alike.facts())))
         if len(sent) > _LONGEST:
             sent = encode_for_all((entered.name, {}))
@@ -333,9 +333,9 @@ class DistributedTransport:
             self._together("a broadcast", scope, group, dist.broadcast, tensor, root)
 
     def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
-        # By messages, each taken when its receiver comes: a broadcast would hold the source until all have come.
+        # Send a message to each receiver: a broadcast would block the source until all receivers have come.
         group, ranks = self._member(self._groups, scope), self._ranks[scope]
-        if tensor.device.type != "cpu" or len(ranks) > _FEW:  # NCCL would stand and wait on the device
+        if tensor.device.type != "cpu" or len(ranks) > _FEW:  # an early NCCL receive would block the device
             return OnceAwaited(partial(self.broadcast, scope, tensor, source))
         others = [rank for rank in ranks if rank != self.rank] if ranks[source] == self.rank else [ranks[source]]
         links = [_PairLink(group, peer, dist.get_group_rank(group, peer)) for peer in others]
@@ -343,7 +343,7 @@ class DistributedTransport:
         return OnceAwaited(lambda: [work.wait() for work in works])
 
     def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
-        """A collective call that this rank stands still for; its failure is a PeerLost."""
+        """Makes a collective call that blocks this rank; raises a failure as PeerLost."""
         words = f"{what} over {scope}"
         with self._waiting(lambda: (words, scope)) as look_up:
             try:
@@ -362,7 +362,7 @@ class DistributedTransport:
         return beside.start(steps, what)
 
     def _perform(self, step: Collective) -> None:
-        """Runs a collective to its end, or puts it on the current stream."""
+        """Runs a CPU collective to its end; enqueues a GPU collective on the current stream."""
         ranks = self._ranks[step.scope]
         if len(ranks) == 1:
             step.alone()
@@ -372,7 +372,7 @@ class DistributedTransport:
         calls = {
             "all_reduce": partial(dist.all_reduce, step.output),
             "maximum": partial(dist.all_reduce, step.output, dist.ReduceOp.MAX),
-            # gloo's own copies, and its wait cannot be left
+            # On the CPU by all_reduce: gloo's own reduce-scatter copies, and its wait cannot be interrupted.
             "reduce_scatter": partial(reduce_scatter_single, step.output, step.input)
             if not on_host
             else partial(dist.all_reduce, step.input),
@@ -385,7 +385,7 @@ class DistributedTransport:
             work.wait()
             return
 
-        def look_up() -> None:  # on a thread of its own, which must not be inside of torch when the process ends
+        def look_up() -> None:  # called on a worker thread, which must not be inside torch when the process ends
             if self._closed:
                 raise RuntimeError(self._closed)
 
@@ -394,7 +394,7 @@ class DistributedTransport:
             step.output.copy_(step.input.chunk(len(ranks))[ranks.index(self.rank)])
 
     def abort(self, reason: str) -> None:
-        """Tells all ranks why, then closes this rank's connections: whoever waits on one gets an error at once."""
+        """Reports the reason to all ranks, then closes this rank's connections, so that waiting peers fail at once."""
         text = f"{self.watchdog.named(self.rank)}: {reason}"
         self._end(Ending(text, (self.rank,), error=True), text)
         if not self._closed:
@@ -418,9 +418,9 @@ class DistributedTransport:
         self._hosts.clear()
         while groups:
             group = groups.pop()
-            if aborts:  # NCCL ends a group by waiting for what is under way, and for ever where a rank comes no more
+            if aborts:  # otherwise NCCL waits for the group's pending collectives, forever if a rank has failed
                 group.abort()
-            with contextlib.suppress(ValueError):  # it has ended with torch.distributed itself
+            with contextlib.suppress(ValueError):  # destroy_process_group() has ended the group already
                 dist.destroy_process_group(group)
 
     def process_groups(self) -> set[dist.ProcessGroup]:
@@ -434,8 +434,8 @@ class DistributedTransport:
         return message
 
     def _end(self, ending: Ending, message: str) -> None:
-        """Says why the waits of this transport end, and reports it to all ranks. Once."""
-        # Of several waits that break at once the first one is explained: the others break for the same reason.
+        """Prints why the waits of this transport end, and reports the ending to all ranks; only once."""
+        # If several waits break at once, only the first is explained: the others break for the same reason.
         if not self._explained:
             self._explained = True
             say(message)
@@ -443,7 +443,7 @@ class DistributedTransport:
 
 
 class _Transfer:
-    """A send or receive under way. It lets go of the work, which keeps a connection open, once it was waited for."""
+    """A send or receive under way. ``wait`` drops torch's work, which keeps a connection open."""
 
     __slots__ = ("_home", "_peer", "_sends", "_work")
 
@@ -468,7 +468,7 @@ class _Transfer:
         return f"{awaited() if awaited is not None else 'a message'} from {name}", (self._peer,)
 
     def _end(self) -> None:
-        """gloo breaks the connection where a wait, be it another thread's, is over before the message is there."""
+        """Ends the wait: gloo breaks the connection if any thread's wait times out before the message arrives."""
         work = self._work
         if work is not None and self._home.for_good:
             with contextlib.suppress(RuntimeError):
@@ -477,15 +477,15 @@ class _Transfer:
 
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _FEW = 32
-"""Ranks that one sends something, each by a message of its own."""
+"""The largest group in which ``tell`` sends a separate message to each rank."""
 _HEAD, _NUMBERS = 512, struct.Struct("<Qq")
-"""Bytes of what all ranks of a group send first, where they do not all predict it: the call, how long the message is,
-and its beginning. A length may be anything."""
+"""Bytes of the head that all ranks of a group send first if a gather is not predicted: the call's mark, the message's
+length and its beginning. A message may have any length."""
 _IN_HEAD = _HEAD - _NUMBERS.size
 _LONGEST = 2**16
-"""Bytes in which a rank reports to others in which call it is."""
+"""The most bytes of a rank's report about the call it is in."""
 PREDICTED = 1 << 15
-"""Values that are remembered, of all ranks together: mostly a few bytes each."""
+"""The most values that a rank remembers, of all ranks together: mostly a few bytes each."""
 
 
 _open: WeakSet[DistributedTransport] = WeakSet()
@@ -493,11 +493,11 @@ _open: WeakSet[DistributedTransport] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Lets go of every process group while Python still runs."""
+    """Closes all transports, and so their process groups, while Python still runs."""
     for transport in list(_open):
-        if transport.process == os.getpid():  # and not one that was forked from it
+        if transport.process == os.getpid():  # skip transports of the process that this process was forked from
             transport.close()
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many transports each world of processes has made: all its ranks make them in the same order."""
+"""World → the number of transports made in it: all its ranks make transports in the same order."""

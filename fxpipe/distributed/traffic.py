@@ -1,5 +1,5 @@
-"""Traffic: what a rank moved in a step, between which ranks, and how long it stood still for it; and a transport that
-counts it."""
+"""Traffic: the bytes that a rank moved in a step, by operation and group, and the seconds it waited; and a transport
+that counts them."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ DATA_AXIS = ("shard", "replica", "gather")
 
 @dataclass(frozen=True)
 class Moved:
-    """One row: what a rank moved by one operation on one group."""
+    """A row: the bytes that a rank moved by an operation on a group."""
 
     operation: str
-    """Of a collective, or "send" or "receive"."""
+    """The operation of a collective, or "send" or "receive"."""
     scope: Scope
-    """The group as the rank sees it; of a send and a receive, the pipe ranks of the two ends."""
+    """The scope of the group; for a send or receive, the pipe ranks of both ends."""
     group: tuple[int, ...]
-    """Its ranks, counted over the whole topology."""
+    """The ranks of the group, numbered over the whole topology."""
     between_nodes: bool
     count: int
     bytes: float
-    """What this rank sends, by the formulas of a ring; a receive is counted where it is sent, and objects are not."""
+    """The bytes this rank sends, by the formulas of a ring; the sender counts messages; gathered objects count 0."""
     exposed: float
-    """For how many seconds this rank stood still, waiting for it; nan where waits were not timed yet."""
+    """The seconds for which this rank was blocked waiting; nan if waits were not timed."""
     leaving: float
-    """What leaves this rank's node, of all groups of this kind in its data group together."""
+    """The bytes that leave this rank's node, summed over the groups of this scope in this rank's data group."""
 
 
 @dataclass(frozen=True)
 class Traffic(Tabular):
-    """What one rank moved from the start of a call until now, largest first; prints as a table."""
+    """The rows of a rank's traffic since the start of a call, largest first; prints as a table."""
 
     rank: int
     rows: tuple[Moved, ...]
 
     def select(self, operation: str | None = None, scope: Scope | None = None) -> tuple[Moved, ...]:
-        """The rows of an operation, of a scope, or of both."""
+        """Returns the rows with this operation and this scope; None selects all."""
         return tuple(
             row for row in self.rows if operation in (None, row.operation) and (scope is None or scope == row.scope)
         )
@@ -70,7 +70,7 @@ class Traffic(Tabular):
 
     @property
     def exposed(self) -> float:
-        """For how many seconds this rank stood still for any of it."""
+        """The seconds for which this rank was blocked by communication."""
         return sum(row.exposed for row in self.rows)
 
     @property
@@ -110,21 +110,21 @@ def _label(row: Moved) -> str:
 
 def _size(number: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5:  # what rounds to 1000 is one of the next
+        if number < 999.5:  # a number that rounds to 1000 takes the next unit
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"
 
 
 _TWO_ROUNDS = ("all_reduce", "maximum")
-_INT = 16  # with the number of the call
+_INT = 16  # bytes of an integer with the call's mark
 
 Key = tuple[str, Scope]
-"""(operation, scope): what a row is about."""
+"""(operation, scope) of a row."""
 
 
 class _Timed:
-    """A work whose waits are timed. A wait counts in the step that does it."""
+    """A work whose waits are timed. A wait counts in the step that waits."""
 
     __slots__ = ("_between", "_home", "_keys", "_work")
 
@@ -139,14 +139,14 @@ class _Timed:
 
 
 class Metered:
-    """A transport over another one that also counts what this rank moves, and times what it waits for.
+    """Wraps a transport, counts the bytes that this rank moves, and times this rank's waits.
 
-    It counts and marks now, and computes nothing until it is asked. The bytes that all-gathers move after a call belong
-    to that call, and the time for which the next call waits for them belongs to the next one: it is that call which
-    stood still.
+    During a step it only records counts and marks; ``traffic`` computes the rest. The bytes of all-gathers that run
+    after a call belong to that call; the time for which the next call waits for them belongs to the next call, which
+    is blocked.
 
-    ``timed``: whether waits are timed from the next ``begin_step`` on. ``traffic`` sets it: two events for each wait
-    are a tenth of the host's time for an action of a GPU, and nobody may ask.
+    ``timed``: whether waits are timed from the next ``begin_step`` on. ``traffic`` sets ``timed``, since the two events
+    of each wait cost a tenth of the host's time for a GPU action, for a result that may never be read.
     """
 
     def __init__(self, transport: Transport, topology: Topology, clock: Clock, timed: bool = True) -> None:
@@ -159,11 +159,11 @@ class Metered:
         self.begin_step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # of an object that is being unpickled
+        if name == "_inner":  # an object that is being unpickled has no _inner yet
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    # what a transport does
+    # the methods of a transport
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
         return self._counted(("send", pair), buffer.nbytes, self._inner.send(pair, buffer))
@@ -188,7 +188,7 @@ class Metered:
         self._together("broadcast", scope, tensor.nbytes, self._inner.broadcast, tensor, source)
 
     def _together(self, operation: str, scope: Scope, size: int, call: Callable[..., T], *args: Any) -> T:
-        """A call that this rank stands still for."""
+        """Makes, counts and times a blocking call."""
         key = (operation, scope)
         before = self.mark()
         result = call(scope, *args)
@@ -213,32 +213,32 @@ class Metered:
         count, total = self.counts.get(key, (0, 0))
         self.counts[key] = (count + 1, total + size)
 
-    # what moved
+    # the measurements
 
     def begin_step(self) -> None:
         """Starts a new table."""
-        self.counts: dict[Key, tuple[int, int]] = {}  # how many, and the bytes that their groups worked on
+        self.counts: dict[Key, tuple[int, int]] = {}  # the number of calls, and the bytes of their buffers
         self.mark: Callable[[], Any] = self._clock.mark if self.timed else lambda: None
         self.waits: list[tuple[Sequence[Key], Sequence[Any]]] = []
-        """For a chain of collectives: the wait's beginning, when each of them but the last had ended, and its end."""
+        """(a chain's keys, marks); marks: the wait's start, each collective's end but the last's, the wait's end."""
 
     def exposed(self) -> dict[Key, float]:
-        """Seconds of waiting: for each of a chain that part of the wait which lay between its predecessor's end and
-        its own."""
-        waits = [(keys, marks) for keys, marks in self.waits if None not in marks]  # those that were timed
+        """Returns the seconds of waiting per key: in a chain, each collective counts the part of the wait between its
+        predecessor's end and its own end."""
+        waits = [(keys, marks) for keys, marks in self.waits if None not in marks]  # only timed waits
         moments = iter(self._clock.seconds([mark for _, marks in waits for mark in marks]))
         exposed: dict[Key, float] = {}
         for keys, marks in waits:
             first, *middle, last = [next(moments) for _ in marks]
-            # A step that ended before the wait began was hidden whole; what is exposed of the next begins with the
-            # wait.
+            # A collective that ended before the wait began was hidden entirely; the next is exposed from the wait's
+            # start.
             within = [first, *(min(max(moment, first), last) for moment in middle), last]
             for key, (start, end) in zip(keys, pairwise(within), strict=False):
                 exposed[key] = exposed.get(key, 0.0) + max(end - start, 0.0)
         return exposed
 
     def traffic(self) -> Traffic:
-        """What this rank moved since ``begin_step``. On a GPU it waits until that has happened."""
+        """Returns this rank's traffic since ``begin_step``. Waits for a GPU's work."""
         data = self._inner.ranks("data")
         rank = data[self.data_rank]
         exposed, unknown = self.exposed(), 0.0 if self.mark == self._clock.mark else math.nan
@@ -251,8 +251,8 @@ class Metered:
                 group = tuple(pipe[int(end)] for end in key[1])
             else:
                 group = self._inner.ranks(key[1])
-                # What each rank of a ring of k sends to work on n bytes in all: n(k − 1)/k in each round. To or from a
-                # root it is so on average: one end of the chain sends nothing.
+                # Each rank of a ring of k sends n(k − 1)/k bytes per round for a buffer of n bytes. With a root, this
+                # is the average: a rank at the end of the chain sends nothing.
                 sent = (1 + (key[0] in _TWO_ROUNDS)) * size * (len(group) - 1) / len(group)
             nodes = {member // self._per_node for member in group}
             leaving = sent * self._edges(group, rank, data)
@@ -261,11 +261,11 @@ class Metered:
         return Traffic(rank, tuple(row for row in rows if len(row.group) > 1))
 
     def _edges(self, group: tuple[int, ...], rank: int, data: tuple[int, ...]) -> int:
-        """How many edges of a ring lead out of this node, of all such rings in the data group together."""
+        """Returns the number of ring edges that leave this node, summed over the rings in the data group."""
         nodes, here = [member // self._per_node for member in group], rank // self._per_node
-        # A ring of k ranks sends its share over each of k edges; those from this node to another one leave it.
+        # A ring of k ranks sends a share over each of k edges; count the edges from this node to other nodes.
         edges = sum(node == here != other for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True))
         if not set(group) <= set(data):
             return edges
-        # Rings over the data axis run side by side, one for each position in a node: this rank has one of them.
+        # Rings over the data axis run in parallel, a ring for each position in a node; this rank is in a single ring.
         return edges * sum(member // self._per_node == here for member in data) // nodes.count(here)

@@ -1,8 +1,8 @@
-"""Transport: how tensors move between the ranks of a pipe group and of a data group.
+"""Transport: moves tensors between the ranks of a pipe group and of a data group.
 
-A transport moves bytes and agrees on small objects; it knows nothing of stages. There are two: ``LocalTransport`` (one
-process plays every pipe rank), and in a file of its own ``DistributedTransport`` (torch.distributed, one process a
-rank). The tests have a third, ``StrictTransport``, which behaves as NCCL does, without NCCL.
+A transport moves bytes and gathers small objects; it does not know stages. ``LocalTransport`` is for a single process
+that plays every pipe rank; ``DistributedTransport``, in its own file, is for a process per rank over torch.distributed.
+The tests add ``StrictTransport``, which behaves like NCCL without NCCL.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
-"""Scope → its groups of ranks, which cover all ranks."""
+"""Scope → its groups of ranks, which together cover all ranks."""
 
 NO_GROUPS: Groups = MappingProxyType({})
 
 
 class Transport(Protocol):
-    """One rank's view. A scope is "pipe" (its pipe group), "data", a tuple of pipe ranks, or one that was opened.
+    """A rank's transport. A scope is "pipe" (its pipe group), "data", a tuple of pipe ranks, or an opened scope.
 
-    What the methods do here is what they come to in one process that plays every rank of a pipe group.
+    The methods here implement a single process that plays every rank of a pipe group.
     """
 
     number: int
-    """How many transports this process has made, with this one; the same on all ranks."""
+    """The number of transports that this process has made, including this one; the same on all ranks."""
     rank: int
-    """Its number over the whole topology."""
+    """The rank in the whole topology."""
     pipe_rank: int | None
-    """This rank's place in its pipe group; None where one process plays them all."""
+    """This rank's place in its pipe group; None if the process plays all pipe ranks."""
     data_rank: int
     data_size: int
     device: torch.device
-    """Where buffers live, and what a rank without parameters works on."""
+    """The device of buffers, and the device that a rank without parameters works on."""
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
-        """Makes ready, on all ranks: a queue for each pair, a group for each set of owners and each scope."""
+        """Opens a queue for each pair, and a group for each set of owners and each scope. A call of all ranks."""
 
     def open_more(self, pairs: Sequence[Pair]) -> None:
-        """Makes a queue for each further pair, between two steps. A collective call of a pipe group, and of no more."""
+        """Opens a queue for each further pair, between two steps. A collective call of a single pipe group."""
 
     def ranks(self, scope: Scope) -> tuple[int, ...]:
-        """The ranks of this rank's group of a scope, counted over the whole topology."""
+        """Returns the ranks of this rank's group of a scope, numbered over the whole topology."""
         return (0,)
 
     def send(self, pair: Pair, buffer: Tensor) -> Work:
@@ -62,31 +62,31 @@ class Transport(Protocol):
         raise RunError(f"one process plays all pipe ranks, so nothing travels from rank {pair[0]} to {pair[1]}")
 
     def gather(self, scope: str, item: Any) -> list[Any]:
-        """Every rank's ``item``, by rank in the group: plain data as ``plain_data`` has it, on the host.
+        """Returns every rank's ``item``, by rank in the group: plain data of the ``plain_data`` module, on the host.
 
-        RunError on all of them where one rank's item is none.
+        RunError on all ranks of the group if an item is no plain data.
         """
         return [item]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
-        """The same for one 63-bit integer, faster."""
+        """A faster ``gather`` for a 63-bit integer per rank."""
         return (item,)
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:
-        """Sums ``tensor`` over the group, in place; the same bits on every rank."""
+        """Sums ``tensor`` over the group, in place; every rank gets the same bits."""
 
     def broadcast(self, scope: Scope, tensor: Tensor, source: int) -> None:
-        """Overwrites ``tensor`` by that of the group's rank number ``source``."""
+        """Overwrites ``tensor`` by the tensor of rank number ``source`` in the group."""
 
     def tell(self, scope: Scope, tensor: Tensor, source: int) -> Work:
-        """``broadcast``, done once it was waited for, where the others may come to it long before the source does. Of a
-        scope only one is under way."""
+        """Starts a ``broadcast`` that ``wait`` completes; receivers may call ``tell`` long before the source does. A
+        scope has only one ``tell`` under way."""
         return OnceAwaited(lambda: None)
 
     def start(self, steps: Sequence[Collective], what: str) -> Work:
-        """Starts collectives that run one after another, beside the caller.
+        """Starts collectives that run in order, asynchronously to the caller.
 
-        Each scope takes them in the order in which they were started, which must be the same on all ranks of a group.
+        Each scope runs them in the order in which they were started, which must be the same on all ranks of a group.
         """
         for step in steps:
             step.alone()
@@ -94,22 +94,22 @@ class Transport(Protocol):
         return OnceAwaited(lambda: None)
 
     def abort(self, reason: str) -> None:
-        """Makes every rank that waits for this one end with an error."""
+        """Makes every rank that waits for this rank fail."""
 
     def close(self) -> None:
-        """Gives back the connections. Nothing may be under way."""
+        """Closes the connections. No communication may be under way."""
 
     def process_groups(self) -> Collection[object]:
-        """The process groups that this rank has open."""
+        """Returns the process groups that this rank has open."""
         return ()
 
     def explain(self, lost: PeerLost) -> str:
-        """Says why a wait ended: which rank failed, and how."""
+        """Returns why a wait ended: which rank failed, and how."""
         return str(lost)
 
 
 class LocalTransport(Transport):
-    """One process that plays every pipe rank of one replica: nobody to talk to."""
+    """The transport of a single process that plays every pipe rank of a single replica, without communication."""
 
     number = 1
     rank = 0
@@ -125,8 +125,8 @@ class LocalTransport(Transport):
 
 
 def member(transport: Transport, scope: str, place: int) -> str:
-    """A rank of a group, numbered over all ranks, with its place: "rank 6 (pipe 3)"."""
-    if transport.pipe_rank is None:  # one process plays them all
+    """Names rank number ``place`` of a group, with its rank in the topology: "rank 6 (pipe 3)"."""
+    if transport.pipe_rank is None:  # a single process plays all pipe ranks
         return f"{scope} rank {place}"
     return f"rank {transport.ranks(scope)[place]} ({scope} {place})"
 
@@ -138,12 +138,12 @@ def failing_together(
     spare: tuple[type[BaseException], ...] = (),
     let_go: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """What fails inside fails on every rank: ``give_up(reason)`` aborts, so that nobody waits for this one.
+    """An error in this context fails every rank: ``give_up(reason)`` aborts, so that no rank waits for this rank.
 
-    ``spare``: errors that all ranks raise, with nothing started: one can go on after them. ``let_go`` drops what
-    keeps connections open, while it is found out who is lost.
+    ``spare``: errors that all ranks raise with nothing started, after which they can go on. If a peer is lost,
+    ``let_go`` first drops objects that keep connections open, and then the transport finds the lost rank.
     """
-    # A lost peer is no error of this rank's: it asks why first, and then gives up with that reason.
+    # A lost peer is not this rank's own error: find the reason first, and then give up with this reason.
     lost: PeerLost | None = None
     try:
         yield
@@ -153,7 +153,7 @@ def failing_together(
         if not isinstance(error, spare):
             give_up(describe_error(error))
         raise
-    if lost is not None:  # outside of the handler, whose traceback would keep the connections open
+    if lost is not None:  # outside the except clause, whose traceback would keep the connections open
         let_go()
         reason = transport.explain(lost)
         give_up(reason)
@@ -161,17 +161,17 @@ def failing_together(
 
 
 def broadcast(tensors: Sequence[Tensor], transport: Transport, scope: Scope, source: int) -> None:
-    """Overwrites the tensors by those of the group's rank number ``source``."""
-    # as bytes: a backend may not know every type
+    """Overwrites the tensors by the tensors of rank number ``source`` in the group."""
+    # Broadcast bytes: a backend may not support every dtype.
     in_flat_buffers(tensors, lambda flat: transport.broadcast(scope, flat.view(torch.uint8), source))
 
 
 def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> None:
-    """Has ``call`` change the tensors in place: all of a type at once, as one flat buffer."""
+    """Applies ``call``, in place, to flat buffers that hold all tensors of a dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    # One collective for many tensors: a small one costs about as much as a large one.
+    # Join many tensors to a single collective: a small collective costs about as much as a large collective.
     for group in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         call(flat)
@@ -182,13 +182,12 @@ def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object])
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """``tensor.copy_(values)``, also where ``expand`` has made it, into whose repetitions torch writes nothing.
+    """Does ``tensor.copy_(values)``, also for a tensor made by ``expand``, which torch's ``copy_`` refuses.
 
-    RunError where the values do not repeat.
+    RunError if ``values`` differ between places of the same memory.
     """
     for dim, stride in enumerate(tensor.stride()):
-        # A dimension of stride 0 is one memory seen several times: it is written once, if all values agree (or are
-        # NaN).
+        # A dimension of stride 0 repeats the same memory: write it once, if all values agree (or are NaN).
         if stride == 0 and tensor.shape[dim] > 1:
             once = values.narrow(dim, 0, 1)
             if not bool(((values == once) | (values != values)).all()):
@@ -201,7 +200,7 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 
 
 def differing(transport: Transport, fact: Any) -> list[Any]:
-    """Each replica's ``fact``, where they differ; nothing where all have one: then a number travels, its hash.
+    """Returns each replica's ``fact`` if they differ, else an empty list; equal facts exchange only a hash.
 
     A collective call of the data axis.
     """

@@ -1,7 +1,7 @@
-"""Watchdog: every wait of this process ends, and says what it waited for, and what became of the other ranks.
+"""Watchdog: ends every wait of this process, with an error that names the awaited event and the other ranks' states.
 
-A rank notes what it does (``activity``) and reports it (``heartbeat``). While it waits, a thread compares: a rank that
-is gone, or in another call, ends the wait within seconds; one that is slow, silent or stopped, only at its timeout.
+A rank records its activity (``activity``) and publishes it (``heartbeat``). While the rank waits, a thread compares: a
+peer that is gone, or in a different call, ends the wait within seconds; a slow, silent or stopped peer at the timeout.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fxpipe.torch_compat import default_store
 
 
 def say(text: str) -> None:
-    """One line to stderr, at once: what ends this process may leave no time later."""
-    with contextlib.suppress(OSError, ValueError):  # there may be nobody to read it
+    """Prints a line to stderr at once, since the process may be killed soon."""
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         print(f"fxpipe: {printable(' | '.join(text.splitlines()))}", file=sys.stderr, flush=True)
 
 
 def write_trail(rank: int, head: str) -> None:
-    """The last actions of this rank, into the folder that FXPIPE_DEBUG_DIR names."""
+    """Writes the last actions of this rank to a file in the folder FXPIPE_DEBUG_DIR, if set."""
     folder = os.environ.get("FXPIPE_DEBUG_DIR")
     if not folder:
         return
@@ -50,7 +50,7 @@ def write_trail(rank: int, head: str) -> None:
 
 @contextlib.contextmanager
 def ends_later() -> Iterator[None]:
-    """A SIGTERM, by which launchers end those that are left, does so once it has been said why."""
+    """Delays SIGTERM, by which launchers end the remaining processes, until the context has reported the cause."""
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -66,22 +66,22 @@ def ends_later() -> Iterator[None]:
 
 
 LOOK_AFTER = 1.0
-"""Seconds of waiting after which a rank looks what others do."""
+"""Seconds of waiting after which a rank checks the states of other ranks."""
 SAY_AFTER = 30.0
-"""Seconds after which it says for whom it waits."""
+"""Seconds of waiting after which a rank prints which ranks it waits for."""
 EXTENSION = 12
-"""How many times its timeout a wait lasts at most, while others capture, compile or save."""
-_SOON = 0.01  # seconds between two looks, once a connection broke: launchers end the others soon
-_LEFT = 5.0  # seconds after which one whose program has ended is not waited for any more
-_CLOSE = 64  # ranks of a world in which each looks at all others, and not only at those of its groups
-_SHOWN = 3  # ranks that a message names at once
-_COMPARED, _LONGEST = 4, 200  # facts and ranks, and characters of a value, in a message about what differs
-_TIMED_OUT = "Timed out waiting"  # as gloo says it
+"""The most timeouts by which a wait is extended while other ranks capture, compile or save."""
+_SOON = 0.01  # seconds between two checks after a connection broke: launchers end the other processes soon
+_LEFT = 5.0  # seconds after which a wait for a rank whose program has ended fails
+_CLOSE = 64  # the most ranks of a world in which a rank watches all others, and not only its groups
+_SHOWN = 3  # the most ranks that a message describes
+_COMPARED, _LONGEST = 4, 200  # the most facts and ranks, and characters of a value, in a message on differences
+_TIMED_OUT = "Timed out waiting"  # gloo's text
 _BROKEN = ("Connection closed by peer", "Connection reset", "Broken pipe", _TIMED_OUT, "closure")
 
 
 class Watchdog:
-    """Looks at the waits of this process, one of a world of processes."""
+    """Watches the waits of this process, as a rank of its world."""
 
     def __init__(self) -> None:
         self.rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), heartbeat.this_process()
@@ -90,7 +90,7 @@ class Watchdog:
         self._pipe: Sequence[int] = ()
         self._left = False
         self._verdicts: dict[int, Ending] = {}
-        self._ended: dict[int, float] = {}  # rank → when it was first seen to have ended
+        self._ended: dict[int, float] = {}  # rank → the time in seconds at which its end was first seen
         self._wait: Waiting | None = None
         self._stopping = threading.Event()
         self._heartbeat = Heartbeat(default_store(), self.rank, self._size, self._report, self._peers)
@@ -98,12 +98,12 @@ class Watchdog:
         self._wakeup = SignalWakeup(PERIOD)
         self._thread = threading.Thread(target=self._run, name="fxpipe watchdog", daemon=True)
         self._thread.start()
-        atexit.register(self._leave)  # before the world is left, which was begun earlier
+        atexit.register(self._leave)  # runs before the world's atexit handler, which was registered earlier
 
-    # --- what a transport asks
+    # --- calls by a transport
 
     def named(self, rank: int) -> str:
-        """A rank with its coordinates: "rank 3 (pipe 1, data 1)"."""
+        """Names a rank with its coordinates: "rank 3 (pipe 1, data 1)"."""
         shown = ""
         if (topology := self._topology) is not None:
             place = topology.coordinate(rank)
@@ -111,7 +111,7 @@ class Watchdog:
         return f"rank {rank} ({shown})" if shown else f"rank {rank}"
 
     def take_up(self, number: int, topology: Topology) -> None:
-        """A transport of that number begins, with ranks that lie so."""
+        """Starts watching transport ``number`` with this topology."""
         self._topology = topology
         self._pipe, data = (next(g for g in topology.groups(axis) if self.rank in g) for axis in ("pipe", "data"))
         if self._size > _CLOSE:
@@ -121,16 +121,16 @@ class Watchdog:
         self._heartbeat.refresh()
 
     def put_down(self, number: int) -> None:
-        """That transport is closed."""
+        """Stops watching a closed transport."""
         self._heartbeat.transports.discard(number)
 
     def verdict(self, number: int) -> Ending | None:
-        """Why the waits of a transport end, if they do."""
+        """Returns why the waits of a transport end; None if they go on."""
         endings = self._heartbeat.endings
         return self._verdicts.get(number) or endings.get(number) or endings.get(PROGRAM)
 
     def judge(self, number: int, ending: Ending) -> None:
-        """This rank has found out why, or has itself failed."""
+        """Records the first reason that this rank has found, or its own failure."""
         if self._verdicts.setdefault(number, ending) is ending:
             where = here.described()[0]
             write_trail(self.rank, f"{self.named(self.rank)} {where}, as this was reported: {ending.text}")
@@ -141,13 +141,13 @@ class Watchdog:
         self._heartbeat.end(number, ending)
 
     def why(self, number: int, ranks: Sequence[int], reason: str, seconds: float = 5.0) -> Ending:
-        """Why a connection with one of ``ranks`` broke, once that is known; waits for it some seconds. ``reason``: what
-        torch says."""
-        # The end of a rank shows at once, its reason with the next exchange: hence several looks. A stopped rank never
-        # says anything.
+        """Returns why a connection with one of ``ranks`` broke; waits for the cause at most ``seconds``. ``reason``:
+        torch's error."""
+        # The end of a rank shows at once, its reason only at the next exchange: hence repeated checks. A stopped rank
+        # reports nothing.
         until, others = time.monotonic() + seconds, ranks or self._peers
         while (found := self.verdict(number)) is None:
-            self._lost(ranks, 0.0)  # notes since when: only an exchange that begins later has heard its last report
+            self._lost(ranks, 0.0)  # records the time: only an exchange that begins later has read the last report
             self._heartbeat.refresh()
             if (found := self.verdict(number) or self._lost(ranks, 0.0)) is not None:
                 break
@@ -160,14 +160,14 @@ class Watchdog:
         return found
 
     def message(self, ending: Ending, waited_for: str) -> str:
-        """Why the run ends, in this rank's words. ``waited_for``: what it was in."""
+        """Returns this rank's message on why the run ends. ``waited_for``: the event that this rank waited for."""
         if ending.error:
             return f"another rank failed: {ending.text}"
         me = self.named(self.rank)
         return ending.text if f"{me} waits for" in ending.text else f"{ending.text}; {me} waited for {waited_for}"
 
     def difference(self, everyone: Mapping[int, Mapping[str, str]]) -> str:
-        """In which facts ranks differ: "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; else empty."""
+        """Describes facts that differ, as "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; or empty."""
         found = []
         for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
             ranks: dict[str, list[int]] = {}
@@ -182,7 +182,7 @@ class Watchdog:
         return "; ".join(found[:_COMPARED])
 
     def apart(self, calls: Mapping[int, str]) -> str:
-        """Says which ranks are in which calls."""
+        """Returns a message that says which ranks are in which calls."""
         ranks: dict[str, list[str]] = {}
         for rank, name in sorted(calls.items()):
             ranks.setdefault(name, []).append(self.named(rank))
@@ -195,15 +195,15 @@ class Watchdog:
     # --- the end of this process
 
     def end_with(self, error: BaseException) -> None:
-        """Reports the exception that ends this rank's program; or, where another rank was the cause, waits some seconds
-        until that one has ended: launchers take the first to end for the cause."""
+        """Reports the exception that ends this rank's program. If another rank is the cause, waits some seconds until
+        that rank has ended: launchers report the first process to end as the cause."""
         cause = self.verdict(here.epoch)
         broken = isinstance(error, RuntimeError) and any(words in str(error) for words in _BROKEN)
-        if cause is None and broken and not isinstance(error, FxpipeError):  # torch's own, which says no more
+        if cause is None and broken and not isinstance(error, FxpipeError):  # torch's own error, which names no cause
             cause = self.why(here.epoch, [], str(error), seconds=6.0)
             if cause.culprits:
                 say(self.message(cause, "a call of torch.distributed"))
-        # The rank that caused it reports, and ends at once; the others end later, or a launcher would blame them.
+        # The rank that is the cause reports and ends at once; other ranks end later, or a launcher would blame them.
         culprits = cause.culprits if cause else ()
         if not culprits or self.rank in culprits:
             text = f"{self.named(self.rank)}: {describe_error(error)}"
@@ -215,7 +215,7 @@ class Watchdog:
             threading.Event().wait(0.05)
 
     def stop(self, stays_for: Sequence[int] = ()) -> None:
-        """This rank's program has ended."""
+        """Ends the watchdog at the end of this rank's program."""
         atexit.unregister(self._leave)
         self._left = True
         self._stopping.set()
@@ -225,12 +225,12 @@ class Watchdog:
             self._thread.join(2 * PERIOD)
 
     def is_mine(self) -> bool:
-        """Whether it is this process's, and not of one from which this was forked."""
+        """Whether this watchdog belongs to this process, and not to the process that this process was forked from."""
         return self._process.pid == os.getpid()
 
     def _leave(self) -> None:
         if self.is_mine():
-            holds = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # maybe the store
+            holds = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # may hold the store
             self.stop(self._peers if holds else ())
 
     def _report(self) -> Report:
@@ -243,7 +243,7 @@ class Watchdog:
     # --- the thread
 
     def _run(self) -> None:
-        # Every period: Ctrl-C first, then whether a wait of the main thread is to end, and why.
+        # In every period: check for Ctrl-C first, then whether a wait of the main thread must end, and why.
         while not self._stopping.is_set():
             ctrl_c = self._wakeup.hears_ctrl_c()
             if not self.is_on():
@@ -260,7 +260,7 @@ class Watchdog:
     def _judged(self, waiting: Waiting) -> Ending | None:
         now = time.monotonic()
         age = now - waiting.since
-        # What is known of one wait: by how much it was extended, whether it was spoken of, when it was looked at.
+        # The state of the present wait: its extension in seconds, whether it was printed, the time of the last check.
         if self._wait is not waiting:
             self._wait, self._extended, self._spoken, self._looked = waiting, 0.0, False, now
         if age < LOOK_AFTER:
@@ -269,10 +269,10 @@ class Watchdog:
         found = self._lost(ranks, _LEFT) or self._elsewhere()
         if found is not None:
             return found
-        # Ranks that wait for the same have come; the others are late, and the wait is theirs to explain.
+        # Ranks that wait for the same event have arrived; the other ranks are late, and may explain the wait.
         late = [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks
         heard = [self._heard(rank) for rank in late if self._heard(rank).system != "stopped"]
-        # A capture, a compilation or a save may take longer than any timeout: the clock stands while one runs.
+        # A capture, a compilation or a save may take longer than any timeout: extend the wait while it runs.
         if any(peer.report.extends and not peer.is_silent for peer in heard):
             self._extended = min(self._extended + now - self._looked, EXTENSION * waiting.timeout)
         self._looked = now
@@ -288,17 +288,17 @@ class Watchdog:
         more = f"longer than timeout={waiting.timeout:g} s; where it may be, write fxpipe.compile(..., timeout=)"
         return Ending(f"{story}: {more}")
 
-    # --- what is known of the others
+    # --- the states of other ranks
 
     def _heard(self, rank: int) -> Heard:
         return self._heartbeat.heard.get(rank, heartbeat.UNHEARD)
 
     def _lost(self, waited_for: Collection[int], patience: float) -> Ending | None:
-        """Ranks whose processes have ended, once what they reported before was heard; and of those that are waited for
-        such as left so many seconds ago: their programs have ended."""
+        """Returns an ending for ranks whose processes have ended, once their last reports were read; or for awaited
+        ranks whose programs ended at least ``patience`` seconds ago; else None."""
         now, gone, left = time.monotonic(), list[int](), list[int]()
         for rank, heard in list(self._heartbeat.heard.items()):
-            # Gone for certain, once its last words have had time to come: an exchange began since, or it stays silent.
+            # A rank counts as gone once its last report could arrive: after a newer exchange, or ``SILENT`` seconds.
             if heard.report.left or heard.system in ("ended", "gone"):
                 since = self._ended.setdefault(rank, now)
                 if not heard.report.left and (self._heartbeat.began > since or now - since > SILENT):
@@ -309,7 +309,7 @@ class Watchdog:
         return Ending("; ".join(self._described(found)), tuple(found)) if found else None
 
     def _elsewhere(self) -> Ending | None:
-        """A rank that has made another call than this one has."""
+        """Returns an ending for a rank whose calls differ from this rank's calls; else None."""
         for rank, (report, _) in list(self._heartbeat.heard.items()):
             names = first_difference(here.calls, report.calls, rank in self._pipe)
             if names is not None and report.epoch == here.epoch:
@@ -317,8 +317,8 @@ class Watchdog:
         return None
 
     def _last_of_chain(self, late: Sequence[int]) -> list[str]:
-        """Those for whom all wait: the late ranks, or those for whom these wait in their turn, and so on."""
-        # Follows the first of those that are waited for until somebody does not wait, or the chain is a circle.
+        """Describes the ranks at the end of the chain of waits: the late ranks, or the ranks that these wait for."""
+        # Follow the first awaited rank until a rank does not wait, or the chain is a circle.
         seen = {self.rank}
         while late and all(self._heard(rank).waits for rank in late):
             seen |= set(late)
@@ -329,27 +329,27 @@ class Watchdog:
         return self._described(rank for rank in late if not self._heard(rank).waits)
 
     def _described(self, ranks: Iterable[int]) -> list[str]:
-        """What became of some ranks, or what they do; of many, the first."""
+        """Describes the states of the first few of ``ranks``."""
         return [f"{self.named(rank)} {self._heard(rank)}" for rank in list(ranks)[:_SHOWN]]
 
 
 class SignalWakeup:
-    """Hears signals while the main thread waits inside of torch, where Python handles none: those of a process whose
-    main thread has made it, and in which nobody else is woken up by signals."""
+    """Receives signals while the main thread waits inside torch, where Python runs no handlers. Works if the main
+    thread makes this object, and no other code has set a wakeup file descriptor."""
 
     def __init__(self, seconds: float) -> None:
-        # Python writes the signal's number into a file descriptor at once, even where its handler cannot run yet.
+        # Python writes the signal's number into a file descriptor at once, even if its handler cannot run yet.
         self._ours, self._theirs = socket.socketpair()
         self._ours.settimeout(seconds)
         self._theirs.setblocking(False)
         if threading.current_thread() is threading.main_thread():
-            # Somebody else's descriptor, such as asyncio's, is put back: theirs stays.
+            # Another library's descriptor, such as asyncio's, is restored.
             before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
             if before >= 0:
                 signal.set_wakeup_fd(before)
 
     def hears_ctrl_c(self) -> bool:
-        """Waits for some seconds, or for a signal: whether it was one that ends what the main thread does."""
+        """Waits for a signal or the timeout; returns whether the signal was a SIGINT with Python's default handler."""
         try:
             rung = self._ours.recv(64)
         except TimeoutError:
@@ -357,7 +357,7 @@ class SignalWakeup:
         return signal.SIGINT in rung and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def close(self) -> None:
-        """Ends a wait at once. Signals come here no more; if another thread than the main one closes it, unheard."""
+        """Ends a wait at once, and stops receiving signals; off the main thread, leaves the descriptor open, unread."""
         self._theirs.shutdown(socket.SHUT_WR)
         if threading.current_thread() is not threading.main_thread():
             self._theirs.detach()
@@ -369,10 +369,10 @@ _current: Watchdog | None = None
 
 
 def watchdog() -> Watchdog:
-    """The watchdog of this process and its world; there is one from now on."""
+    """Returns the watchdog of this process and its world; makes it if necessary."""
     global _current
     if _current is None:
-        before = sys.excepthook  # prints an exception that nobody handles: first, so that nobody's repeats it before
+        before = sys.excepthook  # prints the exception first, before other output can repeat it
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             before(kind, error, trace)
@@ -394,7 +394,7 @@ def end_with(error: BaseException) -> None:
 
 
 def _in_fork() -> None:
-    """Signals of a forked process are not this one's."""
+    """Stops a forked process from sending its signals to the parent's watchdog."""
     if _current is not None:
         signal.set_wakeup_fd(-1)
 

@@ -1,1 +1,1 @@
-"""Run: a step as it happens. The only package that has state."""
+"""Run: executes training steps on this rank. The only package that has state."""

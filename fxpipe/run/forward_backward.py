@@ -1,4 +1,4 @@
-"""``ForwardBackward``: what ``fxpipe.compile`` returns, in place of the forward and backward of a training loop."""
+"""``ForwardBackward``: the object that ``fxpipe.compile`` returns; replaces forward and backward of a training loop."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from fxpipe.validation import Expected, check, is_flag, is_number, is_whole, lis
 class ForwardBackward:
     """One function in place of forward and backward: ``loss = forward_backward(*args, **kwargs)``.
 
-    Every rank of a pipe group passes the same batch, or None for inputs that are not in its ``required_inputs``. The
-    loss comes back detached, 0-dimensional, on every rank, on the device and without waiting for it; gradients are
-    complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``. The first loss that is inf or
-    nan is reported in one warning, by the call after it or ``evaluate``, and by ``state_dict(full=True)`` where
-    all ranks are one pipe group: by then it is known without having waited for it.
+    Every rank of a pipe group passes the same batch, or None for inputs that are not in its ``required_inputs``. Every
+    rank gets the loss as a detached, 0-dimensional tensor on its device; the host does not wait for its value.
+    Gradients are complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``. One warning
+    reports the first loss that is inf or nan. The next call or ``evaluate`` gives this warning, and so does
+    ``state_dict(full=True)`` if all ranks form one pipe group: by then the value has reached the host without a wait.
     """
 
     def __init__(self, transport: Metered, planning: PlanState, state: RankState) -> None:
         self.topology = planning.topology
         self.metrics: dict[str, Tensor] = {}
-        """The other scalars of a loss that came in a dict, averaged as the loss was, after each step."""
+        """The other scalars of the last step's loss dict, averaged over micro-batches and replicas as the loss is."""
         self._transport, self._state = transport, state
         self._plan = planning.first
         self._module, self._reducer = state.module, state.reducer
@@ -64,26 +64,26 @@ class ForwardBackward:
         self._running = self._logged_drift = self._has_stepped = False
         self._steps = Steps(transport, planning, state, self._exchange, self._failing)
 
-    # what it is
+    # properties and parameters
 
     @property
     def stages(self) -> StageGraph:
-        """The graph of stages; prints as a table, and ``.stages["text"].forward`` can be called and printed."""
+        """The graph of stages. ``print`` shows a table; ``.stages["text"].forward`` can be called and printed."""
         return self._plan.graph
 
     @property
     def schedule(self) -> Schedule:
-        """The table that runs. ``print`` it."""
+        """The schedule that the steps run; ``print`` shows its table."""
         return self._plan.schedule
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
-        """The inputs that this rank's stages use; for the others it may be given None."""
+        """The names of the inputs that this rank's stages use; this rank may pass None for all other inputs."""
         return self._steps.agreement.required(self._plan.graph, self._transport.pipe_rank)
 
     @property
     def module(self) -> RankModule:
-        """This rank's parameters and buffers under the model's own names, as the last optimizer step has left them."""
+        """This rank's parameters and buffers under the model's own names, with the last optimizer step applied."""
         with self._failing.together():
             self._reducer.settle()
         return self._module
@@ -113,23 +113,23 @@ class ForwardBackward:
         elementwise: bool | None = None,
         **kw: Any,
     ) -> DistributedOptimizer:
-        """``cls(params, **kw)``; each rank steps its part. A collective call of all ranks.
+        """Returns an optimizer ``cls(params, **kw)``; each rank steps its part. A collective call of all ranks.
 
-        Several optimizers may each have some of the parameters. With ``zero`` its parameters are gathered beside the
-        next forward: read them through ``forward_backward``, which waits for them. ``torch.distributed.checkpoint``
-        saves it as it comes, see ``DistributedOptimizer``.
+        Several optimizers may each have some of the parameters. With ``zero`` the all-gather of the stepped parameters
+        overlaps the next forward: read them through ``forward_backward``, which waits for the all-gather.
+        ``torch.distributed.checkpoint`` saves the optimizer without conversion, see ``DistributedOptimizer``.
 
         Args:
-            cls: an optimizer of torch, or one like them.
-            params: parameters or groups of them; a group may name its parameters, by name, by a pattern ("*.bias") or
-                by a predicate ``(name, parameter) -> bool``. None: all.
-            offload: whether state and step are on the CPU.
-            elementwise: whether ``cls`` steps each element by itself, so that a parameter can be cut; None: only those
-                of torch.optim that are known to. All others get whole tensors, balanced over the ranks by their size.
-            **kw: what ``cls`` takes besides, such as ``lr``.
+            cls: an optimizer class of torch, or a callable with the same interface.
+            params: parameters or parameter groups; a group may select its parameters by name, by a pattern ("*.bias")
+                or by a predicate ``(name, parameter) -> bool``. None: all parameters.
+            offload: whether the optimizer state and the step are on the CPU.
+            elementwise: whether ``cls`` updates each element independently, so that a parameter can be sharded; None:
+                True for the elementwise classes of torch.optim. Other classes get whole tensors, balanced by size.
+            **kw: further arguments of ``cls``, such as ``lr``.
 
         Raises:
-            RunError: ``cls`` is LBFGS or SparseAdam; or a group asks for what is no parameter of the model.
+            RunError: ``cls`` is LBFGS or SparseAdam; or a name or pattern of a group fits no parameter of the model.
         """
         _check_flag(offload=offload)
         if elementwise is not None:
@@ -158,17 +158,17 @@ class ForwardBackward:
 
     @property
     def _optimizers(self) -> list[DistributedOptimizer]:
-        """Those that are still in use."""
+        """The optimizers that the caller still holds."""
         return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, parameters: Any = None
     ) -> Tensor:
-        """Scales the gradients so that the norm of the whole model's is at most ``max_norm``; returns that norm.
+        """Scales the gradients so that the norm over the whole model is at most ``max_norm``; returns the norm before.
 
-        As ``torch.nn.utils.clip_grad_norm_`` does on the plain model: a tied parameter counts once. ``parameters``: a
-        part of the model, by names, patterns or predicates as ``optimizer`` takes them, or each rank's own of them. A
-        collective call of all ranks.
+        The result equals ``torch.nn.utils.clip_grad_norm_`` on the plain model: a tied parameter counts once.
+        ``parameters`` selects a part of the model by names, patterns or predicates as in ``optimizer``, or by the
+        parameters that each rank has of that part. A collective call of all ranks.
         """
         with self._collective("clip_grad_norm_"):
             pieces = self._reducer.pieces()
@@ -180,26 +180,26 @@ class ForwardBackward:
             return norm
 
     def grad_norms(self, patterns: Any = None, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """The norm of each parameter's gradient, by its name in the model: 0-dimensional, float64, on the device, the
-        same bits on every rank.
+        """Returns name → the norm of that parameter's gradient: 0-dimensional, float64, on the device, with the same
+        bits on every rank.
 
-        For every ``zero``, and of what lies over a tensor group; 0 where there is no gradient. A tied parameter is
-        there once. A collective call of all ranks.
+        Every ``zero`` is supported, and so are parameters sharded over a tensor group. A parameter without a gradient
+        has the norm 0. A tied parameter has one entry. A collective call of all ranks.
 
         Args:
-            patterns: of which parameters, by names, patterns ("*.bias") or predicates ``(name, parameter) -> bool``;
-                None: of all.
-            norm_type: the order, or inf for the largest gradient.
+            patterns: selects parameters by names, patterns ("*.bias") or predicates ``(name, parameter) -> bool``;
+                None: all parameters.
+            norm_type: the order of the norm, or inf for the largest absolute value.
 
         Raises:
-            RunError: one of ``patterns`` fits no parameter of the model, or is a parameter, which one rank has.
+            RunError: an entry of ``patterns`` fits no parameter of the model, or is a parameter, which one rank has.
         """
         with self._collective("grad_norms"):
             part = self._part(patterns, "patterns=", tensors=False)
             return grad_norms(part, self._transport, self._reducer.shards, norm_type)
 
     def _part(self, asked: Any, asker: str, tensors: bool = True) -> dict[str, list[Piece]]:
-        """The names of some parameters, or of all, and this rank's pieces of each."""
+        """Returns name → this rank's pieces of that parameter, for the parameters that ``asked`` selects."""
         whole = dict(self._planning.module.named_parameters(remove_duplicate=False))
         part: dict[str, list[Piece]] = {name: [] for name in names_of(asked, whole, asker, tensors)}
         first = first_names(whole)
@@ -208,7 +208,7 @@ class ForwardBackward:
         return part
 
     def seed(self, stage: int | str, microbatch: int, step: int, replica: int = 0) -> int:
-        """The seed under which a stage's forward of a micro-batch draws, in the step with that number from 0."""
+        """Returns the random seed of a stage's forward of a micro-batch, in step ``step``, counted from 0."""
         for number in (microbatch, step, replica):
             if not is_whole(number) or not 0 <= number < 2**63:
                 raise RunError(f"seed() is given {shown(number)}; micro-batch, step and replica count from 0")
@@ -217,28 +217,28 @@ class ForwardBackward:
     # running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward, backward and gradient reduction of one batch, done when it returns; the loss, detached."""
+        """Runs forward, backward and gradient reduction of one batch to completion; returns the detached loss."""
         return self._train([(args, kwargs)], split_evenly=True)
 
     def step_microbatches(self, microbatches: Sequence[Call]) -> Tensor:
-        """A call for micro-batches already split: ``[(args, kwargs), ...]``, each of its own shape."""
+        """Runs a step on micro-batches that the caller has split: ``[(args, kwargs), ...]``; shapes may differ."""
         return self._train(microbatches, split_evenly=False)
 
     def evaluate(self, *args: Any, outputs: Literal["last", "all", "loss"] = "last", **kwargs: Any) -> Any:
-        """Forward only, in eval mode and without gradients: the model's output. A collective call of all ranks.
+        """Runs forward in eval mode without gradients; returns the model's output. A collective call of all ranks.
 
-        Rows of the micro-batches are concatenated, and are those of this replica's batch. A 0-dimensional tensor is the
-        whole batch's, over the data axis, too: a fraction is the mean, weighted as the loss of a step is (by rows or
-        ``loss_weight``), an integer the sum; a ``fxpipe.Sum`` comes back with the sums of totals and counts. With a
-        ``loss_fn`` and ``target=`` given, the output is the loss; with one that needs no target, for
-        ``outputs="loss"`` alone. A tensor without its micro-batch's rows in dimension 0, or in the inputs', comes as a
-        list, one for each micro-batch.
+        Rows of the micro-batches are concatenated to the rows of this replica's batch. A 0-dimensional tensor is
+        reduced over micro-batches and over the data axis: floating point to the mean, weighted as the loss of a step is
+        (by rows or ``loss_weight``), integers to the sum; a ``fxpipe.Sum`` holds the sums of totals and counts. If
+        ``loss_fn`` and ``target=`` are given, the output is the loss; if the ``loss_fn`` needs no target, only
+        ``outputs="loss"`` gives the loss. A tensor whose dimension 0, or the inputs' batch dimension, does not hold its
+        micro-batch's rows is returned as a list with an entry for each micro-batch.
 
         Args:
             *args: a batch, as in a call.
-            **kwargs: its inputs that are given by name.
-            outputs: "last": the output comes back on the ranks of the last stage, and None elsewhere; "all": on all;
-                "loss": the loss alone, a number on all ranks, of a ``Sum`` total / count.
+            **kwargs: the inputs of the batch that are passed by name.
+            outputs: "last": the ranks of the last stage return the output, other ranks None; "all": every rank returns
+                the output; "loss": every rank returns the loss alone as a number; a ``Sum`` gives total / count.
 
         Raises:
             RunError: the replicas' outputs have different numbers.
@@ -261,11 +261,11 @@ class ForwardBackward:
         return loss
 
     def _settings(self) -> Alike:
-        """What was set between two steps that must be the same on all ranks, beside the batch of the next one.
+        """Returns the settings that must be the same on all ranks when the next step begins, besides the batch.
 
-        Compared by ranks that have and step all optimizers: one without parameters may have dropped its own.
+        Only ranks that still hold and step all optimizers compare: a rank without parameters may have dropped some.
         """
-        # A rank that has lost an optimizer cannot say what the others of it were given, and compares nothing.
+        # A rank that has dropped an optimizer does not know that optimizer's settings, so it compares nothing.
         own = [optimizer for optimizer in self._optimizers if optimizer.steps_here]
         if len(own) < len(self._made):
             return NOTHING
@@ -284,16 +284,16 @@ class ForwardBackward:
             found = [key for key, value in group.items() if is_everywhere and isinstance(value, float)]
             for key in sorted(optimizer.given.union(_SCHEDULED, found)):
                 value = group.get(key)
-                # a device would be waited for a tensor's
+                # reading a tensor's value would wait for the device
                 is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)
                 facts[f"{key} of parameter group {place}"] = value if is_plain else None
-        # A digest has 31 bits of a mark; 0 would say that nothing is compared.
+        # A digest has 31 bits of a mark; the digest 0 means that nothing is compared.
         digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
         return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
 
     @contextlib.contextmanager
     def _alone(self, called: str = "forward_backward") -> Iterator[None]:
-        """RunError for a call from inside of a call, whose values and messages it would take."""
+        """RunError for a nested call, which would use the values and messages of the call that is running."""
         if self._running:
             raise RunError(
                 f"{called} is called while a call of forward_backward runs: from a hook, a function that it calls or "
@@ -307,16 +307,16 @@ class ForwardBackward:
 
     @contextlib.contextmanager
     def _collective(self, name: str, of_all: bool = True, extends: bool = False) -> Iterator[None]:
-        """A collective call between two steps, after whose errors one can go on."""
+        """A collective call between two steps; the caller can go on after an FxpipeError in the call."""
         with self._alone(name), announced(name, of_all, extends), self._failing.together(FxpipeError):
             self._failing.check_open()
             yield
 
     def _stepping(self, called: str) -> contextlib.AbstractContextManager[None]:
-        """As ``_alone``, of an optimizer. RunError, or a word, where replicas would step by gradients of their own."""
+        """``_alone`` for an optimizer's step. RunError, or a log line, if replicas would step by unsummed gradients."""
         if not self._has_stepped:
             self._has_stepped = True
-            # a group names its parameters, and means no others: those that no optimizer has would stay as they are
+            # Parameters that no group selects belong to no optimizer and would never change.
             named = self._planning.module.named_parameters()
             left = [name for name, parameter in named if parameter.requires_grad and name not in self._steppers]
             if left:
@@ -333,21 +333,21 @@ class ForwardBackward:
                 log(f"fxpipe: {fact}: the replicas' parameters drift apart; set it to True before the last call")
         return self._alone(called)
 
-    # what ran
+    # measurements
 
     def record_timeline(self, on: bool = True) -> None:
-        """Whether the steps from now on are timed, for ``timeline()``; off by default. The same on every rank."""
+        """Turns timing of later steps for ``timeline()`` on or off; off by default. Call with the same on all ranks."""
         _check_flag(on=on)
         self._steps.recorder.on = on
         self._transport.timed |= on
 
     def timeline(self) -> Timeline:
-        """When each action of the last recorded step ran, in seconds. A collective call of a pipe group.
+        """Returns the times of all actions of the last recorded step, in seconds. A collective call of a pipe group.
 
-        The same kind of object as ``schedule.simulate()`` gives: print it, draw it, or ``fxpipe.compare`` it with a
-        plan. ``spent`` shows how each rank's step divides: compute, waiting for which message, Python between actions,
-        and what lies before the first and after the last; its optimizer's step does not belong to it. A GPU's work is
-        timed with events, and this call waits for them.
+        ``schedule.simulate()`` returns the same type: print it, draw it, or ``fxpipe.compare`` it with a plan.
+        ``spent`` divides each rank's step into compute, waiting for each message, Python between actions, and the parts
+        before the first action and after the last; the optimizer's step is not included. Events time the work of a
+        GPU, and this call waits for the events.
 
         Raises:
             RunError: no step was recorded.
@@ -356,11 +356,11 @@ class ForwardBackward:
             return self._steps.recorder.timeline()
 
     def traffic(self) -> Traffic:
-        """What this rank moved in the last call and since then: print it. Only of this rank, so no collective call.
+        """Returns the bytes that this rank moved in the last call and since then. Not a collective call.
 
-        The time for which a call waits for the parameters that an optimizer's step before it has sent counts with that
-        call. On a GPU, where timing costs the host, waits are timed in the calls behind the first ``traffic()`` or
-        ``record_timeline()``; in those before it ``exposed`` is nan. Bytes are always counted.
+        A call may wait for parameters that the previous optimizer step is still gathering; this time counts with the
+        call that waits. On a GPU, where timing costs the host, only calls after the first ``traffic()`` or
+        ``record_timeline()`` time their waits; ``exposed`` of earlier calls is nan. Bytes are always counted.
         """
         return self._transport.traffic()
 
@@ -371,22 +371,22 @@ class ForwardBackward:
         memory: float | Sequence[float] | None = None,
         activation_bytes: Cost | None = None,
     ) -> Schedule:
-        """Rebuilds the table from the costs measured in the last recorded step, for the steps that follow.
+        """Rebuilds the schedule of later steps from the costs measured in the last recorded step.
 
-        A collective call of all ranks, with the same arguments, between two steps. The costs are each stage's medians
-        and the latency of a hop, over replicas their mean. The present table stays where it keeps within the limits and
-        the new one would not be 1 % faster.
+        A collective call of all ranks, with the same arguments, between two steps. The costs are each stage's median
+        times in seconds and the latency of a hop, averaged over replicas. The present schedule stays if it keeps within
+        the limits and the new schedule would not be 1 % faster.
 
         Args:
             schedule: the family, as in ``fxpipe.schedules.build``.
-            in_flight: the most micro-batches per stage, as there.
-            memory: the most bytes per rank, as there.
-            activation_bytes: what a stage holds per micro-batch in flight, one number or one per stage; None: as the
-                family of ``compile`` has it, given or derived from shapes.
+            in_flight: the most micro-batches per stage, as in ``build``.
+            memory: the most bytes per rank, as in ``build``.
+            activation_bytes: the bytes that a stage holds per micro-batch in flight, a number or a number per stage;
+                None: the value of ``compile``'s family, which was given or derived from shapes.
 
         Raises:
             RunError: no step was recorded.
-            ScheduleError: there is no such table. Either is raised on all ranks, and nothing has changed then.
+            ScheduleError: there is no such schedule. All ranks raise either error, and nothing has changed then.
         """
         with self._collective("reschedule", extends=True):
             costs = self._steps.recorder.costs(activation_bytes)
@@ -395,7 +395,7 @@ class ForwardBackward:
                 EVERYONE,
                 lambda: self._planning.rescheduled(with_costs(schedule, costs, in_flight, memory)),
             )
-        # The bytes on the edges were measured, and do not depend on the table.
+        # The bytes on the edges were measured, and do not depend on the schedule.
         self._plan = replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of))
         self._steps.replan(planning)
         return self.schedule
@@ -407,10 +407,10 @@ class ForwardBackward:
     # gradients
 
     def set_requires_gradient_sync(self, on: bool) -> None:
-        """Whether the calls from now on sum gradients over replicas; the same on every rank.
+        """Sets whether later calls sum gradients over replicas. Call with the same value on every rank.
 
-        Without it gradients are only accumulated, until a call that sums them all. So that no more than shards is kept,
-        each call reduces all the same: with ``zero=2`` over the shard group, with ``zero=3`` over all replicas.
+        With False, calls only accumulate gradients, and the next call with True sums them all. Since ranks keep only
+        gradient shards, ``zero=2`` still reduces over the shard group in each call, and ``zero=3`` over all replicas.
         """
         _check_flag(on=on)
         self._steps.sync = on
@@ -418,10 +418,10 @@ class ForwardBackward:
     # state
 
     def state_dict(self, full: bool = False) -> dict[str, Tensor]:
-        """This rank's parameters and buffers by the model's own names.
+        """Returns this rank's parameters and buffers by the model's own names.
 
         Args:
-            full: the whole model's on every rank, which a plain model loads; a collective call of all ranks.
+            full: return the whole model's state dict, which a plain model loads; then a collective call of all ranks.
         """
         _check_flag(full=full)
         if not full:
@@ -429,7 +429,7 @@ class ForwardBackward:
             return self.module.state_dict()
         name = "state_dict(full=True)"
         with self._alone(name), announced(name, of_all=self._reducer.shards), self._failing.together():
-            # beside other replicas, or on a tensor axis, one pipe group may ask alone, and would wait for all ranks
+            # With replicas or a tensor axis, a single pipe group may call; the warning is a collective of all ranks.
             transport, state = self._transport, self._state
             if transport.ranks("pipe") == transport.ranks("all"):
                 self._steps.watch.warn()
@@ -438,7 +438,7 @@ class ForwardBackward:
             )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a plain model's state dict, or this rank's part of one; CheckpointError where it does not fit."""
+        """Loads a plain model's state dict, or this rank's part of it; CheckpointError if the state does not fit."""
         load_into(self._planning.module, self.module, state)
         originals, precision = self._state.originals, self._planning.options.precision
         originals.update({name: state[name].clone() for name in originals if name in state})
@@ -446,12 +446,12 @@ class ForwardBackward:
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
             stepped = {id(parameter) for group in groups for parameter in group["params"]}
             for name, parameter in self._module.named_parameters():
-                # what parameters have only rounded, where no optimizer has masters of them yet
+                # Keeps unrounded values of low-precision parameters that no optimizer has master copies of yet.
                 is_rounded = name in state and state[name].dtype.itemsize > parameter.dtype.itemsize
                 is_low = parameter.dtype == precision.compute != precision.master
                 if is_rounded and is_low and id(parameter) not in stepped:
                     originals[name] = state[name].clone()
-        # Masters and shards follow the model, or the next step would write their old values over it.
+        # Reload masters and shards, or the next optimizer step would overwrite the model with their old values.
         for optimizer in self._optimizers:
             optimizer.reload(state)
 
@@ -459,15 +459,15 @@ class ForwardBackward:
         return f"<ForwardBackward of {self.stages!r} by {self.schedule!r} over {self.topology!r}>"
 
     def _repr_html_(self) -> str:
-        """Behind a cell of a notebook: its stages, the picture of the plan, and the table."""
+        """The HTML that a notebook shows: the stages, the picture of the schedule, and its table."""
         return preformatted(str(self.stages)) + self.schedule._repr_html_()
 
-    if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name
+    if not TYPE_CHECKING:  # with __getattr__ a type checker would accept every misspelt name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Says what stands in its place, of what a model or a tensor would have."""
+            """AttributeError that names the replacement for an attribute of a model or a tensor."""
             if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # a property has failed, and fails again as it did
+                return object.__getattribute__(self, name)  # a property has raised, and raises the same error again
             hint = (
                 ""
                 if name[0] == "_"
@@ -482,7 +482,7 @@ class ForwardBackward:
         )
 
     def close(self) -> None:
-        """Gives back the process groups. For programs that compile many times; the last ones end with the process."""
+        """Destroys the process groups. For programs that compile many times; the process's end destroys the last."""
         self._exchange.drop()
         self._reducer.settle()
         self._reducer.close()
@@ -491,7 +491,7 @@ class ForwardBackward:
 
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
-"""What schedulers set in parameter groups, whether it was given or not."""
+"""Keys that learning-rate and other schedulers set in parameter groups, whether the user passed them or not."""
 
 _FLAG = Expected(is_flag, "True or False")
 
@@ -508,11 +508,11 @@ _ELSEWHERE = {
     "cuda": "; each rank computes where the model's tensors are when it is compiled: move the model before that",
     "forward": "; call forward_backward itself, or evaluate()",
 }
-"""What stands in place of what a model or a tensor has."""
+"""Attribute of a model or a tensor → a hint at the replacement."""
 
 
 def steps_of(forward_backward: ForwardBackward) -> Steps:
-    """What makes its steps, for ``fxpipe.save`` and ``load`` between two of them. CheckpointError where a call runs."""
+    """The ``Steps`` of ``forward_backward``, for ``fxpipe.save`` and ``load``. CheckpointError while a call runs."""
     if not isinstance(forward_backward, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(forward_backward)}; it is what fxpipe.compile returned")
     if forward_backward._running or any(optimizer.stepping for optimizer in forward_backward._optimizers):
@@ -521,5 +521,5 @@ def steps_of(forward_backward: ForwardBackward) -> Steps:
             "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
             "is set"
         )
-    tensors_of(forward_backward._planning.module)  # which refuses what would be lost
+    tensors_of(forward_backward._planning.module)  # refuses state that a checkpoint would lose
     return forward_backward._steps

@@ -1,4 +1,4 @@
-"""Rank state: what a rank has of the model, and how it comes by it."""
+"""Rank state: a rank's parameters, buffers and gradients, and the functions that make them."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from fxpipe.sharding.reducer import Reducer, reducer_for
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank has of the model."""
+    """A rank's part of the model."""
 
     module: RankModule
     reducer: Gradients
     originals: dict[str, Tensor]
-    """Parameters as they were before ``precision`` rounded them, by name."""
+    """Name → the parameter's values before ``precision`` rounded them."""
     owners: Ownership
     device: torch.device
-    """Where this rank computes."""
+    """The device that this rank computes on."""
     seed: int
-    """The first rank's, for all; what random numbers come from."""
+    """The first rank's seed, used on all ranks; all random numbers derive from it."""
 
 
 def _base_seed(topology: Topology, transport: Transport) -> int:
-    """The first rank's seed, for all. A collective call of all ranks."""
+    """Returns the first rank's seed on every rank. A collective call of all ranks."""
     seed = torch.initial_seed()
-    # The first of each group decides, one axis after another: behind the last all ranks have the first rank's.
+    # Each axis in turn takes the seed of its group's first rank: after the last axis all ranks have rank 0's seed.
     for scope in ("pipe", "data", *tensor_groups(topology)):
         seed = transport.gather(scope, seed)[0]
     return int(seed)
 
 
 def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -> None:
-    """Connects the ranks that the plan lets meet. A collective call of all ranks."""
+    """Opens the connections and groups that the plan uses. A collective call of all ranks."""
     if transport.pipe_rank is None:
         return
     plan, options, topology = planning.first, planning.options, planning.topology
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups("data")
-    # Gradients of tied parameters are summed over their owners, losses over the ranks that make some.
+    # Tied parameters' gradients are summed over their owners, losses over the ranks that compute some of them.
     sums = dict.fromkeys([*owners.tied, *[plan.output_ranks] * (len(plan.output_ranks) > 1)])
     transport.open(pairs(plan.instructions), list(sums), groups)
     if transport.data_size > 1:
@@ -75,8 +75,8 @@ def _take_own_part(
     seed: int,
     device: torch.device,
 ) -> PlanState:
-    """The plans, once this rank's parameters and buffers have values, equal wherever they are held, and those of others
-    are gone. A collective call of all ranks."""
+    """Gives this rank's parameters and buffers their values, equal on all ranks that hold them, and releases the other
+    ranks' tensors; returns the plans with these tensors. A collective call of all ranks."""
     rank = transport.pipe_rank
     names, held = owners.of(rank), all_tensors(planning.module)
     unmade = sorted(name for name in names if held[name].is_meta)
@@ -94,17 +94,17 @@ def _take_own_part(
     if rank is not None:
         held = {name: tensor for name, tensor in all_tensors(planning.module).items() if name in names}
         _make_equal(held, planning.topology, transport, owners)
-        # frees the memory of what other ranks hold
+        # frees the memory of the tensors that only other ranks hold
         own = set(map(id, held.values()))
         release(planning.module, names, why_elsewhere(planning.first.graph, owners), device)
         for _, module, ranks in _stages_with_modules(planning):
-            if rank not in ranks:  # what it shares with this rank's may have another name there
+            if rank not in ranks:  # tensors shared with this rank's stages may have other names in this module
                 release(module, frozenset(name for name, tensor in all_tensors(module).items() if id(tensor) in own))
     return planning.with_tensors_of_module()
 
 
 def _stages_with_modules(planning: PlanState) -> Iterator[tuple[str, nn.Module, Collection[int]]]:
-    """(name, module, the ranks that run it)"""
+    """Yields (stage name, module, the pipe ranks that run the stage)."""
     for graph in planning.graphs:
         for stage in graph:
             if isinstance(stage.module, nn.Module):
@@ -112,11 +112,11 @@ def _stages_with_modules(planning: PlanState) -> Iterator[tuple[str, nn.Module, 
 
 
 def _make_equal(held: Mapping[str, Tensor], topology: Topology, transport: Transport, owners: Ownership) -> None:
-    """The same values with all that hold a tensor: the first owner's, of the first replica."""
+    """Broadcasts each tensor from its first owner in the first replica to all ranks that hold the tensor."""
     for holders, names in owners.tied.items():
         if transport.pipe_rank in holders:
             broadcast([held[name] for name in names], transport, holders, 0)
-    # A tied parameter is one tensor under several names, and is sent once.
+    # A tied parameter is a single tensor under several names, and is broadcast once.
     once = list({id(tensor): tensor for tensor in held.values()}.values())
     if transport.data_size > 1:
         broadcast(once, transport, "data", 0)
@@ -125,13 +125,13 @@ def _make_equal(held: Mapping[str, Tensor], topology: Topology, transport: Trans
 
 
 def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> torch.device:
-    """The device that this rank computes on. All ranks must agree on its type, or messages would miss each other."""
+    """Returns the device that this rank computes on. RunError if ranks have different device types."""
     if transport.pipe_rank is None:
         return transport.device
     names, everything = owners.of(transport.pipe_rank), all_tensors(planning.module).items()
     held = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
     mine = {device.type for device in held}
-    # Over both axes: a replica may hold on CPU what another holds on a GPU.
+    # Over both axes: a replica may have its tensors on the CPU while another has them on a GPU.
     types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}
     if len(types) > 1:
         raise RunError(f"the model's tensors are on devices of several kinds, {sorted(types)}; move all of it to one")
@@ -143,9 +143,9 @@ def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> 
 def make_rank_state(
     planning: PlanState, transport: Transport, init_fn: InitFn | None, weights: Weights | None
 ) -> tuple[PlanState, RankState]:
-    """This rank's parameters and buffers, with values, sharded, wrapped and rounded as asked for, and the plans that
-    hold these very tensors. A collective call of all ranks, once all have the same plan."""
-    # Groups are opened in one order on all ranks, and before any rank lets go of the parameters of others.
+    """Returns the plans and this rank's state: parameters and buffers with values, sharded, wrapped and rounded as the
+    options say; the plans hold these same tensors. A collective call of all ranks, after all have the same plan."""
+    # All ranks open groups in the same order, before any rank releases the parameters of other ranks.
     owners, options, topology = ownership(planning.first.graph), planning.options, planning.topology
     _open_groups(planning, transport, owners)
     seed, device = _base_seed(topology, transport), _device_of(planning, owners, transport)
@@ -153,7 +153,7 @@ def make_rank_state(
     gradients: Gradients | None = None
     parallel = None
     if options.zero == 3 and transport.data_size > 1:
-        from fxpipe.sharding.fsdp import FullyShardedGradients  # it imports FSDP2, which takes its time
+        from fxpipe.sharding.fsdp import FullyShardedGradients  # importing FSDP2 is slow
 
         mesh = topology.data_mesh(options.zero_scope)
         gradients = FullyShardedGradients(
@@ -164,7 +164,7 @@ def make_rank_state(
         parallel = parallelise_stages(planning.first.graph, topology, transport, options.parallelize, owners)
         planning = planning.with_tensors_of_module(parallel.adopt)
     originals = dict[str, Tensor]()
-    if gradients is None and options.precision is not None:  # FSDP2 keeps the masters itself
+    if gradients is None and options.precision is not None:  # FSDP2 keeps its own master copies
         originals = cast_parameters(planning.module, options.precision)
     module = RankModule(planning.module, owners.of(transport.pipe_rank), transport.data_rank)
     if gradients is None:

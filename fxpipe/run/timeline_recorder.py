@@ -1,4 +1,4 @@
-"""Timeline recorder: the last step that was timed, and one timeline of all ranks, on one clock."""
+"""Timeline recorder: times steps, and merges all ranks' times of the last timed step to a timeline on one clock."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
-admitted(Costs)  # here, for schedules know nothing of torch
+admitted(Costs)  # registered here, since fxpipe.schedules does not import torch
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a process recorded of a step, by its number: a stopwatch for each rank that it played."""
+    """A process's times of step number ``step``: a stopwatch for each pipe rank that the process played."""
 
     step: int
     schedule: Schedule
@@ -34,14 +34,14 @@ class Recording:
 
 
 class TimelineRecorder:
-    """``on``: whether the steps from now on are timed; the same on every rank."""
+    """Times the steps that begin while ``on`` is True; ``on`` must be the same on every rank."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
         self._last: Recording | None = None
         self._course: Course | None = None
         self.loaded: Costs | None = None
-        """Those of a checkpoint, until a step is timed; the same on every rank."""
+        """The costs that a checkpoint has brought, used until a step is timed; the same on every rank."""
         self.on = False
 
     @property
@@ -50,7 +50,7 @@ class TimelineRecorder:
         return self._last is not None or self.loaded is not None
 
     def known_costs(self) -> Costs | None:
-        """Each stage's costs, where all ranks have timed a step with weight. A collective call of all ranks."""
+        """Each stage's costs; None unless all ranks have timed a step with weight. A collective call of all ranks."""
         try:
             return self.costs(None)
         except PeerLost:
@@ -59,26 +59,26 @@ class TimelineRecorder:
             return None
 
     def stopwatch(self) -> Stopwatch:
-        """For one rank's actions of a step."""
+        """Returns a new stopwatch for a rank's actions of this step."""
         return Stopwatch(None if self._course is None else self._course.clock)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Starts recording a step, if ``on``."""
         self._course = Course(clock_of(self._device, of_a_step=True)) if self.on else None
 
     def passed(self, what: str) -> None:
-        """A part of it is over."""
+        """Marks the end of the part ``what`` of the step."""
         if self._course is not None:
             self._course.mark(what)
 
     def keep(self, step: int, schedule: Schedule, stopwatches: Sequence[Stopwatch]) -> None:
-        """A step is over."""
+        """Ends recording a step, and keeps its times."""
         course, self._course = self._course, None
         if course is not None:
             self._last = Recording(step, schedule, stopwatches, course)
 
     def timeline(self) -> Timeline:
-        """When each action of the last timed step ran. A collective call of a pipe group."""
+        """Returns the start and end of each action of the last timed step. A collective call of a pipe group."""
         last = self._recorded("pipe")
         ahead = clock_offset(self._transport)
         mine = (
@@ -92,9 +92,9 @@ class TimelineRecorder:
         return timeline_of(last.schedule, itertools.chain(*laps), in_turns, beside, courses)
 
     def costs(self, activation_bytes: Cost | None) -> Costs:
-        """Each stage's costs in the last timed step, over replicas their mean. A collective call of all ranks.
+        """Returns each stage's costs in the last timed step, averaged over replicas. A collective call of all ranks.
 
-        ``activation_bytes``: what a step does not measure."""
+        ``activation_bytes``: the activation bytes of the returned costs, which a step does not measure."""
         if self._last is None and self.loaded is not None:
             return mean_costs([self.loaded], activation_bytes)
         self._recorded("pipe", "data")
@@ -108,7 +108,7 @@ class TimelineRecorder:
         return mean_costs(measured, activation_bytes)
 
     def _recorded(self, *scopes: str) -> Recording:
-        """What was recorded last, or an error on all ranks of these groups."""
+        """Returns this rank's last recording; RunError on all ranks of ``scopes`` unless all recorded the same step."""
         steps = {self._last.step if self._last is not None else -1}
         for scope in scopes:
             steps = set().union(*self._transport.gather(scope, steps))
@@ -126,12 +126,12 @@ def timeline_of(
     reductions: Iterable[Iterable[Reduced]] = (),
     courses: Sequence[Sequence[Elapsed]] = (),
 ) -> Timeline:
-    """The measured timeline of a step, in seconds from its first start.
+    """Returns the measured timeline of a step, in seconds from the start of its first action.
 
-    ``laps``: all ranks', on one clock. The costs are the medians over micro-batches, ``comm`` the median latency of a
-    hop, which there is none of where one process plays all ranks ``in_turns``. A stage whose backward never ran costs
-    nothing there. ``reductions``: a list for each pipe rank, in their order. ``courses``: the parts of the
-    step, of each process; without them nothing is shown of what lies around actions.
+    ``laps``: the laps of all ranks on one clock. The costs are medians over micro-batches; ``comm`` is the median
+    latency of a hop, 0 if a single process plays all ranks ``in_turns``. A backward that never ran has cost 0.
+    ``reductions``: a list for each pipe rank, in the order of ranks. ``courses``: the parts of the step for each
+    process; without courses the timeline shows no time outside of actions.
     """
     every = sorted(laps, key=lambda lap: lap.start)
     first = every[0].start if every else 0.0
@@ -155,10 +155,10 @@ def timeline_of(
 def _spells(
     timeline: Timeline, ranks: tuple[int, ...], laps: Sequence[Lap], course: Sequence[Elapsed], first: float
 ) -> Iterator[Spell]:
-    """A process's, one behind another. ``first``: the moment that times count from."""
+    """Yields a process's spells in order of time. ``first``: the moment that times count from, in seconds."""
     ran = [part.what for part in course].index(ACTIONS)
     moments = [(BEFORE, part.what, part.end) for part in course[1:ran]]
-    kind, what = BEFORE, course[ran - 1].what  # until the first action what came before it goes on
+    kind, what = BEFORE, course[ran - 1].what  # the part before the first action lasts until that action
     for lap in laps:
         source = _awaited(timeline, lap.action, ranks)
         moments.append((kind, what, lap.since))
@@ -168,16 +168,16 @@ def _spells(
     moments.append((AFTER, course[ran + 1].what, course[ran].end) if laps else (kind, what, course[ran].end))
     moments += [(AFTER, part.what, part.end) for part in course[ran + 1 :]]
     now = course[0].end - first
-    # Neighbours of one kind are one spell; each begins where the one before it ends, so that they add up to the step.
+    # Neighbours of the same kind merge into a spell; a spell begins where the previous ends: they sum up to the step.
     for (kind, what), group in itertools.groupby(moments, key=lambda moment: moment[:2]):
-        end = max(now, *(moment - first for *_, moment in group))  # events of a GPU are given in single precision
+        end = max(now, *(moment - first for *_, moment in group))  # a GPU's event times are in single precision
         if end > now:
             yield Spell(ranks, kind, what, now, end)
         now = end
 
 
 def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
-    """Of the messages that an action takes from other processes, the one that was made last; empty where none is."""
+    """Names the last made of the messages that an action takes from other processes; empty if the action takes none."""
     rank = timeline.schedule.rank
     others = timeline.schedule.dependencies.before(action)
     sources = [action for action in others if action in timeline.spans and rank(action) not in ranks]
@@ -191,14 +191,14 @@ def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Cost
         durations.setdefault((action.stage, action.op), []).append(span.duration)
     stages = range(len(schedule.placement))
     of = {op: [max(median(durations.get((stage, op), [0.0])), 0.0) for stage in stages] for op in Op}
-    # A table has B, or its halves: B = I + W, and W is half of a B that is whole.
+    # A schedule has B, or its halves I and W: B = I + W; of an unsplit B, half counts as W.
     backward = [of[Op.B][stage] or of[Op.I][stage] + of[Op.W][stage] for stage in stages]
     weight = [of[Op.W][stage] or of[Op.B][stage] / 2 for stage in stages]
     return Costs.of(len(stages), of[Op.F], backward, weight, hop)
 
 
 def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action, float]) -> float:
-    """The median time from an action's end to the start of one that stood waiting for it on another rank."""
+    """Returns the median seconds from an action's end to the start of an action on another rank that waited for it."""
     waited: list[float] = []
     others: list[float] = []
     for action, span in spans.items():
@@ -206,27 +206,27 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
         last = max(before, key=lambda other: spans[other].end, default=None)
         if last is not None and schedule.rank(last) != schedule.rank(action):
             hop = max(span.start - spans[last].end, 0.0)
-            # Only an action that stood waiting shows the latency; another may have come long after the message.
+            # Only an action that waited shows the latency; other actions may start long after the message came.
             (waited if since[action] <= spans[last].end else others).append(hop)
     return median(waited) if waited else min(others, default=0.0)
 
 
 def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> Costs:
-    """The mean of what several replicas measured, with what a step does not measure."""
+    """Returns the mean of replicas' measured costs, with ``activation_bytes``, which a step does not measure."""
     kinds = zip(*((cost.forward, cost.backward, cost.weight) for cost in costs), strict=True)
     forward, backward, weight = (tuple(map(fmean, zip(*given, strict=True))) for given in kinds)
     return Costs.of(len(forward), forward, backward, weight, fmean(cost.comm for cost in costs), activation_bytes)
 
 
 Round = tuple[float, float]
-"""When a rank came to a collective call and when it left, on its own clock."""
+"""The seconds at which a rank entered and left a collective call, on that rank's own clock."""
 
 
 def clock_offset(transport: Transport) -> float:
-    """By how much this rank's clock is ahead of the pipe group's first rank's, in seconds. A collective call.
+    """Returns the seconds by which this rank's clock is ahead of the pipe group's first rank's. A collective call.
 
-    Nobody leaves a collective call before everybody has come to it. So rank r left, by its own clock, no earlier than
-    rank 0 came plus r's offset, and the other way round: each call narrows the offset from both sides, as in NTP.
+    No rank leaves a collective call before all ranks have entered it. So rank r left, by its own clock, no earlier than
+    rank 0 entered plus r's offset, and vice versa: each call bounds the offset from both sides, as in NTP.
     """
     rounds: list[Round] = []
     for _ in range(16):
@@ -237,8 +237,8 @@ def clock_offset(transport: Transport) -> float:
 
 
 def offset_between(first: Sequence[Round], other: Sequence[Round]) -> float:
-    """The offset of ``other``'s clock that the same calls allow: 0 where that is possible, for ranks of one machine
-    read one clock; or else the middle."""
+    """Returns an offset in seconds of ``other``'s clock that fits all calls: 0 if 0 fits, since ranks of a machine
+    share its clock; otherwise the middle of the bounds."""
     pairs = list(zip(first, other, strict=True))
     # Each call bounds the offset from both sides; the tightest bounds of all calls count.
     most = min(left - came for (came, _), (_, left) in pairs)

@@ -1,4 +1,4 @@
-"""Clip: the norm of a whole model's gradient, whoever has which part of it."""
+"""Clip: computes the norm of the whole model's gradient over all ranks, and clips by it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales the gradients so that the norm of the whole model's gradient is at most ``max_norm``; returns that norm.
+    """Scales the gradients so that the whole model's gradient norm is at most ``max_norm``; returns the norm before.
 
-    With n the norm of all gradients as one vector, each is multiplied by min(1, max_norm / (n + 1e-6)), as in
-    ``torch.nn.utils.clip_grad_norm_``. A norm of order p is (Σ |gᵢ|ᵖ)^(1/p): the p-th powers of the ranks' own norms
-    are summed over the pipe group and, where gradients are ``sharded``, over the shard group; ``norm_type=inf`` is
-    their maximum. A tied parameter is counted by its first owner alone, and scaled by all. Tensor-parallel gradients
+    With n the norm of all gradients as a single vector, each gradient is multiplied by min(1, max_norm / (n + 1e-6)),
+    as in ``torch.nn.utils.clip_grad_norm_``. A norm of order p is (Σ |gᵢ|ᵖ)^(1/p): the p-th powers of the ranks' own
+    norms are summed over the pipe group and, if gradients are ``sharded``, over the shard group; ``norm_type=inf``
+    takes the maximum. Only the first owner counts a tied parameter, and all owners scale it. Tensor-parallel gradients
     (DTensors) are summed over their own mesh. The norm is 0-dimensional, and the same bits on every rank; it is 0
-    where there are no gradients.
+    if there are no gradients.
 
     A collective call of all ranks.
 
     Raises:
-        RunError: ``max_norm`` is no number from 0, ``norm_type`` none above 0; or the norm is inf or nan, and
-            ``error_if_nonfinite``.
+        RunError: ``max_norm`` is no number from 0, ``norm_type`` no number above 0; or the norm is inf or nan, and
+            ``error_if_nonfinite`` is True.
     """
     if isinstance(max_norm, Iterator) or not _number(max_norm) >= 0:
         hint = "; whose gradients these are, it knows" * isinstance(max_norm, (Iterator, list))
@@ -47,7 +47,7 @@ def clip_grad_norm_(
         raise RunError(f"error_if_nonfinite is {shown(error_if_nonfinite)}; it is True or False")
     max_norm, norm_type = float(max_norm), float(norm_type)
     gradients = [(piece, gradient) for piece in pieces if (gradient := piece.current_gradient()) is not None]
-    # The norm of norms is the norm of all, of whatever order: first over tensors, then over shards, then over stages.
+    # For any order, the norm of norms is the norm of all: first over tensors, then over shards, then over stages.
     total = _norm([gradient for piece, gradient in gradients if piece.counts], norm_type, transport.device)
     for scope in ("shard", "pipe") if sharded else ("pipe",):
         total = _over(scope, transport, total, norm_type)
@@ -59,7 +59,7 @@ def clip_grad_norm_(
             "look for the first inf or nan, or write error_if_nonfinite=False to go on"
         )
     for group in _alike(gradient for _, gradient in gradients):
-        # torch scales what it finds in the .grad of something, by the norm in float64, whatever types a rank has.
+        # torch scales the .grad of tensors, by the norm in float64, whatever dtypes a rank has.
         holders = [gradient.detach() for gradient in group]
         for holder, gradient in zip(holders, group, strict=True):
             holder.grad = gradient
@@ -70,10 +70,10 @@ def clip_grad_norm_(
 def grad_norms(
     part: Mapping[str, Sequence[Piece]], transport: Transport, sharded: bool, norm_type: float
 ) -> dict[str, Tensor]:
-    """The norm of the gradient of each of these parameters, as ``clip_grad_norm_`` counts them; 0 where there is none.
-    ``part``: the names of some parameters, the same on all ranks, and this rank's pieces of each.
+    """Returns name → gradient norm of each parameter, counted as in ``clip_grad_norm_``; 0 without a gradient.
+    ``part``: name → this rank's pieces of the parameter; the names are the same on all ranks.
 
-    0-dimensional, float64, the same bits on every rank. A collective call of all ranks. RunError:
+    Norms are 0-dimensional, float64, the same bits on every rank. A collective call of all ranks. RunError:
     ``norm_type`` is no number above 0.
     """
     _check_order(norm_type)
@@ -96,7 +96,7 @@ def _check_order(norm_type: float) -> None:
 
 
 def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """This rank's norm, in float64, where powers and their sums lose nothing that float32 has."""
+    """Returns this rank's norm in float64, in which powers and their sums keep float32's precision and range."""
     parts = [torch.nn.utils.get_total_norm(group, order) for group in _alike(g for g in gradients if g.numel())]
     whole = [whole_of(part).double() for part in parts]
     if not whole:
@@ -106,7 +106,7 @@ def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Te
 
 
 def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Plain tensors apart from DTensors, and these by mesh and placement."""
+    """Groups gradients: plain tensors, and DTensors by mesh and placement."""
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         key = (gradient.device_mesh, gradient.placements) if is_dtensor(gradient) else None
@@ -115,12 +115,12 @@ def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tensor:
-    """Norms over a group of ranks, each with its part."""
+    """Combines the norms of a group's ranks to the norm of the group."""
     ranks = transport.ranks(scope)
     if len(ranks) == 1:
         return norm
     if math.isinf(order):
-        # Each rank's in a place of its own: a maximum of gloo or NCCL may lose a nan, and a gather is waited for.
+        # Each rank writes its own place: a maximum of gloo or NCCL may lose a nan, and a gather blocks the host.
         norms = norm.new_zeros(len(ranks), *norm.shape)
         norms[ranks.index(transport.rank)] = norm
         transport.all_reduce(scope, norms)
@@ -131,7 +131,7 @@ def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tenso
 
 
 def _number(given: Any, *words: str) -> float:
-    """A number, or a tensor with one; nan for anything else, but for these words."""
+    """Returns a number, a tensor's number, or that of an allowed word; nan for anything else."""
     try:
         return math.nan if isinstance(given, str) and given not in words else float(given)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Distributed optimizer: each rank steps its pieces, as ZeRO does, in master precision, on the CPU if asked.
+"""Distributed optimizer: each rank steps its pieces, as in ZeRO, in master precision, optionally on the CPU.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 https://arxiv.org/abs/1910.02054.
@@ -55,30 +55,30 @@ from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_gr
 from fxpipe.validation import shown
 
 _COMPARED = 62
-"""So many groups."""
+"""The most parameter groups whose numbers ranks compare: a bit of an integer each."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer of this rank's parameters. An inner ``cls(groups, **kw)`` steps this rank's pieces.
+    """A torch optimizer of this rank's parameters. An inner optimizer ``cls(groups, **kw)`` steps this rank's pieces.
 
-    ``param_groups`` hold the model's own parameters; what a scheduler or the user writes into them counts in the next
-    step. ``state`` is the inner one's, by the tensors that are stepped. Several optimizers may share a model.
+    ``param_groups`` hold the model's own parameters; the next step uses the options that a scheduler or the user writes
+    into them. ``state`` is the inner optimizer's, by the stepped tensors. Several optimizers may share a model.
 
-    A parameter that nobody used has no gradient, and stays unchanged. With float16 a step for which any rank's
-    gradient has an inf or nan is skipped on all ranks, whichever optimizer the gradient belongs to; ``skipped_steps``
-    counts them (``steps`` all calls of ``step``), and rank 0 warns of the first and, where that is known, of why.
-    ``zero_grad(set_to_none=False)`` sets to None all the same where gradients are sharded. Attributes and methods of
-    ``cls``'s own are the inner one's; a method, such as ``eval`` of one that averages parameters, is a collective call.
+    A parameter that no rank used has no gradient, and stays unchanged. With float16 all ranks skip a step if any rank's
+    gradient has an inf or nan, whichever optimizer the gradient belongs to; ``skipped_steps`` counts skipped steps
+    (``steps`` counts all calls of ``step``), and rank 0 warns of the first, with the cause if it is known. If gradients
+    are sharded, ``zero_grad(set_to_none=False)`` also sets them to None. Other attributes and methods are those of the
+    inner optimizer; a method, such as ``eval`` of an optimizer that averages parameters, is a collective call.
 
-    Made by ``forward_backward.optimizer``, which says what ``cls``, ``params``, ``offload`` and ``elementwise`` are.
+    ``forward_backward.optimizer`` makes it, and documents ``cls``, ``params``, ``offload`` and ``elementwise``.
 
     Args:
-        store: pieces and their gradients. transport: asks all ranks whether one of them has an inf or nan.
+        store: pieces and their gradients. transport: gathers whether any rank has an inf or nan.
         held, whole: this rank's and the whole model's parameters, under all their names.
-        originals: parameters before they were rounded, by name, for the masters; it lets go of those that it makes.
-        steppers: parameter → the optimizer that steps it, the one that was made last; shared by all of the model's.
-        alone: a context that refuses a step inside of a call.
-        cause: says why a step is left out, where that is known; the same on every rank, and called by all of them.
+        originals: name → parameter before rounding, for the masters; entries are removed when a master is made.
+        steppers: parameter name → the last made optimizer that steps it; shared by all optimizers of the model.
+        alone: a context that refuses a step while a call of forward_backward runs.
+        cause: returns why a step is skipped, if known; the same text on every rank. A collective call of all ranks.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._cause, self._alone, self._originals = cause, alone, originals
         self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
-        self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, where there is no copy
+        self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, of targets without copies
         self.given = {key for key, value in kw.items() if value is not None}
-        """The options that the user chose: ranks compare them. Others may be numbers that the optimizer finds."""
+        """The options that the user set: ranks compare them. The optimizer may compute other options itself."""
         self.everywhere = 0
-        """The groups of which every rank steps some, as bits: numbers that it finds for them must be the same, too."""
+        """Bits of the groups that all ranks step a part of: options that it computes for them must be equal, too."""
         self.steps = self.skipped_steps = 0
         self.stepping = False
         self._steppers = steppers
         self._replaced = ""  # a parameter that a later optimizer steps
-        # torch's constructor makes groups of the model's own parameters; the inner optimizer has the pieces of them.
+        # torch's constructor makes groups of the model's own parameters; the inner optimizer has their pieces.
         super().__init__(self._resolved(params), {})
         self._check_alone()
         self._targets: list[list[Target]] = []
@@ -134,12 +134,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_over()
 
     def _resolved(self, params: Any) -> list[dict[str, Any]]:
-        """This rank's part of the groups; ``_group_names`` takes the whole ones. Either all ranks succeed, or none."""
+        """Returns this rank's part of the groups; adds all names to ``_group_names``. All ranks succeed, or none."""
         groups, failure = [], None
         try:
             groups = resolve_groups(params, self._held, self._all)
             mine: Any = [self._names_in(group) for group in groups]
-        except Exception as error:  # which the other ranks wait to hear of
+        except Exception as error:  # sent to the other ranks below
             failure, mine = error, f"{type(error).__name__}: {error}"
         with announced("optimizer"), self._together():
             everyone = self._transport.gather("pipe", mine)
@@ -159,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return groups
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
-        """The names of a group's parameters; RunError where one of them is not this rank's."""
+        """Returns the names of a group's parameters; RunError if a parameter is not this rank's."""
         names = []
         for parameter in group["params"]:
             if id(parameter) not in self._names:
@@ -171,8 +171,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return names
 
     def _check_alone(self) -> None:
-        """Refuses, on all ranks, a step that looks at all parameters together where a rank steps only some."""
-        # Looked for in the class alone, on small tensors, so that every rank comes to the same answer.
+        """RunError, on all ranks, if a step uses other parameters' gradients, and a rank steps only some parameters."""
+        # Test the class alone, on small tensors, so that every rank gets the same result.
         in_parts = len(self._transport.ranks("pipe")) > 1 or self._store.shards
         options = options_of(self.param_groups[0]) if self.param_groups else {}
         if not in_parts or self._elementwise:
@@ -191,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _take_over(self) -> None:
-        """From now on this is who steps its parameters. All ranks know it, so that none waits for one that refuses."""
+        """Registers this optimizer for its parameters on all ranks, so that a replaced optimizer fails on all ranks."""
         for name in itertools.chain(*self._group_names):
             former = self._steppers.get(name, self)
             if former is not self:
@@ -199,8 +199,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._steppers[name] = self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; parameters may be given as to the constructor. A collective call of all ranks."""
-        if self._inner is None:  # in the constructor, which has resolved it
+        """Adds a group as torch does, with parameters as in the constructor. A collective call of all ranks."""
+        if self._inner is None:  # called by torch's constructor, with a group that is resolved already
             super().add_param_group(param_group)
             return
         (group,) = self._resolved([param_group])
@@ -210,7 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_over()
 
     def _claimed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """These groups as the inner optimizer is given them: with what this rank steps of their parameters."""
+        """Returns the inner optimizer's groups, which hold the tensors that this rank steps of these parameters."""
         names = [name for group in groups for parameter in group["params"] for name in self._names[id(parameter)]]
         claim = self._store.claim(names, not self._elementwise)
         self._claims.append(claim)
@@ -239,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _exchange(source: Sequence[Mapping[str, Any]], sink: Sequence[dict[str, Any]]) -> None:
-        """Copies hyperparameters from the outer groups to the inner ones, or back."""
+        """Copies hyperparameters from the outer groups to the inner groups, or back."""
         for giver, taker in zip(source, sink, strict=True):
             taker.update(options_of(giver))
 
@@ -249,15 +249,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def steps_here(self) -> bool:
-        """Whether this rank steps anything."""
+        """Whether this rank steps any tensor."""
         return any(self._targets)
 
     # stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps this rank's pieces, and starts bringing them to the other ranks. A collective call of all ranks.
+        """Steps this rank's pieces, and starts sending them to the other ranks. A collective call of all ranks.
 
-        ``closure``, if given, is called first, with gradients enabled, and its loss returned.
+        ``step`` first calls ``closure``, if any, with gradients enabled, and returns its loss.
         """
         if closure is not None and not callable(closure):
             raise RunError(f"step() is given {shown(closure)}; it is None, or a function () -> loss")
@@ -270,7 +270,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self._replaced} is stepped by an optimizer that was made after this one; step that one, or give "
                 "each of them parameters of its own"
             )
-        # where ranks step parts of one another's parameters, or decide together; elsewhere one need not step
+        # Ranks meet if they step parts of the same parameters, or decide on skips together; else a rank need not step.
         precision = self._precision
         skips = precision is not None and torch.float16 in (precision.compute, precision.reduce)
         meets = self._store.sums.sharded or skips
@@ -285,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def __getattr__(self, name: str) -> Any:
-        """What ``cls`` has and torch's optimizers have not."""
+        """Returns an attribute of the inner optimizer that ``torch.optim.Optimizer`` lacks."""
         inner = vars(self).get("_inner")
         if inner is None or name.startswith("_") or not hasattr(inner, name):
             made = type(self).__name__ if inner is None else f"{type(self).__name__} of {type(inner).__name__}"
@@ -294,7 +294,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return functools.partial(self._call, name, value) if isinstance(value, types.MethodType) else value
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        """Calls a method of the inner optimizer's own, which may write what it steps."""
+        """Calls a method of the inner optimizer, which may write the stepped tensors."""
         with self._calling(name, self._store.sums.sharded):
             try:
                 result = self._on_pieces(functools.partial(method, *args, **kw), is_step=False)
@@ -311,7 +311,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _calling(self, name: str, meets: bool) -> Iterator[None]:
-        """What ``optimizer.name()`` runs in. ``meets``: where ranks meet in it."""
+        """The context of ``optimizer.name()``. ``meets``: whether ranks communicate in the call."""
         called = f"optimizer.{name}"
         under_way = announced(called) if meets else phase(called, extends=False)
         with self._alone(f"{called}()"), torch.no_grad(), under_way, self._together():
@@ -325,12 +325,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return failing_together(self._transport, self._transport.abort, (FxpipeError,))
 
     def _on_pieces(self, run: Callable[[], Any], is_step: bool = True) -> Any:
-        """``run``, which steps the inner optimizer, or, unless it ``is_step``, does anything else to what it steps."""
+        """Calls ``run``, which steps the inner optimizer or, unless ``is_step``, changes its tensors otherwise."""
         assert self._inner is not None
-        # 1. What the step before has sent may still be on its way into the memory that is stepped now.
+        # 1. Transfers of the previous step may still write the memory that is stepped now: wait for them.
         self._store.settle()
-        # 2. Copies follow what was written by hand, and are shown the gradients. All transfers to the CPU run side by
-        # side; its step, which needs them, waits for the device once.
+        # 2. Copies take values that the user has written into parameters, and get the gradients. All transfers to the
+        # CPU run in parallel; the step on the CPU waits for the device once.
         targets = self._flat
         gradients = [target.fetch() for target in targets]
         moving = [target.piece.data.device for target in targets if target.tensor.device != target.piece.data.device]
@@ -338,11 +338,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch.accelerator.current_stream(moving[0]).synchronize()
         pairs = zip(targets, gradients, strict=True)
         stepped = [target for target, given in pairs if target.take(given if is_step else None) or not is_step]
-        # 3. Schedulers write into the outer groups, and some optimizers keep numbers in theirs, the inner ones.
+        # 3. Schedulers write into the outer groups, and some optimizers keep numbers in the inner groups.
         self._exchange(self.param_groups, self._inner.param_groups)
         result = run()
         self._exchange(self._inner.param_groups, self.param_groups)
-        # 4. The parameters become what the copies are, and what was stepped goes to the ranks that use it.
+        # 4. Write the copies back to the parameters, and send the stepped pieces to the ranks that use them.
         self._exact.clear()
         for target in targets:
             target.drop_gradient()
@@ -353,8 +353,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def _broken_ranks(self) -> tuple[int, ...]:
-        """The ranks of the world whose gradients have an inf or nan, the same on all."""
-        # The largest absolute value is finite exactly where all are; one flag of it is compared by all ranks.
+        """Returns the ranks of the world whose gradients have an inf or nan, the same on all ranks."""
+        # The largest absolute value is finite if and only if all values are; ranks gather a flag each.
         found = [local(g) for piece in self._store.pieces() if (g := piece.current_gradient()) is not None]
         largest = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient.numel()], math.inf)
         flags = self._transport.gather_int("all", int(not math.isfinite(largest.item())))
@@ -369,16 +369,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"step {self.steps - 1} (from 0) was skipped on all ranks: the gradient on {ranks} has an inf or nan"
                 f"{cause and f', for {cause}'}. Further ones are counted in optimizer.skipped_steps",
                 RuntimeWarning,
-                stacklevel=4,  # behind step() and torch's wrapper around it
+                stacklevel=4,  # above step() and torch's wrapper around it
             )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What torch's GradScaler asks of an optimizer that it is to step.
+        """The property that torch's GradScaler reads of an optimizer before it steps it.
 
         Raises:
-            RunError: always. The loss comes back behind its backward, so that a scaler would divide by its scale
-                gradients that were never multiplied by it; and marks of sharded ones would be an inf or nan to it.
+            RunError: always. The loss is returned after its backward, so that a scaler would divide gradients by a
+                scale that they were never multiplied by; and it would take marks of sharded gradients for inf or nan.
         """
         raise RunError(
             "a GradScaler cannot step this optimizer: the gradients are there before the loss could be scaled; write "
@@ -393,35 +393,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of its parameters, and those not summed yet along with them."""
+        """Clears the gradients of this optimizer's parameters, including gradients that are not summed yet."""
         super().zero_grad(set_to_none or self._store.sums.sharded)
 
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, in the form of torch's ``get_optimizer_state_dict``: see ``sharding.optimizer_state``.
+        """Returns this rank's part, in the form of torch's ``get_optimizer_state_dict``; see ``optimizer_state``.
 
-        ``torch.distributed.checkpoint`` saves all ranks' parts as one, and loads them on any topology, cut and
-        ``zero``, or into the plain model's optimizer by torch's ``set_optimizer_state_dict``. A parameter that was
-        never stepped is there with an initial state. With ``precision`` each has its ``"master"``.
+        ``torch.distributed.checkpoint`` merges all ranks' parts, and loads them on any topology, cut and ``zero``, or
+        into the plain model's optimizer by torch's ``set_optimizer_state_dict``. A parameter that was never stepped has
+        an initial state. With ``precision`` each parameter has its ``"master"``.
 
         Raises:
             CheckpointError: the optimizer keeps a value that belongs to no parameter, or that has a parameter's whole
-                shape while ranks step slices of it.
+                shape while ranks step slices of the parameter.
         """
         refuse_torchs_helpers()
         return self.state_to_fill(())
 
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
-        """``state_dict``, with an initial state of the frozen parameters, too, that were ``saved`` with a state."""
+        """Returns ``state_dict`` with an initial state also for frozen parameters whose names are in ``saved``."""
         assert self._inner is not None
         check_saves_all(self._inner)
-        # All ranks save an entry for what was never stepped, too, so that names do not depend on who used what.
+        # All ranks save entries of parameters that were never stepped, too, so that names do not depend on use.
         entries: dict[str, Entry] = {}
         for group, targets in zip(self.param_groups, self._targets, strict=True):
             for target in targets:
                 if not target.tensor.numel() and not target.whole:
-                    continue  # a shard of none of its rows
+                    continue  # an empty shard
                 name = self._canonical[target.piece.name]
                 entry = dict(self.state.get(target.tensor) or {})
                 if not entry and (name in saved or target.piece.parameter.requires_grad):
@@ -436,7 +436,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         }
 
     def _options(self, group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """A group's, with None for what its first step will put there: a ``dcp.load`` reads what it finds here."""
+        """Returns a group's options, with None for options that a first step adds: ``dcp.load`` fills known keys."""
         if not names or self.steps > self.skipped_steps:
             return options_of(group)
         device = next((target.tensor.device for target in self._flat), None)
@@ -444,13 +444,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return first_options(self._make, options_of(group), scratch)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads hyperparameters, state and masters, not parameters, which are the model's, in either order.
+        """Loads hyperparameters, state and masters, but no parameters; the model may be loaded before or after.
 
-        ``state_dict`` is what ``state_dict`` gives, on this rank or, with whole tensors, of a plain optimizer by
-        torch's ``get_optimizer_state_dict``.
+        ``state_dict`` is the result of ``state_dict`` on this rank, or, with whole tensors, of torch's
+        ``get_optimizer_state_dict`` for a plain optimizer.
 
         Raises:
-            CheckpointError: it does not fit; then nothing has been changed.
+            CheckpointError: the state dict does not fit; then nothing has been changed.
         """
         assert self._inner is not None
         refuse_torchs_helpers()
@@ -466,17 +466,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 name = self._canonical[target.piece.name]
                 there = saved.get(name, {})
                 initial = asked = initial_state(self._make, options[-1], target.tensor)
-                if not there.keys() - {MASTER}:  # it was frozen: are these options content without a state?
+                if not there.keys() - {MASTER}:  # saved while frozen: check whether these options need a state
                     asked = initial_state(self._make, own, target.tensor)
                 entry = entry_to_load(name, there, initial, asked, target)
                 if MASTER in entry:
                     masters.append((target, entry.pop(MASTER)))
-                # An optimizer that makes a state in its first step has none of what was never stepped.
+                # An optimizer that makes states in its first step has no state for parameters that were never stepped.
                 if not self._is_lazy or (entry and not is_initial(entry, initial)):
                     state[target.tensor] = entry or initial
-        # Everything fits. From here on nothing is refused, so that a failed load has changed nothing.
-        self._store.settle()  # what the step before has sent may still be on its way
-        # Where the parameter itself is stepped it takes the master's bits; but the model may be loaded after this.
+        # Everything fits. From here on nothing raises, so that a failed load has changed nothing.
+        self._store.settle()  # transfers of the previous step may still be under way
+        # A parameter that is stepped itself takes the master's bits; but the model may be loaded after this.
         self._exact = [(target, master) for target, master in masters if not target.is_copy]
         with torch.no_grad():
             for target, master in masters:
@@ -488,10 +488,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange(copy.deepcopy(options), self.param_groups)
 
     def reload(self, values: Mapping[str, Tensor] | None = None) -> None:
-        """To be called after somebody has written parameters: masters follow them.
+        """Updates the masters after parameters were written.
 
-        ``values``: what was written, by name; it may not be rounded as parameters are. A master keeps its bits where
-        it rounds to the new value, so that optimizer and model may be loaded in any order.
+        ``values``: name → the written value, possibly in a higher precision than the parameter. A master that rounds to
+        the new value keeps its bits, so that optimizer and model may be loaded in any order.
         """
         with torch.no_grad():
             for target in self._flat:
@@ -499,7 +499,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._restore_exact()
 
     def _restore_exact(self) -> None:
-        """Parameters that are stepped themselves become the masters that were loaded, where these round to them."""
+        """Gives parameters that are stepped themselves the loaded masters' bits, if masters round to their values."""
         for target, exact in self._exact:
             assert self._precision is not None
             target.tensor.copy_(merged(exact, target.tensor, self._precision.compute))

@@ -1,18 +1,18 @@
-"""FSDP: all that fxpipe has torch's FSDP2 do: ``zero=3``, and what ``parallelize`` has sharded with ``fully_shard``.
+"""FSDP: runs torch's FSDP2 in a pipeline: for ``zero=3``, and for modules that ``parallelize`` has ``fully_shard``-ed.
 
-A pipeline runs a stage's forward and backward once for each micro-batch, in the order of a table. By itself FSDP2 would
-gather parameters for each of them. Here, whatever ``reshard_after_forward`` says, they are gathered for a stage's first
-forward, stay whole until its last backward, and are reduced in it: the same collectives in the same order on all
-replicas, also where a replica has other micro-batches, or leaves a backward out.
+A pipeline runs a stage's forward and backward for each micro-batch, in the order of a schedule. By default FSDP2 would
+gather parameters for each run. Here, whatever ``reshard_after_forward`` says, a stage's first forward gathers the
+parameters, they stay unsharded until its last backward, and this backward reduces the gradients. All replicas run the
+same collectives in the same order, even if a replica has other micro-batches, or leaves a backward out.
 
-  FsdpUnit    zero=3: parameters in a shell of their own; collectives go through fxpipe's transport
-  FsdpStage   what the user has sharded in ``parallelize``; collectives are torch's own
+  FsdpUnit    zero=3: parameters in a shell module; collectives go through fxpipe's transport
+  FsdpStage   modules that the user has sharded in ``parallelize``; torch runs the collectives
 
-With ``zero=3`` the model holds shards between steps, as DTensors. A *unit* is the parameters of one type that the same
-blocks of a stage of this rank use, in a shell: a module that holds them and nothing else, and is never called. So the
-user's modules keep their classes and hooks, and which collectives run, and in which order, follows from the row alone.
-The first forward waits for each unit where it reads it, while the next one is gathered; the last backward starts the
-reduction of each as its gradients are there.
+With ``zero=3`` the model holds shards between steps, as DTensors. A *unit* is the parameters of a dtype that the same
+blocks of a stage of this rank use, in a shell: a module that holds only these parameters, and is never called. So the
+user's modules keep their classes and hooks, and the rank's row alone determines the collectives and their order. The
+first forward waits for a unit when it reads its parameters, while the next unit is gathered; the last backward starts
+a unit's reduction as soon as the unit's gradients are complete.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsd
 
 
 class _FsdpModules:
-    """FSDP modules that are gathered, reduced and freed together. ``parameters``: the shards, DTensors, of them."""
+    """FSDP modules that are gathered, reduced and freed together. ``parameters``: their shards, which are DTensors."""
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._modules = list(modules)
         for module in self._modules:
-            # Shares are of the whole batch, so gradients are summed; and a sum alone is what gloo can.
+            # Losses are weighted by shares of the whole batch, so gradients are summed; gloo supports only the sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         groups = [group for module in self._modules for group in fsdp_groups(module)]
@@ -62,12 +62,12 @@ class _FsdpModules:
         self.parameters: list[nn.Parameter] = [managed.sharded_param for managed in self._managed]
 
     def _post_backward(self) -> list[nn.Parameter]:
-        """Starts the reduction of what the backwards have left.
+        """Starts the reduction of the gradients that the backwards have made.
 
         Returns the shards whose parameters this replica has used.
         """
         used = []
-        # FSDP2 reduces what has a gradient, in one buffer. Zeros for the others make the buffers of all replicas match.
+        # FSDP2 reduces all gradients in a single buffer. Zeros for missing gradients make the replicas' buffers match.
         for managed in self._managed:
             whole: nn.Parameter = managed.unsharded_param
             if whole.grad is not None or managed.unsharded_accumulated_grad is not None:
@@ -80,32 +80,32 @@ class _FsdpModules:
         return used
 
 
-# --- what parallelize has sharded
+# --- modules that parallelize has sharded
 
 
 class FsdpStage(_FsdpModules):
-    """The FSDP modules of one stage: ``roots``, and those inside of them."""
+    """The FSDP modules of a stage: ``roots``, and the FSDP modules inside them."""
 
     def __init__(self, roots: Sequence[FSDPModule]) -> None:
         self._roots = list(roots)
         self._gathered = False
         for root in self._roots:
             fsdp_set_up(root)
-            if isinstance(root, fx.GraphModule):  # a captured stage may return views: nobody writes into them
+            if isinstance(root, fx.GraphModule):  # a captured stage may return views: nothing writes into them
                 name = re.escape(type(root).__name__)
                 warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
         together: dict[int, FSDPModule] = {}
         for part in (part for root in roots for part in cast(nn.Module, root).modules()):
-            if isinstance(part, FSDPModule):  # of several that were sharded together, the first
+            if isinstance(part, FSDPModule):  # modules that were sharded together share a state: take the first
                 together.setdefault(id(fsdp_state(part)), part)
         super().__init__(list(together.values()))
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
-            # What is whole needs no prefetch; torch's own looks up indices that another stage's end has cleared.
+            # Unsharded modules need no prefetch; torch's default prefetch uses indices that another stage has cleared.
             module.set_modules_to_backward_prefetch([module])
 
     def gather(self) -> None:
-        """Ahead of a forward: the parameters lie whole in the modules."""
+        """Gathers the parameters into the modules before a forward."""
         if self._gathered:
             return
         self._set_gathered(True)
@@ -114,7 +114,7 @@ class FsdpStage(_FsdpModules):
                 handle.wait()
 
     def reduce(self) -> list[nn.Parameter]:
-        """After the last backward: starts summing gradients into the shards' ``.grad``, and frees the rest.
+        """Starts summing gradients into the shards' ``.grad`` after the last backward; frees the unsharded parameters.
 
         Returns the shards whose parameters this replica has used.
         """
@@ -125,9 +125,9 @@ class FsdpStage(_FsdpModules):
         return used
 
     def _set_gathered(self, gathered: bool) -> None:
-        """Parameters stay whole, and gradients add up, as long as they are gathered."""
+        """Sets whether parameters stay unsharded and gradients accumulate."""
         self._gathered = gathered
-        # FSDP2 would reduce and free in each micro-batch's backward. While gathered, it takes none for the last.
+        # FSDP2 would reduce and free in each micro-batch's backward. While gathered, no backward counts as the last.
         for root in self._roots:
             root.set_is_last_backward(not gathered)
         for module in self._modules:
@@ -135,7 +135,7 @@ class FsdpStage(_FsdpModules):
             module.set_reshard_after_backward(not gathered, recurse=False)
 
     def free(self) -> None:
-        """Without a backward: only shards are left."""
+        """Frees the unsharded parameters of a stage that runs no backward."""
         if self._gathered:
             for root in self._roots:
                 fsdp_forget(root)
@@ -143,7 +143,7 @@ class FsdpStage(_FsdpModules):
 
 
 def sharded_stages(modules: Mapping[int, nn.Module]) -> dict[int, FsdpStage]:
-    """By stage, what FSDP2 manages in the modules of a rank, where that is anything. They share streams."""
+    """Returns stage → its ``FsdpStage``, for a rank's stages that have FSDP modules. All share their streams."""
     roots = {stage: found for stage, module in modules.items() if (found := list(_roots_in(module)))}
     if roots:
         share_comm_ctx([root for found in roots.values() for root in found])
@@ -151,7 +151,7 @@ def sharded_stages(modules: Mapping[int, nn.Module]) -> dict[int, FsdpStage]:
 
 
 def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
-    """The FSDP modules that are inside of no other."""
+    """Yields the FSDP modules that are not inside another FSDP module."""
     if isinstance(module, FSDPModule):
         yield module
         return
@@ -163,7 +163,7 @@ def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 class FsdpUnit(_FsdpModules):
-    """Parameters in a shell. ``stages``: those that use them. ``shards``: by name, for the model between calls."""
+    """Parameters in a shell. ``stages``: the stages that use them. ``shards``: name → the shard in the model."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class FsdpUnit(_FsdpModules):
             shell.register_parameter(str(place), parameter)
         what = next(iter(parameters)) + f" and {len(parameters) - 1} more" * (len(parameters) > 1)
         policy = MixedPrecisionPolicy()
-        if precision is not None and parameter.is_floating_point():  # as all of them
+        if precision is not None and parameter.is_floating_point():  # all parameters of the unit have the same dtype
             policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
         self.shell: FSDPModule = fully_shard(shell, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy)
         self._all_gather = _Through(transport, "all_gather", "gather", f"parameters {what}", waits=False)
@@ -188,22 +188,22 @@ class FsdpUnit(_FsdpModules):
         self.shell.set_custom_reduce_scatter(cast(Any, scatter))
         super().__init__([self.shell])
         if mesh.size(0) > 1:
-            # the sum of a shard over the nodes, which FSDP2 calls behind its reduce-scatter
+            # sums a shard over the nodes; FSDP2 calls the hook after its reduce-scatter
             self.shell.set_all_reduce_hook(_Through(transport, "all_reduce", "replica", f"gradients {what}"))
         self.shards = dict(zip(parameters, self.parameters, strict=True))
         for shard, old in zip(self.parameters, parameters.values(), strict=True):
             vars(shard).update(vars(old))
-        self.shell.set_reshard_after_backward(False)  # a block before it may read the same parameters in its backward
+        self.shell.set_reshard_after_backward(False)  # an earlier block may read the same parameters in its backward
         self._handle: Any = None
-        self.used: set[str] | None = None  # what this replica has used in this call, once its reduction has started
-        self.whole: dict[str, nn.Parameter] = {}  # the same objects in every call, once FSDP2 has made them
-        self.awaited: set[str] = set()  # what the backward that runs has still to give
+        self.used: set[str] | None = None  # the parameters this replica used in this call; None before the reduction
+        self.whole: dict[str, nn.Parameter] = {}  # unsharded parameters: the same objects in every call
+        self.awaited: set[str] = set()  # the parameters whose gradients the running backward has yet to compute
 
     def gather(self) -> None:
         self._handle = self.shell.unshard(async_op=True)
 
     def wait(self) -> None:
-        """Until the whole parameters are there."""
+        """Waits for the unsharded parameters."""
         self._all_gather.wait()
         self._handle.wait()
         whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
@@ -213,12 +213,12 @@ class FsdpUnit(_FsdpModules):
         self.shell.reshard()
 
     def reduce(self) -> None:
-        """Starts the reduction of what the backwards left."""
+        """Starts the reduction of the gradients that the backwards have made."""
         self.used = {name for name, parameter in self.whole.items() if parameter.grad is not None}
         self._post_backward()
 
     def finish(self) -> set[str]:
-        """The shards' ``.grad`` may be used. Gives the names of those that this replica has used."""
+        """Makes the shards' ``.grad`` usable. Returns the names of the parameters that this replica has used."""
         used, self.used = self.used, None
         if used is not None:
             fsdp_end_backward(self.shell)
@@ -227,9 +227,9 @@ class FsdpUnit(_FsdpModules):
 
 @dataclass(eq=False)
 class _Through:
-    """A collective of FSDP2's, through the transport, so that it is ordered, counted and aborted like all others.
+    """Runs an FSDP2 collective through the transport, which orders, counts and aborts it like all other collectives.
 
-    ``waits``: FSDP2 uses the result at once; else it runs beside the caller, and who needs it waits.
+    ``waits``: FSDP2 uses the result at once; otherwise the collective is asynchronous, and ``wait`` waits for it.
     """
 
     transport: Transport
@@ -243,20 +243,20 @@ class _Through:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor | None = None, **options: Any) -> None:
-        """``options``: its group, what it sums by and whether it waits, which are the transport's to say."""
+        """Ignores ``options`` (group, reduction operation, async_op), which the transport determines."""
         step = Collective(self.operation, self.scope, output_tensor, input_tensor)
         self.work = self.transport.start([step], self.what)
         if self.waits:
             self.wait()
 
     def wait(self) -> None:
-        if self.work is not None:  # none where a shard group is one rank
+        if self.work is not None:  # None if a shard group is a single rank
             self.work.wait()
         self.work = None
 
 
 def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:
-    """The parameter, whose gradients add up over micro-batches in no less than float32."""
+    """Returns the parameter, with gradients that accumulate over micro-batches in at least float32."""
     if precision is not None and parameter.requires_grad and parameter.is_floating_point():
         wide = torch.promote_types(parameter.dtype, torch.float32)
         if parameter.grad_dtype != wide:
@@ -265,12 +265,12 @@ def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Pa
 
 
 class FullyShardedGradients(Gradients):
-    """``Gradients`` of a rank whose parameters are sharded, both in ``model`` and in all ``graphs``' stages' modules.
+    """``Gradients`` of a rank whose parameters are sharded, in ``model`` and in the stage modules of all ``graphs``.
 
-    Made by a collective call of all ranks, after the broadcast at the start. ``mesh``: ``Topology.data_mesh``.
-    ``transport`` has the scopes "shard", "gather", "replica" and "flags" open. What has no dimension, and what no stage
-    uses, stays whole. Afterwards, the model's old parameters are in use nowhere, and an optimizer must be made of the
-    new ones.
+    The constructor is a collective call of all ranks, after the initial broadcast. ``mesh``: ``Topology.data_mesh``.
+    ``transport`` has the scopes "shard", "gather", "replica" and "flags" open. Parameters without dimensions, and those
+    that no stage uses, stay unsharded. The constructor replaces the model's parameters everywhere: an optimizer must
+    take the new parameters.
     """
 
     def __init__(
@@ -290,8 +290,8 @@ class FullyShardedGradients(Gradients):
             data = every[name].detach()
             if precision is not None and data.is_floating_point():
                 data = data.to(precision.master)
-            every[name].data = data.contiguous()  # plain strides are all that FSDP2 can shard
-        # A unit's parameters have the same users, and so are needed from the same action to the same action.
+            every[name].data = data.contiguous()  # FSDP2 can shard contiguous tensors only
+        # The same stages use a unit's parameters, so they share their first and last action.
         users: dict[nn.Parameter, set[int]] = {}
         for stage in _stages_of(graphs[0], transport.pipe_rank):
             for parameter in stage.parameters.values():
@@ -306,7 +306,7 @@ class FullyShardedGradients(Gradients):
             for (stages, _), group in grouped.items()
             for unit in in_blocks(group, least_bytes)
         ]
-        # One set of streams for all units, and what FSDP2 makes at the first forward, which a shell never has.
+        # All units share their streams; fsdp_set_up does FSDP2's work of a first forward, which a shell never runs.
         share_comm_ctx([unit.shell for unit in units])
         for unit in units:
             fsdp_set_up(unit.shell)
@@ -325,8 +325,8 @@ class FullyShardedGradients(Gradients):
     # a call
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
-        """Every call reduces, whatever ``sync`` is, so that no more than shards is kept; and earlier gradients are
-        always kept out, whatever ``scales`` is."""
+        """Begins a call. Every call reduces, whatever ``sync`` is, so that a rank keeps only gradient shards. Earlier
+        gradients are always set aside, whatever ``scales`` is."""
         self._set_earlier_aside()
         self._start(graphs, row, _CallState(training=True))
 
@@ -338,19 +338,19 @@ class FullyShardedGradients(Gradients):
         self._stop()
 
     def _start(self, graphs: Sequence[StageGraph], row: Sequence[Action], call: _CallState) -> None:
-        """A call begins that runs this row, all of it or its forwards."""
+        """Begins a call that runs this row, or only its forwards."""
         self._call = call
         for module in _modules_of(graphs, self._transport.pipe_rank):
             for submodule in module.modules():
                 for leaf, parameter in submodule._parameters.items():
                     if id(parameter) in self._names:
                         call.homes.setdefault(self._names[id(parameter)], []).append((submodule, leaf))
-        # A dict keeps the place of a key's first assignment, and the value of the last: units in the order of their
-        # first use, each with its last action.
+        # A dict keeps the position of a key's first assignment, and the value of its last: units are in the order of
+        # their first use, each with its last action.
         for action in row:
             call.last |= dict.fromkeys(self._of(action), action)
         call.waiting = list(call.last)
-        copies = {}  # in the places of those that stay whole; their gradients are this call's alone
+        copies = {}  # replace unsharded parameters in this call, so that their gradients are this call's alone
         for name, parameter in self._whole.items():
             data = parameter.detach()
             if self._precision is not None and data.is_floating_point():
@@ -362,7 +362,7 @@ class FullyShardedGradients(Gradients):
     def awaited(self, stage: int) -> Waits:
         units = [unit for unit in self._call.last if stage in unit.stages and unit not in self._call.ready]
         for unit in units:
-            if not unit.whole:  # FSDP2 makes the whole parameters with the first values
+            if not unit.whole:  # FSDP2 makes the unsharded parameters in the first gather
                 self._wait_for(unit)
             self._put_in(unit.whole)
         return {id(parameter): partial(self._wait_for, unit) for unit in units for parameter in unit.whole.values()}
@@ -371,7 +371,7 @@ class FullyShardedGradients(Gradients):
         if unit in self._call.ready:
             return
         self._call.ready.add(unit)
-        # All replicas gather in the order of first use, also what this one needs earlier.
+        # All replicas gather in the order of first use, even if this replica needs a unit earlier.
         while unit in self._call.waiting:
             self._gather_next()
         unit.wait()
@@ -381,7 +381,7 @@ class FullyShardedGradients(Gradients):
         return [self._call.now.get(self._names.get(id(parameter), ""), parameter) for parameter in parameters]
 
     def before(self, action: Action) -> None:
-        # What no later action needs is reduced in this one, in an order that is the same on all replicas.
+        # This action reduces the units that no later action needs, in the same order on all replicas.
         self._call.ending = [unit for unit, last in reversed(self._call.last.items()) if last == action]
         for unit in self._call.ending:
             trained = {name: parameter for name, parameter in unit.whole.items() if parameter.requires_grad}
@@ -400,19 +400,19 @@ class FullyShardedGradients(Gradients):
                 unit.reduce()
 
     def after(self, action: Action) -> None:
-        """What no later action needs is reduced and freed."""
+        """Reduces and frees the units that no later action needs."""
         for unit in self._call.ending:
             self._let_go(unit)
         self._call.ending = []
 
     def flush(self) -> None:
-        """A stage without backward still has its parameters whole."""
+        """Reduces and frees the remaining units: those of stages that ran no backward."""
         for unit in list(self._call.last):
             self._wait_for(unit)
             self._let_go(unit)
 
     def end(self, factor: Tensor | None) -> None:
-        """This call's gradients, summed over the data axis and the owners; None where no rank used a parameter."""
+        """Sums this call's gradients over the data axis and the owners; None if no rank used a parameter."""
         self._stop()
         used = {name for unit in self._units for name in unit.finish()}
         used |= {name for name, parameter in self._whole.items() if parameter.grad is not None}
@@ -420,7 +420,7 @@ class FullyShardedGradients(Gradients):
         self._leave_gradients()
 
     def _stop(self) -> None:
-        """The modules hold what they held before the call; what was never sharded has the gradients of its copy."""
+        """Restores the modules' parameters from before the call; unsharded parameters get their copies' gradients."""
         for name, parameter in self._whole.items():
             gradient = self._call.now[name].grad
             if gradient is not None:
@@ -432,7 +432,7 @@ class FullyShardedGradients(Gradients):
         return [unit for unit in self._units if action.stage in unit.stages]
 
     def _gather_next(self) -> None:
-        """Starts the next unit's all-gather, in the order of first use: one ahead, to keep few buffers."""
+        """Starts the next unit's all-gather in the order of first use: only one unit ahead, to limit the buffers."""
         if self._call.waiting:
             self._call.waiting.pop(0).gather()
 
@@ -445,7 +445,7 @@ class FullyShardedGradients(Gradients):
             for module, leaf in self._call.homes.get(name, ()):
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[leaf] = parameter
-                else:  # such as nn.LSTM's, which keeps a list of its own
+                else:  # such as nn.LSTM, which keeps its own list of parameters
                     setattr(module, leaf, parameter)
 
     def _let_go(self, unit: FsdpUnit) -> None:
@@ -455,10 +455,10 @@ class FullyShardedGradients(Gradients):
         self._put_in(unit.shards)
         unit.free()
 
-    # what an optimizer sees
+    # the pieces for an optimizer
 
     def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
-        """This rank's shard of a parameter."""
+        """Returns this rank's shard of a parameter."""
         if name in self._whole:
             piece = super()._piece(name, parameter)
             return replace(piece, counts=piece.counts and self.sums.rank == 0)
@@ -466,7 +466,7 @@ class FullyShardedGradients(Gradients):
         def gradient() -> Tensor | None:
             return None if parameter.grad is None else local(parameter.grad).view(-1)
 
-        # FSDP2 cuts along the first dimension, into chunks of equal length; the last ones may be shorter, or empty.
+        # FSDP2 shards dimension 0 into chunks of equal length; the last chunks may be shorter, or empty.
         data = local(parameter.detach()).view(-1)
         rows, length = parameter.shape[0], math.prod(parameter.shape[1:])
         chunk, place = -(-rows // self.sums.shards), self.sums.rank
@@ -474,7 +474,7 @@ class FullyShardedGradients(Gradients):
         return Piece(name, parameter, start, stop, data, self._is_first_owner(name), gradient)
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
-        """RunError where parameters are to be stepped ``whole``, and some are sharded."""
+        """Returns this rank's pieces of ``names``; RunError if ``whole``, and some of the parameters are sharded."""
         wanted = set(names)
         sharded = [name for name in self._own if name in wanted and name not in self._whole]
         if whole and sharded:
@@ -487,25 +487,25 @@ class FullyShardedGradients(Gradients):
 
 @dataclass
 class _CallState:
-    """All that changes in a call."""
+    """The state of a call."""
 
     training: bool = False
     homes: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
-    """Where a parameter is registered."""
+    """Parameter name → the (module, attribute) pairs that register the parameter."""
     last: dict[FsdpUnit, Action] = field(default_factory=dict)
-    """The units that are still needed, in the order of their first use, each with its last action."""
+    """The units that later actions need, in the order of their first use, each with its last action."""
     waiting: list[FsdpUnit] = field(default_factory=list)
     ready: set[FsdpUnit] = field(default_factory=set)
     ending: list[FsdpUnit] = field(default_factory=list)
-    """The units that the backward which runs is the last to use, in the order of their reductions."""
+    """The units whose last user is the running backward, in the order of their reductions."""
     now: dict[str, nn.Parameter] = field(default_factory=dict)
-    """What stands in a parameter's place."""
+    """Parameter name → the parameter that the modules hold at present."""
 
 
 def in_blocks(parameters: Mapping[str, nn.Parameter], least: int) -> list[dict[str, nn.Parameter]]:
-    """Groups of parameters, given in the order of their use: whole blocks, of ``least`` bytes or more together.
+    """Groups parameters, which are in the order of use, into whole blocks with at least ``least`` bytes per group.
 
-    A block is an entry of the outermost list of modules, such as ``layers.3``; outside of lists, each parameter is one.
+    A block is an entry of the outermost module list, such as ``layers.3``; outside lists each parameter is a block.
     """
     groups = [dict[str, nn.Parameter]()]
     for _, block in groupby(parameters, lambda name: (re.match(r"(.*?\.)?\d+\.", name) or [name])[0]):
@@ -520,7 +520,7 @@ def _stages_of(graph: StageGraph, rank: int | None) -> list[Stage]:
 
 
 def _modules_of(graphs: Sequence[StageGraph], rank: int | None) -> list[nn.Module]:
-    """The modules that a rank's stages run, each once, and those whose methods are opaque."""
+    """Returns the modules that a rank's stages run, each once, including the owners of opaque calls."""
     modules = [stage.module for graph in graphs for stage in _stages_of(graph, rank)]
     modules += [call.owner for module in modules for call in opaque_calls(module)]
     return list({id(module): module for module in modules if isinstance(module, nn.Module)}.values())

@@ -1,4 +1,4 @@
-"""Optimizer class: what a class of torch.optim, or what stands for one, says of how it steps and what it keeps."""
+"""Optimizer class: finds how an optimizer class steps tensors, and which state it keeps for a parameter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_number, shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]
-"""A class of optimizers, or what stands for one: ``cls(groups, **kw)``."""
+"""An optimizer class, or a function that returns an optimizer: ``cls(groups, **kw)``."""
 
 Entry = dict[str, Any]
-"""What an optimizer keeps of one parameter, by its own keys."""
+"""An optimizer's state of a parameter, by the optimizer's keys."""
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
-"""Those that step each element by itself, so that a rank can step any part of a tensor. Others get whole tensors."""
+"""Classes that update each element independently, so that a rank can step a slice. Others get whole tensors."""
 
 REFUSED = {
     torch.optim.LBFGS: "takes the parameters of the whole model as one vector, and calls for its loss again and again",
@@ -36,12 +36,12 @@ REFUSED = {
 
 
 def is_elementwise(cls: OptimizerMaker) -> bool:
-    """Whether this very class is known to step each element by itself."""
+    """Whether this class itself, not a subclass, is known to update each element independently."""
     return unwrapped(cls) in ELEMENTWISE
 
 
 def check_class(cls: OptimizerMaker, copies: bool) -> None:
-    """Refuses what cannot step pieces. ``copies``: they are parts of parameters, or masters."""
+    """RunError if ``cls`` cannot step pieces. ``copies``: the pieces are parts of parameters, or masters."""
     made = unwrapped(cls)
     if not callable(made):
         like = f"; write torch.optim.{made}" if isinstance(made, str) and hasattr(torch.optim, made) else ""
@@ -52,7 +52,7 @@ def check_class(cls: OptimizerMaker, copies: bool) -> None:
 
 
 def made_by(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """``cls(groups, **kw)``. What it refuses is the user's, and is reported with what it was given."""
+    """Returns ``cls(groups, **kw)``. Its errors become RunErrors that name the call and its arguments."""
     given = "".join(f", {name}={shown(value)}" for name, value in kw.items())
     called = f"{getattr(unwrapped(cls), '__name__', cls)}(params{given})"
     try:
@@ -67,31 +67,31 @@ def made_by(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, 
 
 
 def check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ``kind`` where a group has no number under a name under which ``known`` has one."""
+    """Raises ``kind`` if an option that is a number in ``known`` is no number in ``group``."""
     for name, value in ((name, group.get(name, 0)) for name in known if is_number(known[name])):
         if isinstance(value, (str, type(None))) or (is_number(value) and value != value):
             raise kind(f"a parameter group has {name}={shown(value)}; it is a number")
 
 
 def unwrapped(cls: OptimizerMaker) -> Any:
-    """What stands behind ``functools.partial``."""
+    """Returns the function inside ``functools.partial``."""
     while isinstance(cls, functools.partial):
         cls = cls.func
     return cls
 
 
 def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor) -> Entry:
-    """The state of a tensor like this one that has never been stepped, under the names that a first step gives it.
+    """Returns the state of a tensor like ``like`` that was never stepped, with the keys that a first step makes.
 
-    Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; what counts steps, or has
-    decayed in it, is set back. What such a step draws, the random state does not show. Integers have none.
+    Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; values that count steps, or
+    decay, are set back. Random draws of the step do not change the random state. Integer tensors have no state.
     """
     if not (like.is_floating_point() or like.is_complex()):
         return {}
     scratch = torch.zeros_like(like)
     optimizer = _begun(make, options, scratch)
     state: Entry = dict(optimizer.state[scratch])
-    # That step has counted itself, multiplied NAdam's product of momenta, and set ASGD's rate.
+    # The step has increased the count, multiplied NAdam's product of momenta, and set ASGD's rate.
     starts = {"step": 0, "mu_product": 1, "eta": options.get("lr", optimizer.defaults.get("lr"))}
     for key, value in starts.items():
         if isinstance(state.get(key), Tensor):
@@ -102,8 +102,8 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
 
 
 def _begun(make: OptimizerMaker, options: Mapping[str, Any], scratch: Tensor) -> torch.optim.Optimizer:
-    optimizer = make([{**copy.deepcopy(dict(options)), "params": [scratch]}])  # a step may write into what they hold
-    # Adagrad and its like have a state from the start; the others make it in a step, here one by a gradient of 0.
+    optimizer = make([{**copy.deepcopy(dict(options)), "params": [scratch]}])  # a step may write into option values
+    # Adagrad makes its state in the constructor; other optimizers in a step, here with a gradient of 0.
     if not optimizer.state:
         zeros = torch.zeros_like(scratch)
         scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
@@ -114,22 +114,22 @@ def _begun(make: OptimizerMaker, options: Mapping[str, Any], scratch: Tensor) ->
 
 
 def first_options(make: OptimizerMaker, options: Mapping[str, Any], scratch: Tensor) -> dict[str, Any]:
-    """The options, and None for those that a first step puts beside them, found by stepping ``scratch``."""
+    """Returns the options, and None for options that a first step adds; finds these by stepping ``scratch``."""
     with contextlib.suppress(Exception):
         return {**dict.fromkeys(options_of(_begun(make, options, scratch).param_groups[0])), **options}
     return dict(options)
 
 
 def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool | None:
-    """Whether the step of one tensor depends on another's gradient, as by LAMB's norm over all, in one of 12 steps:
-    found by stepping two. None where it cannot be: it steps no matrices by given gradients.
+    """Returns whether a tensor's step depends on another tensor's gradient, as in LAMB with its global norm, by making
+    12 steps of two tensors. None if the optimizer cannot step matrices with given gradients.
 
-    12 steps, with gradients of other sizes and directions: Prodigy and D-Adaptation set their joint rate late, and an
-    update as long as the tensor itself shows a clipped gradient only in how the moments mix. The random state is left
-    alone.
+    The 12 gradients differ in size and direction: Prodigy and D-Adaptation set their joint rate late, and with updates
+    as long as the tensor itself a clipped gradient changes only the mix of the moments. The random state stays
+    unchanged.
     """
 
-    # Two tensors are stepped, with other gradients of the second: does the first one come out otherwise?
+    # Step two tensors twice, with different gradients of the second: does the first tensor's result differ?
     def stepped(other: float) -> Tensor:
         tensors = torch.ones(2, 2, 2).unbind()
         optimizer = make([{**copy.deepcopy(dict(options)), "params": list(tensors)}])
@@ -150,7 +150,7 @@ def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool | Non
 
 
 def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:
-    """The class of torch.optim with this name, in any case; a class or function is returned unchanged.
+    """Returns the class of torch.optim with this name, ignoring case; returns a class or function unchanged.
 
     Raises:
         RunError: torch.optim has no such class, or it cannot be called.
@@ -168,7 +168,7 @@ def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:
 
 
 def states_of(make: OptimizerMaker) -> float:
-    """How many numbers an optimizer keeps for each that it steps: Adam two. RunError where it steps no matrix."""
+    """Returns the state's numbers per stepped number: 2 for Adam. RunError if the optimizer cannot step a matrix."""
     like = torch.zeros(64, 64)
     try:
         entry = initial_state(make, {}, like)
@@ -179,7 +179,7 @@ def states_of(make: OptimizerMaker) -> float:
 
 
 def is_initial(entry: Entry, initial: Entry) -> bool:
-    """Whether a state is that of a parameter that was never stepped."""
+    """Whether a state equals the initial state of a parameter that was never stepped."""
     values, form = pytree.tree_flatten(in_parts(entry, ""))
     starts, wanted = pytree.tree_flatten(in_parts(initial, ""))
     return form == wanted and all(map(_equal, values, starts))

@@ -1,9 +1,9 @@
-"""Optimizer state: what an optimizer steps of a parameter, and what is saved of it, whatever a rank has of the model.
+"""Optimizer state: the tensors that an optimizer steps, and their saved state, for any sharding of the model.
 
 State dicts have the form of torch's ``get_optimizer_state_dict``:
 ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ...}]}`` with the plain model's names.
-Ranks have the same name only for the same thing: torch.distributed.checkpoint merges by name. A slice of a parameter
-has slices of its state, which are resharded; ``params`` name the whole model's, for one rank's list is what is kept.
+Ranks use a name for a single object only: torch.distributed.checkpoint merges by name. A slice of a parameter has
+slices of its state, which can be resharded; ``params`` lists the whole model's names, since a rank's list is saved.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fxpipe.validation import Expected, check, is_list, is_mapping, list_of
 
 
 class Target:
-    """What an optimizer steps of a parameter: ``tensor``. ``is_copy``: it is one, of another type or on another device,
-    to be written back. ``saves_master``: whether a state dict has its values, too, since parameters may be rounded.
+    """``tensor``: the tensor that an optimizer steps for a parameter. ``is_copy``: it is a copy of another dtype or
+    device, to be written back. ``saves_master``: a state dict has its values, since the parameter may be rounded.
 
-    ``original``: the parameter before it was rounded. ``offload``: a copy on the CPU is stepped. ``sharded``: ranks
-    step parts, so that ``parameter.grad`` is not what is stepped with.
+    ``original``: the parameter before rounding. ``offload``: the optimizer steps a copy on the CPU. ``sharded``: ranks
+    step parts, so that the step does not use ``parameter.grad``.
     """
 
     def __init__(
@@ -43,29 +43,29 @@ class Target:
         dtype = precision.master if precision is not None and self.saves_master else data.dtype
         self.is_copy = offload or dtype != data.dtype
         self.tensor: Tensor = piece.parameter if precision is None and not sharded else data
-        self._values = data  # of the parameter, where the copy is stepped: pinned memory on the CPU
+        self._values = data  # the parameter's values on the copy's device: pinned memory on the CPU
         if self.is_copy:
             self.tensor = torch.empty_like(data, dtype=dtype, device="cpu" if offload else data.device)
             with torch.no_grad():
                 self.tensor.copy_(data if original is None else piece.part_of(original))
-                self.refresh(None)  # where the parameter has been written since, it counts
+                self.refresh(None)  # take the parameter's value if it was written since the rounding
 
     @property
     def whole(self) -> bool:
-        """Whether all of the parameter is stepped here, in its own shape."""
+        """Whether this rank steps the whole parameter, in its own shape."""
         return self.tensor.shape == self.piece.parameter.shape
 
     def in_parts(self, value: Any, what: str) -> Any:
-        """Its state as a checkpoint has it."""
+        """Returns a state value in the form of a checkpoint."""
         begin = self.piece.start
         return in_parts(value, what, "" if self.whole else f" {begin}:{begin + self.tensor.numel()}")
 
     def fetch(self) -> Tensor | None:
-        """Starts copies of the parameter and of its gradient, which it returns, to where the copy is stepped. On the
-        CPU they are there once the stream was waited for.
+        """Starts copying the parameter and its gradient to the device of the step; returns the gradient's copy. On the
+        CPU the copies are complete after a wait for the stream.
 
-        RunError where the parameter has other memory by now, which ``write_back`` would not reach, nor the ranks that
-        share it.
+        RunError if the parameter was given other memory, which neither ``write_back`` nor the transfers to other ranks
+        would reach.
         """
         if self.tensor is self.piece.parameter:
             return self.tensor.grad
@@ -79,8 +79,8 @@ class Target:
         return None if gradient is None else gradient.to(self.tensor.device, non_blocking=True)
 
     def take(self, gradient: Tensor | None) -> bool:
-        """A copy takes what somebody has written into the parameter by hand since the last step. Shows the optimizer
-        the gradient, what ``fetch`` has returned, and says whether there is one."""
+        """Updates the copy with values that the user has written into the parameter since the last step. Sets the
+        stepped tensor's ``.grad`` to ``fetch``'s result; returns whether there is a gradient."""
         if self.tensor is not self.piece.parameter:
             if self.is_copy:
                 self._merge(self._values)
@@ -88,23 +88,23 @@ class Target:
         return gradient is not None
 
     def drop_gradient(self) -> None:
-        """Lets go of what ``take`` has shown; a parameter keeps its own."""
+        """Drops the gradient that ``take`` has set; a parameter that is stepped itself keeps its gradient."""
         if self.tensor is not self.piece.parameter:
             self.tensor.grad = None
 
     def write_back(self) -> None:
-        """The parameter's memory becomes what the optimizer has made of the master."""
+        """Writes the stepped copy to the parameter's memory."""
         if not self.is_copy:
             return
         self._values.copy_(self.tensor)
         if self._values is not self.piece.data:
-            # torch keeps pinned memory until the device has read it; the next step's is other memory
+            # torch keeps pinned memory until the device has read it; the next step uses other memory
             self.piece.data.copy_(self._values, non_blocking=True)
             self._values = self.piece.data
 
     def refresh(self, original: Tensor | None) -> None:
-        """The copy becomes ``original``, or the parameter's value where there is none; but it keeps its bits where
-        they round to that, so that rounded values undo no exact ones that were loaded before."""
+        """Sets the copy to ``original``, or to the parameter's value if None. Elements that round to the new value keep
+        their bits, so that rounded values do not overwrite exact values that were loaded before."""
         if self.is_copy:
             self._merge(self.piece.data if original is None else self.piece.part_of(original))
 
@@ -113,17 +113,17 @@ class Target:
 
 
 def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | None:
-    """A parameter's values, under any of its names."""
+    """Returns a parameter's original values, under any of its names; else None."""
     return next((originals[name] for name in names if name in originals), None)
 
 
 MASTER = "master"
-"""The key of a parameter in the type that it is stepped in."""
+"""The key of the master copy, which has the dtype of the step, in an entry."""
 
 
 def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
-    """A target's entry in a state dict, made of the entry that the optimizer keeps. Parts become ``Slice``s, and tensor
-    subclasses what a checkpoint has of them."""
+    """Returns a target's state dict entry from the optimizer's entry. Parts become ``Slice``s, and tensor subclasses
+    their checkpoint form."""
     if target.saves_master:
         entry = {**entry, MASTER: target.tensor if target.is_copy else target.tensor.detach().clone()}
     shown = pytree.tree_map_only(Tensor, lambda tensor: _shown(name, tensor, target), dict(entry))
@@ -131,15 +131,15 @@ def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
 
 
 def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: Entry, target: Target) -> Entry:
-    """A copy of a saved entry, where and of the types that this optimizer has its own.
+    """Returns a copy of a saved entry, on the devices and in the dtypes of this optimizer's state.
 
-    ``initial``: the state that the saved options ask for. ``asked``: that of this optimizer's own options, under which
-    a checkpoint is asked for entries, so that it cannot have more.
+    ``initial``: the initial state under the saved options. ``asked``: the initial state under this optimizer's present
+    options, which determine the keys that are read from a checkpoint.
     """
-    # A parameter that was frozen when it was saved has no state, and begins anew.
+    # A parameter that was frozen when saved has no state, and starts with the initial state.
     like = {**initial, MASTER: target.tensor} if target.saves_master else initial
     keys = saved.keys() - {MASTER}
-    # There may be more than a first step makes of zeros.
+    # A saved entry may have more keys than a first step with zeros makes.
     fits = keys >= initial.keys() > set() if keys else asked.keys() == initial.keys()
     if not fits or MASTER in saved.keys() - like.keys():
         raise CheckpointError(
@@ -167,7 +167,7 @@ def _listed(entry: Mapping[str, Any]) -> str:
 
 
 def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
-    """The same for the value under one key of an entry, which may be a list or dict of tensors."""
+    """Returns a copy of a value of a saved entry, which may be a list or dict of tensors."""
     value = target.in_parts(value, what)
     if pytree.tree_structure(value, is_parts) != pytree.tree_structure(mine):
         mine = pytree.tree_map(lambda _: None, value, is_leaf=is_parts)
@@ -181,7 +181,7 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
             kinds = [list(each) if is_parts(each) else "a plain one" for each in (parts, value)]
             raise CheckpointError(f"{what} is {kinds[0]}, the state dict has {kinds[1]}; load it as it was saved")
         return out_of_parts(mine, value, what)
-    # A list that grows with the steps has no tensor here yet to say the shape.
+    # A list that grows with the steps may not yet have a tensor here to take the shape from.
     is_part = not target.whole and isinstance(value, Tensor) and value.ndim
     if is_part and not (isinstance(mine, Tensor) and mine.ndim):
         mine = torch.empty_like(target.tensor, dtype=value.dtype)
@@ -198,20 +198,20 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
 
 
 def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:
-    """This rank's part of a saved value; None where it does not fit."""
+    """Returns this rank's part of a saved value; None if the value does not fit."""
     if isinstance(value, Slice):
         fits = (value.start, value.local.shape) == (target.piece.start, mine.shape)
         return value.local if fits and value.shape == target.piece.parameter.shape else None
     if not target.whole and value.ndim and not is_dtensor(mine):
         return target.piece.part_of(value) if value.shape == target.piece.parameter.shape else None
-    # What has not its parameter's shape may have one that depends on values: that which was saved.
+    # A tensor without its parameter's shape may have a shape that depends on values: take the saved shape.
     free = not value.ndim or (target.whole and mine.shape != target.tensor.shape)
     return value if value.shape == mine.shape or (free and not is_dtensor(target.tensor)) else None
 
 
 def check_saves_all(optimizer: torch.optim.Optimizer) -> None:
-    """CheckpointError where an optimizer keeps, or saves, more than it has by parameter and group."""
-    # torch keeps state by parameter. A key that is none would be saved under no parameter's name, and be lost.
+    """CheckpointError if an optimizer keeps or saves state outside of its parameters and groups."""
+    # torch keeps state by parameter. A key that is no parameter would not be saved, and its value lost.
     foreign = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
     if foreign is not None:
         raise CheckpointError(
@@ -230,15 +230,15 @@ def check_saves_all(optimizer: torch.optim.Optimizer) -> None:
 def read_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]], parameters: Mapping[str, Tensor]
 ) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """The entries of a state dict by name, and its hyperparameters for groups of these names; {} for an empty group.
+    """Returns a state dict's entries by name, and its hyperparameters for groups of these names; {} for an empty group.
 
     Raises:
-        CheckpointError: it is of another model; a name was not saved; or names of one group were saved in several, or
-            of several in one.
+        CheckpointError: the state dict is of another model; a name was not saved; or a group has names of several saved
+            groups, or several groups have names of the same saved group.
     """
     check(CheckpointError, {"state_dict": _STATE_DICT}, state_dict=state_dict)
     entries, saved = state_dict["state"], state_dict["param_groups"]
-    # A group takes the options of the one saved group that has its names. No saved group goes to two.
+    # A group takes the options of the saved group that has its names. Two groups cannot share a saved group.
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     taken_by: dict[int, int] = {}
     options: list[dict[str, Any]] = []
@@ -276,9 +276,9 @@ _STATE_DICT = Expected(
 
 
 def refuse_torchs_helpers() -> None:
-    """CheckpointError where torch's get_state_dict or set_state_dict asks an optimizer for its state.
+    """CheckpointError if torch's get_state_dict or set_state_dict reads an optimizer's state.
 
-    They take the keys of ``state`` for numbers of parameters, and would give names to other parameters' state.
+    These functions take the keys of ``state`` for parameter numbers, and would assign states to wrong names.
     """
     if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
         raise CheckpointError(

@@ -1,9 +1,9 @@
-"""Parallelise: ``compile(parallelize=)``, what a user's function does to the stages of a rank, and how they run then.
+"""Parallelise: ``compile(parallelize=)`` applies a user's function to the stages of a rank, and runs the result.
 
-The function is given a copy of each stage's module: modules of its own, and the model's very tensors. The tensors that
-it makes (DTensors) take the old ones' places in the model, under the same names. What it does to the modules (hooks,
-wrappers, other classes) stays in the copies, which are what runs. So the model keeps its names, and a later capture, of
-another kind of batch, sees the model as it was built: it makes new code, which calls the copies by the modules' names.
+The function gets a copy of each stage's module: new modules that hold the model's own tensors. The tensors that the
+function makes (DTensors) replace the model's tensors under the same names. Its changes to modules (hooks, wrappers,
+other classes) stay in the copies, and the stages run the copies. So the model keeps its names, and a later capture, of
+another kind of batch, traces the original model: its new code calls the copies by the modules' names.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ Parallelize = Callable[[nn.Module, "DeviceMesh | None"], None]
 
 
 def tensor_groups(topology: Topology) -> Groups:
-    """The groups of the tensor axis, for ``Transport.open``."""
+    """Returns the groups of the tensor axis, for ``Transport.open``."""
     return {"tensor": topology.groups("tensor")} if topology.size("tensor") > 1 else {}
 
 
 def parallelise_stages(
     graph: StageGraph, topology: Topology, transport: Transport, parallelize: Parallelize, owners: Ownership
 ) -> Parallel:
-    """Has ``parallelize`` work on the stages of this rank, and puts the tensors that it made into ``graph.module``.
+    """Applies ``parallelize`` to the stages of this rank, and puts the tensors that it makes into ``graph.module``.
 
-    A collective call of all ranks, once every rank's parameters have their values, and before an optimizer, or
-    anything else, holds on to them. One process that plays all ranks passes None in place of the mesh.
+    A collective call of all ranks, after all parameters have their values, and before an optimizer or other object
+    references them. A single process that plays all ranks passes None as the mesh.
 
     Raises:
-        RunError: a stage's module cannot be copied; or what ``parallelize`` did cannot run in a pipeline.
+        RunError: a stage's module cannot be copied; or a pipeline cannot run the modules that ``parallelize`` made.
     """
     copies = {
         stage.index: _copy_of(stage, graph)
@@ -70,19 +70,19 @@ def parallelise_stages(
     _check_tied(graph.module, owners, transport)
     sharded: dict[int, FsdpStage] = {}
     if mesh is not None:
-        from fxpipe.sharding.fsdp import sharded_stages  # it imports FSDP2, which takes its time
+        from fxpipe.sharding.fsdp import sharded_stages  # importing FSDP2 is slow
 
         sharded = sharded_stages({stage: copied.module for stage, copied in copies.items()})
     return Parallel(copies, sharded)
 
 
-# --- the copies that it works on
+# --- the copies that parallelize changes
 
 
 @dataclass(frozen=True)
 class _StageCopy:
-    """``original``: the module that was copied. ``module``: the copy. ``prefix``: what the model's names have in front
-    of the copy's own. ``twins``: (a module of the model, its copy)."""
+    """``original``: the module that was copied. ``module``: the copy. ``prefix``: the prefix of the model's names to
+    remove for the copy's names. ``twins``: (module of the model, its copy) pairs."""
 
     original: nn.Module
     module: nn.Module
@@ -90,9 +90,9 @@ class _StageCopy:
     twins: tuple[tuple[nn.Module, nn.Module], ...]
 
     def held(self, name: str) -> Any:
-        """What the copy now has under one of the model's names; None where that is nothing.
+        """Returns the copy's present attribute under a name of the model; None if it has none.
 
-        Wrappers of modules hand on what they have not, so that the name need not list them.
+        Wrapper modules forward attributes that they lack, so that the name need not contain the wrappers.
         """
         try:
             return attrgetter(name.removeprefix(self.prefix))(self.module)
@@ -101,10 +101,10 @@ class _StageCopy:
 
 
 def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
-    """A copy of a stage's module. RunError where a part of it cannot be copied."""
+    """Copies a stage's module. RunError if a part of the module cannot be copied."""
     module = stage.module
     assert isinstance(module, nn.Module)
-    # deepcopy takes what is in its memo for copied already: tensors stay the model's, modules are new.
+    # deepcopy does not copy objects in its memo: the copy has the model's tensors, and new modules.
     tensors = [*all_tensors(graph.module).values(), *all_tensors(module).values()]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     try:
@@ -116,15 +116,15 @@ def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
             "its attributes"
         ) from error
     twins = tuple((part, memo[id(part)]) for part in module.modules() if id(part) in memo)
-    is_users = graph.module._modules.get(stage.name) is module  # and no code of a capture
+    is_users = graph.module._modules.get(stage.name) is module  # otherwise the module is a capture's code
     return _StageCopy(module, made, f"{stage.name}." if is_users else "", twins)
 
 
-# --- what it has done to them
+# --- the changes that parallelize made
 
 
 def _changed(graph: StageGraph, copies: Mapping[int, _StageCopy]) -> dict[int, Tensor]:
-    """id of a tensor of the model → what has taken its place in the stages of this rank."""
+    """Returns id of a model tensor → the tensor that has replaced it in the stages of this rank."""
     changed: dict[int, Tensor] = {}
     users: dict[int, str] = {}
     for index, copied in copies.items():
@@ -144,7 +144,7 @@ def _changed(graph: StageGraph, copies: Mapping[int, _StageCopy]) -> dict[int, T
                         f"{name} is tied, and parallelize has made two tensors of it; distribute it once, and put the "
                         "same parameter in both places"
                     )
-                # Each stage has modules of its own, so two of them cannot share a DTensor.
+                # Each stage has its own modules, so two stages cannot share a DTensor.
                 raise RunError(
                     f"{name} is used by the stages {users[id(old)]} and {stage.name} of one rank, and parallelize has "
                     "changed it in one of them; place them on different ranks (placement=), or cut the model elsewhere"
@@ -165,13 +165,13 @@ def _kind(value: object) -> str:
 
 
 def _check_meshes(changed: Mapping[int, Tensor], graph: StageGraph, topology: Topology, transport: Transport) -> None:
-    """A DTensor lies on ranks that run the same stages, and, of its data group, on all or on one alone."""
+    """RunError unless a DTensor's ranks run the same stages, and are all or a single rank of the data group."""
     if transport.pipe_rank is None:
         return
     names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     apart = {rank for group in topology.groups("pipe") for rank in group[transport.pipe_rank : transport.pipe_rank + 1]}
     data = set(transport.ranks("data"))
-    # Over a part of the data axis, some replicas would be summed by the mesh and others by nobody.
+    # On a part of the data axis, the mesh would sum the gradients of some replicas, and nothing those of the others.
     for key, tensor in changed.items():
         if not is_dtensor(tensor):
             continue
@@ -189,10 +189,10 @@ def _check_meshes(changed: Mapping[int, Tensor], graph: StageGraph, topology: To
 
 
 def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> None:
-    """The owners of a tied parameter hold the same part of it. A collective call of a pipe group."""
+    """RunError if the owners of a tied parameter hold different parts of it. A collective call of a pipe group."""
     if transport.pipe_rank is None or not owners.tied:
         return
-    # Owners sum their local parts, so these must be the same part: spread over the same axes in the same placement.
+    # Owners sum their local parts, so the parts must have the same mesh axes and placements.
     held = all_tensors(model)
     tied = {name: holders for holders, names in owners.tied.items() for name in names}
     mine = {name: description_of(held[name]) for name, holders in tied.items() if transport.pipe_rank in holders}
@@ -207,11 +207,11 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
             )
 
 
-# --- how they run
+# --- running the copies
 
 
 class Parallel:
-    """The stages of this rank, as ``parallelize`` has made them: ``copies``, and of them what FSDP2 manages."""
+    """The ``copies`` of this rank's stages that ``parallelize`` has changed, and ``sharded``: their FSDP2 modules."""
 
     def __init__(self, copies: Mapping[int, _StageCopy], sharded: Mapping[int, FsdpStage]) -> None:
         self.copies, self.sharded = copies, sharded
@@ -219,22 +219,22 @@ class Parallel:
         self._captures = 0
 
     def adopt(self, graph: StageGraph) -> StageGraph:
-        """The same graph; the stages of this rank run the modules that ``parallelize`` has worked on.
+        """Returns the graph, with this rank's stages running the modules that ``parallelize`` has changed.
 
-        For the graph that was parallelised, and for later captures of the same model. RunError where a later capture
-        takes the modules apart in another way.
+        Works for the parallelised graph, and for later captures of the same model. RunError if a later capture
+        splits the modules differently.
         """
         stages = tuple(self._adopt(stage) if stage.index in self.copies else stage for stage in graph)
         return replace(graph, stages=stages)
 
     def _adopt(self, stage: Stage) -> Stage:
         if isinstance(stage.function, _StageFunction) or not isinstance(stage.module, nn.Module):
-            return stage  # done, or idle: what it works on is absent from the batch
+            return stage  # adopted already, or idle because the batch lacks its inputs
         home, module = self.copies[stage.index], stage.module
         if module not in self._adopted:
-            code: Callable[..., Any] | None = None  # the module's own forward, which the user has written
-            # A captured stage is code over the model's modules. Its forward is bound to the first capture's copy, so
-            # that it finds under their names what parallelize has made of them.
+            code: Callable[..., Any] | None = None  # None: the forward that the user has written
+            # A captured stage is code that calls the model's modules. Its forward is bound to the first capture's
+            # copy, so that the code finds the changed modules under the same names.
             if not home.prefix:
                 assert isinstance(module, fx.GraphModule)
                 _share_tensors(stage, module)
@@ -249,9 +249,9 @@ class Parallel:
 
 @dataclass(eq=False)
 class _StageFunction:
-    """A stage's function: a call of its module, so that hooks on it run, too.
+    """A stage's function: calls the stage's module, so that the module's hooks run, too.
 
-    ``code``: the forward of the capture that it is for; None: the module's own, whose result goes out ``uses`` times.
+    ``code``: the forward of the capture; None: the module's own forward, whose result is returned ``uses`` times.
     """
 
     name: str
@@ -263,7 +263,7 @@ class _StageFunction:
         if self.code is None:
             outputs = (self.module(*inputs),) * self.uses
         else:
-            # Several captures share the module: each call sets its own code, and goes through the module's hooks.
+            # Several captures share the module: each call sets its code as forward, and runs the module's hooks.
             self.module.__dict__["forward"] = self.code
             outputs = self.module(*inputs)
         if any(is_dtensor(leaf) for leaf in pytree.tree_leaves(outputs)):
@@ -276,7 +276,7 @@ class _StageFunction:
 
 
 def _share_tensors(stage: Stage, module: fx.GraphModule) -> None:
-    """Has a captured module hold the model's new tensors; of the module only the code runs."""
+    """Puts the model's new tensors into a captured module, of which only the code runs."""
     for node in module.graph.nodes:
         name = str(node.target)
         if node.op == "get_attr" and name in stage.tensors:
@@ -287,7 +287,7 @@ def _share_tensors(stage: Stage, module: fx.GraphModule) -> None:
 
 
 def _let_be_sharded(module: fx.GraphModule) -> None:
-    """Takes out checks of shapes, for results may be shards now; not those of modules whose code looks at values."""
+    """Removes shape checks, since results may now be shards; keeps checks of modules whose code reads values."""
     checks = [node for node in module.graph.nodes if node.target is check_shapes and not node.args[3]]
     for node in checks:
         module.graph.erase_node(node)
@@ -296,10 +296,10 @@ def _let_be_sharded(module: fx.GraphModule) -> None:
 
 
 def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int) -> None:
-    """Makes the code of a later capture run on the modules that ``parallelize`` has worked on.
+    """Makes the code of a later capture run on the modules that ``parallelize`` has changed.
 
-    What the model does not have (constants, modules made for the capture) is given to them, under names of its own,
-    for as long as the capture is there. RunError where a module is called that ``parallelize`` has not seen.
+    Objects that the model lacks (constants, modules made for the capture) become attributes of the copy, under new
+    names, for the lifetime of the capture. RunError if the code calls a module that ``parallelize`` has not seen.
     """
     first = {str(node.target) for node in home.original.graph.nodes if node.op in ("get_attr", "call_module")}  # type: ignore[union-attr]
     originals = {id(original) for original, _ in home.twins}
@@ -309,7 +309,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
             continue
         target = str(node.target)
         value = attrgetter(target)(module)
-        # What belongs to the model is in the copy under the same name, unless the first capture took it apart.
+        # A part of the model has the same name in the copy, unless the first capture split it.
         has_tensors = any(name == target or name.startswith(f"{target}.") for name in stage.tensors)
         if has_tensors or id(value) in originals:
             there = home.held(target)
@@ -325,7 +325,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
                 home.module.register_buffer(renamed[target], value, persistent=False)
             else:
                 setattr(home.module, renamed[target], value)
-            # Captures come and go with kinds of batches; what they brought goes with them.
+            # Captures are dropped with their kinds of batch; their attributes are removed with them.
             weakref.finalize(module, delattr, home.module, renamed[target])
         node.target = renamed[target]
         setattr(module, renamed[target], value)
@@ -334,7 +334,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
 
 
 class ParallelGradients(Reducer):
-    """The gradients of a rank some of whose parameters are DTensors, which lie in no bucket."""
+    """The gradients of a rank that has DTensor parameters, which are in no bucket."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class ParallelGradients(Reducer):
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}
-        # A DTensor that lies on all of the data axis is summed by its own mesh: by FSDP2, or by redistribution.
+        # The mesh of a DTensor on the whole data axis sums its gradients itself: by FSDP2, or by redistribution.
         data = set(transport.ranks("data")) if transport.data_size > 1 else set()
         self._to_sum = [n for n, p in self._own.items() if is_dtensor(p) and not data <= ranks_of(p)]
         self._used: set[str] = set()
@@ -362,31 +362,31 @@ class ParallelGradients(Reducer):
         self._take_flags()
 
     def _set_earlier_aside(self, wanted: bool = True) -> None:
-        super()._set_earlier_aside()  # so that only this call's gradients are summed
+        super()._set_earlier_aside()  # always, so that only this call's gradients are summed
 
     def _take_flags(self) -> None:
-        """The copies are in training, or not, as the model's modules are."""
+        """Copies the training flags of the model's modules to the copies."""
         for original, twin in self._twins:
             twin.training = original.training
 
     def awaited(self, stage: int) -> Waits:
         for wait in super().awaited(stage).values():
             wait()
-        if stage in self._sharded:  # FSDP2 gathers ahead of the whole stage
+        if stage in self._sharded:  # FSDP2 gathers all parameters before the stage runs
             self._sharded[stage].gather()
         return {}
 
     def after(self, action: Action) -> None:
-        """Behind a stage's last backward, what FSDP2 shards of it is reduced."""
+        """Starts the reduction of a stage's FSDP2 parameters after the stage's last backward."""
         super().after(action)
         if self._lasts[action.stage] == action and action.stage in self._sharded:
             self._used |= {self._names[id(shard)] for shard in self._sharded[action.stage].reduce()}
 
     def flush(self) -> None:
-        """Frees, too, what stages without a backward have gathered, and asks who has used what."""
+        """Also frees the parameters of stages that ran no backward, and asks which ranks used which parameters."""
         for sharded in self._sharded.values():
             sharded.free()
-        # Of what FSDP2 manages, reduce() has said who has used it: every rank has a gradient of it by now.
+        # reduce() has recorded the used FSDP2 parameters: here every rank already has gradients for all of them.
         super().flush()
         self._used |= {n for n, p in self._own.items() if p.grad is not None and n not in self._managed}
         self._own_asked = self._ask_who_used(self._used)

@@ -1,4 +1,4 @@
-"""Parameter groups: an optimizer's parameter groups, out of parameters, names, patterns and predicates."""
+"""Parameter groups: makes an optimizer's parameter groups from parameters, names, patterns and predicates."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fxpipe.validation import shown
 
 
 def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups as torch's optimizers take them, with this rank's share of ``params``.
+    """Returns parameter groups in the form of torch's optimizers, with this rank's part of ``params``.
 
-    ``params`` is None (all), or parameters, or groups ``{"params": parameters, "lr": ...}``. Parameters may be given
-    as such, as (name, parameter), by name (a tied one by any of its names), by a pattern (``"*.bias"``), or by a
+    ``params`` is None (all), or parameters, or groups ``{"params": parameters, "lr": ...}``. A parameter is passed
+    itself, as (name, parameter), by name (a tied parameter by any of its names), by a pattern (``"*.bias"``), or by a
     predicate ``(name, parameter) -> bool``. ``held``: this rank's parameters under all their names; ``whole``: the
-    whole model's, these and the other ranks', which are on the meta device. A predicate sees both, so it may ask for
-    the shape and the type of a parameter, not for its values.
+    whole model's parameters, where those of other ranks are on the meta device. A predicate sees all of them, so it may
+    read a parameter's shape and dtype, but not its values.
 
-    All ranks have the same number of groups; where a rank holds nothing of one, it is ``{"params": []}``. Every group
-    has the order in which parameters were given; under a pattern or predicate, the model's. Parameters outside of the
-    model pass through.
+    All ranks have the same number of groups; a group without this rank's parameters is ``{"params": []}``. A group has
+    the order in which its parameters are passed; for a pattern or predicate, the model's order. Parameters outside of
+    the model pass through.
 
     Raises:
-        RunError: a name, pattern or predicate fits nothing in the whole model; or what torch's optimizers refuse, a
-            parameter in two groups above all.
+        RunError: a name, pattern or predicate fits no parameter of the whole model; or torch's optimizers refuse the
+            groups, as for a parameter in two groups.
     """
     if isinstance(params, (Tensor, nn.Module)):
         raise RunError(f"params is a {type(params).__name__}; write a list of parameters, or of groups of them")
@@ -47,7 +47,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
         has_names = has_names and bool(entries) and all(isinstance(entry, tuple) for entry in entries)
         asker = f"parameter group {number}"
         for name, tensor in (named for entry in entries for named in names.meant_by(entry, asker)):
-            # A parameter that another rank holds has a name here, and no tensor to step.
+            # A parameter of another rank has a name on this rank, but no tensor to step.
             if home.setdefault(name or id(tensor), number) != number:
                 raise RunError(
                     f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
@@ -66,10 +66,10 @@ _GROUP = '{"params": "*.bias", "lr": 0.1}'
 
 
 def names_of(params: Any, whole: Mapping[str, Tensor], asker: str, tensors: bool) -> list[str]:
-    """The first names of the parameters that are meant, in the model's order: see ``resolve_groups``. None: all.
+    """Returns the first names of the selected parameters, in the model's order: see ``resolve_groups``. None: all.
 
-    RunError where a name, pattern or predicate fits nothing in the whole model, or a parameter is none of it; or is a
-    tensor, without ``tensors``.
+    RunError if a name, pattern or predicate fits no parameter of the whole model, or a parameter is not in the model;
+    or if ``params`` has tensors, and ``tensors`` is False.
     """
     names, first = _Names({}, whole), dict.fromkeys(first_names(whole).values())
     entries = list(first) if params is None else _listed(params)
@@ -82,21 +82,21 @@ def names_of(params: Any, whole: Mapping[str, Tensor], asker: str, tensors: bool
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters."""
+    """Returns a group's hyperparameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def first_names(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each name → the first name of the same parameter, as ``named_parameters()`` has it."""
+    """Returns each name → the first name of the same parameter, which ``named_parameters()`` gives."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
 
 
 def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[int], str]) -> list[tuple[str, ...]]:
-    """The names of each group out of all pipe ranks' parts of it, in the model's order. ``who``: a pipe rank in words.
+    """Merges all pipe ranks' parts to the names of each group, in the model's order. ``who``: names a pipe rank.
 
     Raises:
-        RunError: a rank could not make its groups, and has sent why; or it has not the number of groups of rank 0.
+        RunError: a rank could not make its groups, and has sent its error; or has another number of groups than rank 0.
     """
     # Each rank sends the names in its groups, or its error as text, so that all ranks raise together.
     for rank, sent in enumerate(everyone):
@@ -112,7 +112,7 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[i
 
 
 def _listed(params: Any) -> list[Any]:
-    """A group's parameters, one or several of them, as a list."""
+    """Returns a group's parameters, a single entry or several, as a list."""
     if isinstance(params, set | frozenset):
         raise RunError("parameters come in a set, whose order changes between runs; write a list")
     if isinstance(params, (str, Tensor, Mapping)) or callable(params):
@@ -123,7 +123,7 @@ def _listed(params: Any) -> list[Any]:
 
 
 class _Names:
-    """The whole model's parameters by name. ``held``: this rank's, by first names; ``of``: those names by identity."""
+    """The whole model's parameters. ``held``: first name → this rank's parameter; ``of``: id → first name."""
 
     def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         self._whole, self._first = whole, first_names(whole)
@@ -131,15 +131,15 @@ class _Names:
         self.held = {self._first[name]: tensor for name, tensor in held.items()}
 
     def meant_by(self, entry: Any, asker: str) -> list[tuple[str, Tensor]]:
-        """The parameters that an entry of a group, or of another ``asker``, means, each with its first name; "" for a
-        tensor from elsewhere."""
+        """Returns (first name, parameter) of the parameters that an entry of ``asker`` selects; the name is "" for a
+        tensor outside of the model."""
         match entry:
-            case (str(), Tensor() as parameter):  # as named_parameters() gives it
+            case (str(), Tensor() as parameter):  # an entry of named_parameters()
                 entry = parameter
         if isinstance(entry, Tensor):
             return [(self.of.get(id(entry), ""), entry)]
         if isinstance(entry, str):
-            # A name is a pattern that fits itself. Of a tied parameter every name fits, whoever holds it.
+            # A name is a pattern that fits itself. Every name of a tied parameter fits, whichever rank holds it.
             names = [name for name in self._whole if fnmatch.fnmatchcase(name, entry)]
         elif callable(entry):
             with noted(lambda: f"in a predicate (name, parameter) of {asker}"):

@@ -1,1 +1,1 @@
-"""Step: one call of ``forward_backward``, from the batch to the loss."""
+"""Step: runs a call of ``forward_backward``, from the batch to the loss."""

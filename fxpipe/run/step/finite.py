@@ -1,4 +1,4 @@
-"""Finite: warns of a loss that is inf or nan, and of the stage that made it so, without waiting for it in the step."""
+"""Finite: warns of a loss that is inf or nan, and names the stage that caused it; no step waits for its loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.torch_compat import pytree
 
 
 class Broken(NamedTuple):
-    """What a stage has made of a micro-batch is not finite. ``is_loss``: it is the micro-batch's loss."""
+    """A stage's output for a micro-batch that is not finite. ``is_loss``: the output is the micro-batch's loss."""
 
     replica: int
     microbatch: int
@@ -29,31 +29,31 @@ class Broken(NamedTuple):
 
 
 class Extremes:
-    """The least and the greatest number of what a rank's stages make in a step: nan if one is, inf if one is.
+    """The minimum and maximum of each output of a rank's stages in a step: nan or inf if an element is.
 
-    On the device, without waiting for it. Unlike those of a sum, these are finite wherever all numbers are.
+    Computed on the device; the host does not wait. Unlike a sum, they are finite whenever all elements are finite.
     """
 
     def __init__(self) -> None:
         self._found: list[tuple[int, int, bool, Sequence[Tensor]]] = []  # stage, micro-batch, whether it is a loss
 
     def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
-        """Looks at those tensors of ``values`` that need a gradient: −∞ in a mask is as it should be."""
+        """Records the extremes of the tensors in ``values`` that require a gradient: a mask may hold −∞."""
         alone = len(values) == 1 and isinstance(values[0], Tensor)
         leaves = values if alone else pytree.tree_leaves(values)
-        for leaf in {id(leaf): leaf for leaf in leaves}.values():  # several stages may be given one value
+        for leaf in {id(leaf): leaf for leaf in leaves}.values():  # several stages may get the same value
             numbers = _plain(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
             if numbers is not None:
-                # One kernel reads the tensor once; a sum may overflow where all numbers are finite.
+                # A single kernel reads the tensor once; a sum of finite numbers may overflow.
                 self._found.append((stage, microbatch, False, torch.aminmax(numbers)))
 
     def add_loss(self, stage: int, microbatch: int, loss: Tensor) -> None:
-        """Keeps a micro-batch's loss, a number that nobody writes."""
+        """Records a micro-batch's loss, which nothing overwrites."""
         if (number := _plain(loss)) is not None:
             self._found.append((stage, microbatch, True, (number,)))
 
     def broken(self, replica: int, rank: int) -> list[Broken]:
-        """What was not finite. Waits for the device."""
+        """Returns the outputs that were not finite. Waits for the device."""
         return [
             Broken(replica, microbatch, stage, is_loss, rank)
             for stage, microbatch, is_loss, ends in self._found
@@ -62,7 +62,7 @@ class Extremes:
 
 
 def _plain(tensor: Tensor) -> Tensor | None:
-    """This rank's numbers of a tensor; None where it has none, or none that could be compared."""
+    """Returns this rank's elements of a tensor; None if there are none, or their type has no order."""
     numbers = tensor.detach()
     numbers = numbers if type(numbers) is Tensor else local(numbers)
     if type(numbers) is not Tensor or numbers.layout is not torch.strided or not numbers.numel():
@@ -74,38 +74,38 @@ def _plain(tensor: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _FinishedStep:
-    """A step that is over."""
+    """A step that has ended."""
 
     number: int
     loss: Callable[[], list[Tensor]]
-    """Waits for it."""
+    """Returns the loss on the host; waits for the device."""
     extremes: Extremes
     plan: Plan
 
 
 class Watch:
-    """Warns of the first loss that is not finite, or finds every one where ``raises``.
+    """Warns of the first loss that is not finite; with ``raises`` finds each such loss.
 
-    The loss of a step is the same number on all ranks. So each of them knows by itself, one call late, that there is
-    something to report; only then do they meet, and report what was not finite, and where. ``leads``: whether of
-    the ranks that do the same work this one speaks.
+    The loss of a step is the same number on all ranks. So in the next call each rank knows without communication that
+    the loss was not finite. Only then do the ranks gather which outputs were not finite, and where. ``leads``: whether
+    this rank warns on behalf of the ranks that do the same work.
     """
 
     def __init__(self, transport: Transport, raises: bool, leads: bool) -> None:
         self._transport, self._raises, self._leads = transport, raises, leads
         self._extremes: Extremes | None = None
         self._last: _FinishedStep | None = None
-        self._over = False  # a warning is given once
+        self._over = False  # whether the warning was given
 
     def begin(self) -> Extremes | None:
-        """A step begins. Returns the record for its stages' outputs; None once a warning was given."""
+        """Begins a step. Returns the ``Extremes`` for its stages' outputs; None once a warning was given."""
         self._extremes = None if self._over else Extremes()
         return self._extremes
 
     def end(self, number: int, loss: Tensor, plan: Plan) -> str:
-        """A step is over: looks at the loss of the one before. A collective call of all ranks.
+        """Ends a step, and checks the loss of the step before. A collective call of all ranks.
 
-        Where ``raises``, at this one's, and returns what is to be raised on all ranks; empty where it is finite.
+        With ``raises``, checks this step's loss, and returns the error text for all ranks; empty if the loss is finite.
         """
         if not self._raises:
             self.warn()
@@ -114,17 +114,17 @@ class Watch:
         return self.cause() if self._raises else ""
 
     def warn(self) -> None:
-        """Warns of what was not finite in the last step, on one rank, and once. A collective call of all ranks."""
+        """Warns, once and on the first rank, if the last step's loss is not finite. A collective call of all ranks."""
         text = self.cause()
         if text and self._leads and self._transport.ranks("all")[0] == self._transport.rank:
             warn(text, RuntimeWarning)
 
     def cause(self) -> str:
-        """What was not finite in the last step, the same on every rank; empty where all was, or it was asked before."""
+        """Returns a text on the last step's non-finite outputs, on every rank; empty if finite or already checked."""
         last, self._last = self._last, None
         if last is None or math.isfinite(loss := last.loss()[0].item()):
             return ""
-        # All ranks come here in the same call, since they have the same loss: none waits alone.
+        # All ranks reach this gather in the same call, since they have the same loss.
         mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)
         everyone = self._transport.gather("all", mine)
         self._over = not self._raises
@@ -141,10 +141,10 @@ def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: 
     replica, microbatch = first
     graph, group = step.plan.graph, step.plan.group
     last = microbatch + group - 1
-    # of what this loss is computed from, the output of the first stage that is not finite
+    # Among the outputs that this loss depends on, find the first stage's output that is not finite.
     feeding = [value for value in broken if microbatch <= value.microbatch <= last]
     feeding = [value for value in feeding if graph.sees_replicas or value.replica == replica]
-    # Stages are numbered in topological order: the least one is where it began.
+    # Stages are numbered in topological order: the lowest number is the origin.
     stage = min(feeding, key=lambda value: (value.stage, *value))
     place = f"micro-batch {microbatch}" if last == microbatch else f"the group of micro-batches {microbatch}-{last}"
     place += f" of replica {replica}" * replicas

@@ -1,4 +1,4 @@
-"""Step: one call of ``ForwardBackward`` from its beginning to its end, on this rank.
+"""Step: runs a call of ``ForwardBackward`` on this rank.
 
 agree on the batch → weigh the micro-batches → play this rank's row → combine the losses → sum the gradients
 """
@@ -47,29 +47,29 @@ from fxpipe.seeds import seed_of
 from fxpipe.torch_compat import has_hooks, version_of
 
 MOST_BOUND = 32
-"""So many sets of a plan's micro-batches that have weight calls are kept bound for."""
+"""The most bound calls that are cached per plan: a call for each set of micro-batches that have weight."""
 
 
 class Failing:
-    """Whether this rank has failed, and how, and what it then does to others."""
+    """Records why this rank has failed, and makes the other ranks fail with it."""
 
     def __init__(self, transport: Metered, exchange: Exchange) -> None:
         self._transport = transport
         self._reason: str | None = None
         self.drops = [exchange.drop]
-        """What lets go of what is under way."""
+        """Functions that drop the communication that is under way."""
 
     def together(self, *spare: type[BaseException]) -> AbstractContextManager[None]:
-        """What fails inside fails on every rank. ``spare``: errors after which one can go on; see the transport's."""
+        """An error inside this context fails every rank, except ``spare`` errors; see ``failing_together``."""
         return failing_together(self._transport, self._give_up, spare, self._drop)
 
     def check_open(self) -> None:
-        """RunError where an earlier step has failed."""
+        """RunError if an earlier step has failed."""
         if self._reason is not None:
             raise RunError(f"an earlier step failed ({self._reason}); compile again")
 
     def close(self) -> None:
-        """Nothing runs from now on."""
+        """Makes later calls fail."""
         self._reason = self._reason or "it was closed"
 
     def _drop(self) -> None:
@@ -85,21 +85,21 @@ class Failing:
 
 @dataclass
 class _Known:
-    """What calls of a plan leave for the next ones of it."""
+    """State that calls of a plan keep for later calls of the same plan."""
 
     plan: Plan
     bound: Callable[[tuple[bool, ...], bool, tuple[Autocast, ...]], Bound]
-    """By which micro-batches get a backward, whether it trains, and autocast."""
+    """(which micro-batches get a backward, whether the call trains, autocast) → the bound calls."""
     calls: int = 0
-    is_sized: bool = False  # whether a message said what edges carry
+    is_sized: bool = False  # whether the pipe group has gathered the bytes of each edge
     losses: dict[int | None, LossKind] = field(default_factory=dict)
-    # the form of its losses; where it may be another in each kind of batch, of each kind
+    # kind of batch → the form of the loss; the key is None if the form does not depend on the kind
 
 
 class Steps:
-    """Makes steps and evaluations, and holds what one leaves for the next.
+    """Runs steps and evaluations, and holds the state between them.
 
-    ``module``: the whole model; only this rank's part of it has values.
+    ``module``: the whole model, of which only this rank's part has values.
     """
 
     def __init__(
@@ -114,43 +114,43 @@ class Steps:
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
         self._check = BatchCheck(transport, options.check_batches, in_tensor_group, lambda: topology.has_sampler)
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
-        place = topology.coordinate(transport.rank)  # along other axes ranks do the same work on the same data
+        place = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
         leads = not any(number for axis, number in place.items() if axis not in ("pipe", "data"))
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
-        # behind the names of calls that are announced
+        # a suffix of the announced call names
         self.which = f", of compile {transport.number}" if transport.number > 1 else ""
         self.sync = True
-        self._unsummed = False  # whether the last call has left gradients that are not summed yet
+        self._unsummed = False  # whether the last call left gradients that are not yet summed over replicas
         self.seed, self.number = state.seed, 0
-        """What random numbers come from, and how many steps were made: the next one's number."""
-        self._plans: dict[int, _Known] = {}  # by id
-        self._trained: set[int] = set()  # the kinds, of those known, that steps were made with
+        """The base seed of random numbers; and the number of steps so far, which is the next step's number."""
+        self._plans: dict[int, _Known] = {}  # id(plan) → its state
+        self._trained: set[int] = set()  # the known kinds of batch that a step was made with
         self._message = LossMessage(transport, state.device)
         failing.drops.append(self._message.drop)
-        if transport.pipe_rank is None:  # where one can go on behind a step that has failed: earlier gradients stay
+        if transport.pipe_rank is None:  # a single process can go on after a failed step: earlier gradients stay
             failing.drops.append(state.reducer.drop)
         self._effects, self._in_lists = EffectsOf(), set[Where]()
         self._executor_of = partial(
             Executor, exchange=exchange, device=state.device, parameters=state.reducer, effects=self._effects
         )
-        self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum, once a step has shown it
+        self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum; None before the first step
 
-    # the course of a step
+    # the phases of a step
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> tuple[StepOutcome, Mapping[Edge, int] | None]:
-        """Forward, backward and gradient reduction of one batch, once ``recorder.begin`` was called; and what each edge
-        carries, where it is the first step of a plan. A collective call of all ranks."""
+        """Runs forward, backward and gradient reduction of a batch, after ``recorder.begin``. Returns the outcome, and
+        the bytes of each edge in the first step of a plan, else None. A collective call of all ranks."""
         agreed, batches = self._agree(calls, split_evenly, training=True)
         plan, known, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
-        # Three guards: all ranks raise an FxpipeError of the second, with nothing under way, and can go on.
+        # Three guards: in the second all ranks raise an FxpipeError with nothing under way, so training can go on.
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
             check_rows(self.transport, plan, self._gradients.sums.zero)
         with self.failing.together():
-            # its losses are of one form, or may be of another in each kind of batch
+            # the plan's losses have a single form, or may have another form for each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
             loss_kind, is_new = known.losses.get(form), agreed.kind not in self._trained
             # Until a step has shown that the loss is a mean, gradients may still be multiplied by 1 / count.
@@ -161,11 +161,11 @@ class Steps:
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
             self._effects.begin()
             passed("preparing")
-            # Before the first action, so that the receive is posted when the loss is sent.
+            # Listen before the first action, so that the receive is posted before the loss is sent.
             self._message.listen(loss_kind, plan.output_ranks[0])
             made = self._play(agreed, bound, step)
             passed("messages")
-            # All backwards are over: this starts the reductions that none of them has started.
+            # All backwards have ended: flush starts the reductions that no backward has started.
             self._gradients.flush()
             passed("reduction")
             outcome = self._outcome(plan, made, loss_kind)
@@ -178,7 +178,7 @@ class Steps:
             bytes_of = None
             if is_new and not known.is_sized:
                 known.is_sized = True
-                # Each rank knows what its own stages gave; the pipe group puts them together once for each plan.
+                # Each rank knows the bytes of its own stages' outputs; the pipe group gathers them once per plan.
                 mine = {edge: size for result in made for edge, size in result.bytes_of.items()}
                 bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
             broken = self.watch.end(self.number, outcome.loss, plan)
@@ -186,18 +186,18 @@ class Steps:
             self._trained.add(agreed.kind)
             self.recorder.keep(self.number, plan.schedule, [result.stopwatch for result in made])
             self.number += 1
-        if broken:  # nothing is under way, and all ranks raise it: one can go on
+        if broken:  # all ranks raise this with nothing under way, so training can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
         return outcome, bytes_of
 
     @property
     def has_unsummed(self) -> bool:
-        """Whether this rank has gradients that a later call is to sum, and nobody has cleared them."""
+        """Whether this rank has gradients, not cleared since, that a later call must sum over replicas."""
         return self._unsummed and any(parameter.grad is not None for parameter in self.module.parameters())
 
     def evaluate(self, call: Call, outputs: str) -> Any:
-        """Forward only, in eval mode: the output on the ranks that have it ("last"), or on "all"; or the "loss" alone,
-        on all. As collective."""
+        """Runs forward in eval mode; returns the output on the ranks of the last stage ("last") or on "all" ranks, or
+        only the "loss" on all ranks. A collective call of all ranks."""
         asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(asked + self.which):
             agreed, batches = self._agree([call], True, training=False, wants_loss=outputs == "loss")
@@ -207,20 +207,20 @@ class Steps:
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
                     made = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
-                self.watch.warn()  # behind the forward, so that the device has work while the host waits for a loss
+                self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
                 return self._output(agreed, made, shares, outputs)
 
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
     ) -> tuple[AgreedBatch, list[dict[str, Any]]]:
-        """The plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks."""
+        """Returns the plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks."""
         self.failing.check_open()
         self.transport.begin_step()
-        with self.failing.together(*self._alike):  # the pipe group raises together; others must not wait for it
-            # First of all: an error about the batch before is clearer than what follows from it.
+        with self.failing.together(*self._alike):  # the pipe group raises together; other ranks must not wait for it
+            # This comes first: an error about the previous batch is clearer than the errors that result from it.
             self._check.compare()
         proposal, given = self.agreement.propose(calls, split_evenly, training, wants_loss)
-        # A refusal is raised by the whole pipe group; but other replicas are mid-step then, and must not wait.
+        # The whole pipe group raises a refusal; but other replicas are in the middle of a step, and must not wait.
         with self.failing.together(*([FxpipeError] if self.transport.data_size == 1 else [])), label("settle"):
             agreed = self.agreement.settle(proposal, given)
         self._forget()
@@ -228,13 +228,13 @@ class Steps:
         if known is None:
             bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
             known = self._plans[id(agreed.plan)] = _Known(agreed.plan, lru_cache(MOST_BOUND)(bound))
-        # The digest is started here and compared in the next call, when it has long been made.
+        # The device starts the digest here; the next call compares it, when the device has long computed it.
         self._check.note(known.calls, agreed.kind, self.number, training, given)
         known.calls += 1
         return agreed, agreed.call.batch.split(given)
 
     def _forget(self) -> None:
-        """Drops what is kept of kinds of batch that are not known any more; the same on all ranks of a pipe group."""
+        """Drops the state of the kinds of batch that the agreement has dropped, on all ranks of a pipe group."""
         kinds, self.agreement.dropped = self.agreement.dropped, []
         if not kinds:
             return
@@ -248,15 +248,15 @@ class Steps:
         self._effects.keep(self.agreement.graphs)
 
     def replan(self, planning: PlanState) -> None:
-        """Takes up other tables' plans, between two steps of all ranks. Messages may have other layouts then."""
+        """Switches to the plans of another schedule, between two steps of all ranks. Message layouts may change."""
         self.agreement.replan(planning)
         self._exchange.forget()
         self._plans.clear()
 
     def _shares(self, agreed: AgreedBatch, batches: Sequence[Mapping[str, Any]], training: bool) -> Sequence[float]:
-        """Each micro-batch's part of the weight of the step, over all replicas where it is more than whether it is 0:
-        where the loss is made, or an input is weighted by it. Where the loss is of a group, its micro-batches have the
-        group's."""
+        """Returns each micro-batch's share of the weight of the step. On ranks that compute the loss or weight an input
+        by the share, the weight is summed over all replicas; other ranks only use whether a share is 0. If the loss is
+        of a group of micro-batches, each of them has the group's share."""
         group = agreed.plan.group
         weights = of_groups(weights_of(self.transport, agreed, self._options.loss_weight, batches), group)
         matters = self.transport.pipe_rank in agreed.plan.output_ranks or self._items.items.is_taken
@@ -264,14 +264,14 @@ class Steps:
         return [share for share in shares for _ in range(group)]
 
     def _row(self, plan: Plan) -> Sequence[Action]:
-        """What this process runs of the table."""
+        """Returns the actions of the schedule that this process runs."""
         rank, rows = self.transport.pipe_rank, plan.schedule.rows
         return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
 
     def _bound(self, known: _Known, agreed: AgreedBatch, shares: Sequence[float]) -> Bound:
-        """The calls for a plan, for whichever of its micro-batches get a backward. A collective call of the data axis
-        where stages see other replicas'."""
-        # A stage that sees the rows of all replicas runs its backward where any of them has weight.
+        """Returns the plan's bound calls for the micro-batches that get a backward. A collective call of the data axis
+        if stages see other replicas' rows."""
+        # A stage that sees the rows of all replicas runs its backward if the micro-batch of any replica has weight.
         runs = [share != 0 for share in shares]
         may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
         if may_differ and not all(self.transport.gather_int("data", int(all(runs)))):
@@ -304,8 +304,8 @@ class Steps:
         )
 
     def _per_item(self, plan: Plan, batches: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> Tensor | None:
-        """1 / the items of all replicas' micro-batches, on the ranks that make the loss, where it is a ``Sum`` whose
-        items the inputs decide. A collective call of their data axes."""
+        """Returns 1 / (items in all replicas' micro-batches), on the ranks that compute the loss, if the loss is a
+        ``Sum`` whose count follows from the inputs; else None. A collective call of these ranks' data axes."""
         if self._is_sum is False or self.transport.pipe_rank not in (None, *plan.output_ranks):
             return None
         items = torch.zeros((), dtype=torch.float64, device=self.state.device)
@@ -314,18 +314,18 @@ class Steps:
                 assert graph.counting is not None
                 if share:
                     items += graph.counting.of(batch, items)
-        # Until a step has shown what the loss is, replicas whose loss is a mean take part: theirs may be another's Sum.
+        # Before the first step, replicas whose loss is a mean take part, too: another replica's loss may be a Sum.
         self.transport.all_reduce("data", items)
         return 1 / torch.where(items == 0, 1.0, items) if plan.counts else None
 
     @cached_property
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This rank's, by name: from step to step the same."""
+        """This rank's (name, parameter) pairs, which are the same in all steps."""
         return list(self.state.module.named_parameters())
 
     def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
-        """This rank's parameters that have hooks of the user's, and how often they have been written. RunError where
-        hooks would be given gradients that are divided later."""
+        """Returns this rank's parameters with user hooks, as (name, parameter, version counter). RunError if the hooks
+        would get gradients that are divided by the count only later."""
         found = [
             (name, parameter, version_of(parameter)) for name, parameter in self._parameters if has_hooks(parameter)
         ]
@@ -339,7 +339,7 @@ class Steps:
         return found
 
     def _check_unwritten(self, hooked: Sequence[tuple[str, nn.Parameter, int]]) -> None:
-        """RunError where a hook has written a parameter that other replicas have, too."""
+        """RunError if a hook has written a parameter that other replicas have, too."""
         if self.transport.data_size == 1:
             return
         for name, parameter, version in hooked:
@@ -350,8 +350,8 @@ class Steps:
                 )
 
     def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> list[StepResult]:
-        """Plays this process's part of the table: one rank's row, or all of them in an order that works."""
-        # micro-batches of one number make messages of the same layout; of one without weight no gradient may come
+        """Runs this process's part of the schedule: a rank's row, or all rows in an order that does not deadlock."""
+        # Micro-batches with equal layout numbers have equal message layouts; without weight they may get no gradient.
         layouts = zip(agreed.wire_layouts, step.shares, strict=True)
         self._exchange.begin(agreed.kind, [each if share else ~each for each, share in layouts], bound.receives)
         made = bound.run(step, self._stopwatch if bound.kind.training else Stopwatch)
@@ -365,8 +365,8 @@ class Steps:
         return stopwatch
 
     def _outcome(self, plan: Plan, made: Sequence[StepResult], known: LossKind | None) -> StepOutcome:
-        """The loss of the step, the same on every rank. RunError: gradients of means and of sums cannot be accumulated
-        together, nor in a type without room for sums."""
+        """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a
+        mean in others, or if gradients of a Sum would be reduced in float16, which would overflow."""
         ranks, precision = plan.output_ranks, self._options.precision
         mine = [result.loss for result in made if result.rank in ranks]
         at_output = StepLoss.of_ranks(mine) if mine else None
@@ -384,16 +384,16 @@ class Steps:
         return outcome
 
     def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
-        """The whole batch's output, out of the micro-batches'."""
+        """Joins the micro-batches' outputs to the whole batch's output."""
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
         results = {place: result for rank_result in made for place, result in rank_result.results.items()}
         ranks = plan.output_ranks
-        if len(ranks) > 1 and transport.pipe_rank is not None:  # each of them has some
+        if len(ranks) > 1 and transport.pipe_rank is not None:  # each output rank has some micro-batches' results
             parts = [from_rank(rank, results, transport, device) for rank in ranks]
             here = parts if transport.pipe_rank in ranks else []
             results = {place: result for part in here for place, result in part.items()}
         if results:
-            places = sorted(results)  # one for each group, where a group makes it
+            places = sorted(results)  # a place per micro-batch, or per group if a group computes the output
             ordered, shares = [results[place] for place in places], [shares[place] for place in places]
             sizes, made_by = of_groups(agreed.sizes, plan.group), plan.graph[plan.graph.output_stage].gathered
             is_of_all = made_by is not None and made_by.modes == {"global"}

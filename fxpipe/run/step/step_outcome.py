@@ -1,4 +1,4 @@
-"""Step outcome: from the losses of a step's micro-batches, on one rank, to the loss and gradient scale of all ranks."""
+"""Step outcome: combines the micro-batches' losses of a step to the loss and gradient factor on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fxpipe.validation import shown
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """``factor``: what this step's gradients are multiplied by, before or after they are summed; None for 1."""
+    """``factor``: multiplies this step's gradients, before or after they are summed over replicas; None means 1."""
 
     loss: Tensor
     factor: Tensor | None
@@ -38,9 +38,9 @@ class StepOutcome:
 
 
 class LossMessage:
-    """The step's loss and metrics on their way to the ranks that do not make them.
+    """Sends the step's loss and metrics to the ranks that do not compute them.
 
-    Where the form of the loss is known, they listen for it from the step's beginning on.
+    If the form of the loss is known, the receiving ranks post their receive when the step begins.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -48,17 +48,17 @@ class LossMessage:
         self._listening: tuple[Work, Tensor] | None = None
 
     def listen(self, known: LossKind | None, output_rank: int) -> None:
-        """A step begins on all ranks of a pipe group."""
+        """Posts the receive at the beginning of a step, on the ranks that do not compute the loss."""
         if known is not None and self._transport.pipe_rank not in (None, output_rank):
             numbers = self.empty(known)
             self._listening = self._transport.tell("pipe", numbers, output_rank), numbers
 
     def empty(self, kind: LossKind) -> Tensor:
-        """[loss, factor, metrics ...]; float64, as a number of items may be too large for less."""
+        """Returns a buffer for [loss, factor, metrics ...]; float64, since a count of items may exceed float32."""
         return torch.empty(2 + len(kind.metrics), dtype=torch.float64, device=self._device)
 
     def exchange(self, numbers: Tensor, output_rank: int) -> Tensor:
-        """The numbers of the output rank, on every rank of a pipe group."""
+        """Returns the output rank's numbers on every rank of a pipe group."""
         if self._listening is None:
             self._transport.tell("pipe", numbers, output_rank).wait()
             return numbers
@@ -71,7 +71,7 @@ class LossMessage:
         return numbers
 
     def drop(self) -> None:
-        """The step has failed."""
+        """Drops the receive, after the step has failed."""
         self._listening = None
 
 
@@ -86,16 +86,16 @@ def conclude(
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
 
-    ``step``: the losses, on the ranks that have some; the first of these puts them together. The parts of a mean have
-    been weighted by their share of the whole step, so that they only add up. A ``Sum`` is Σ total / Σ count, and so are
-    its gradients: where the items were ``counted`` ahead, they are so already. ``known``: the form of this loss, from
-    an earlier step; with it nothing but numbers travels.
+    ``step``: the losses, on the ranks that compute some; the first of these ranks combines them. The parts of a mean
+    are already weighted by their share of the whole step, so they are added. A ``Sum`` is Σ total / Σ count, and its
+    gradients are divided by Σ count; if the items were ``counted`` before the forward, the gradients are divided
+    already. ``known``: the form of this loss from an earlier step; if known, ranks exchange numbers alone.
     """
     if known is None:
         mine = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
         gathered = [item for item in transport.gather("pipe", mine) if item is not None]
-        # A rank whose micro-batches have no weight may have made zeros of another form: others decide.
-        kind = LossKind(*max(gathered, key=lambda item: (item[0], not item[1]))[2])  # of those with weight
+        # A rank whose micro-batches have no weight may have zeros of another form: ranks with weight decide.
+        kind = LossKind(*max(gathered, key=lambda item: (item[0], not item[1]))[2])
         for _, is_empty, other in gathered:
             if not is_empty:
                 LossKind(*other).check(kind, "micro-batch")
@@ -103,7 +103,7 @@ def conclude(
         kind = known
         if step is not None and not step.is_empty:
             step.kind.check(kind, "step")
-    # One process with a mean has all of it at hand: nothing travels.
+    # A single process has all parts of a mean: no communication.
     is_sum, dtype, names = kind
     if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
         return StepOutcome(step.value(), None, step.metrics(), kind)
@@ -111,8 +111,8 @@ def conclude(
     output_rank, numbers = output_ranks[0], message.empty(kind)
     if step is not None and len(output_ranks) > 1 and transport.pipe_rank is not None:
         rows = step.rows(names, microbatches, numbers.device)
-        summed = Collective("all_reduce", output_ranks, rows)  # each row is one rank's: nothing is rounded
-        transport.start([summed], "the losses").wait()  # behind the gradients that these ranks sum
+        summed = Collective("all_reduce", output_ranks, rows)  # a single rank fills each row, so the sum is exact
+        transport.start([summed], "the losses").wait()  # queued after the gradients that these ranks sum
         step = StepLoss.of_rows(kind, rows) if transport.pipe_rank == output_rank else None
     if step is not None:
         if transport.data_size > 1 and (others := differing(transport, (is_sum, names, counted))):
@@ -123,7 +123,7 @@ def conclude(
             )
         numbers = sums = step.numbers(names, numbers.device)  # loss or total, count, metrics ...
         transport.all_reduce("data", sums)
-        if is_sum:  # a step in which nothing counts has the loss 0, and not 0 / 0
+        if is_sum:  # the loss of a step without items is 0, and not 0 / 0
             count = torch.where(sums[1] == 0, 1.0, sums[1])
             numbers = torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]])
     loss, factor, *metrics = message.exchange(numbers, output_rank)
@@ -131,17 +131,17 @@ def conclude(
     return StepOutcome(loss.to(dtype), factor if is_sum and not counted else None, named, kind)
 
 
-# --- The loss as it is handed to the user, who by habit would call backward on it ---
+# --- The loss that the user gets, and on which the user may call backward by habit ---
 
 
 class DetachedLoss(Tensor):
     """The loss of a step: a detached tensor whose ``.backward()`` raises, since the call has run the backward already.
 
-    A multiple of it is a ``DetachedLoss``, too, for ``(loss / k).backward()`` and loss scalers. All other results, and
-    its copies and pickles, are plain tensors.
+    A multiple of a ``DetachedLoss`` is a ``DetachedLoss``, too, for ``(loss / k).backward()`` and loss scalers. All
+    other results, and copies and pickles, are plain tensors.
     """
 
-    # as torch's notes on extending it have it
+    # as torch's "Extending PyTorch" notes describe
     __torch_function__ = plain_results
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -162,7 +162,7 @@ class DetachedLoss(Tensor):
         return detached(super().__truediv__(other))
 
     # wandb decides by the names of x.__class__ and its module whether x is a torch tensor (wandb/util.py,
-    # get_full_typename), and would log a subclass from another module as text. No hook of a class changes that name.
+    # get_full_typename), and would log a subclass from another module as text. No class hook changes that name.
     @property  # type: ignore[misc]
     def __class__(self) -> type[Tensor]:  # type: ignore[override]
         return Tensor
@@ -180,7 +180,7 @@ class DetachedLoss(Tensor):
         return repr(self.detach())
 
 
-# Another process is given a handle of a GPU's memory, which a pickled tensor has none of.
+# Sending to another process passes a handle of the GPU memory, which a plainly pickled tensor lacks.
 ForkingPickler.register(DetachedLoss, lambda loss: reduce_tensor(loss.detach()))  # type: ignore[no-untyped-call]
 
 
@@ -200,10 +200,10 @@ def weights_of(
     loss_weight: Callable[..., Any] | None,
     batches: Sequence[Mapping[str, Any]],
 ) -> Sequence[float]:
-    """The weight of each micro-batch, its rows or what ``loss_weight`` says, the same on every rank of a pipe group."""
+    """Each micro-batch's weight, its rows or the value of ``loss_weight``; the same on every rank of a pipe group."""
     if loss_weight is None or not agreed.has_loss:
         return list(map(float, agreed.sizes))
-    # One rank asks the user's function: others may lack its inputs, and take its answer.
+    # Only the output rank calls the user's function and sends the result: other ranks may lack its inputs.
     weighs = transport.pipe_rank in (None, agreed.plan.output_ranks[0])
     mine = _weighed(loss_weight, batches) if weighs else None
     decided = next(item for item in transport.gather("pipe", mine) if item is not None)
@@ -213,8 +213,8 @@ def weights_of(
 
 
 def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any]]) -> list[float] | str:
-    """The weights, or what is wrong with them."""
-    if len({tuple(batch) for batch in batches}) > 1:  # by place, an input would be taken for another
+    """Returns the weights, or an error text."""
+    if len({tuple(batch) for batch in batches}) > 1:  # passing by position would mix up inputs
         names = shown([list(batch) for batch in batches])
         return f"loss_weight= is given inputs by place, and micro-batches have {names}; pass None for what one lacks"
     try:
@@ -228,17 +228,17 @@ def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any
 
 
 def shares_of(transport: Transport, weights: Sequence[float], training: bool, over_replicas: bool) -> tuple[float, ...]:
-    """Each weight's part of their sum, ``over_replicas`` of that of all of them: a collective call of those ranks.
+    """Returns each weight divided by the sum of the weights, with ``over_replicas`` by the sum over all replicas.
 
-    RunError where replicas make different calls.
+    ``over_replicas`` makes a collective call of the data axis; RunError if replicas make different calls.
     """
     # The sign tells a step from an evaluation, in the collective call that both make anyway.
     total = sum(weights)
     if transport.data_size > 1 and over_replicas:
-        # by its bits, which are 0 or more; in evaluation their complement, below 0
+        # Send the total's bits as an int64, which is 0 or more; in evaluation its complement, which is below 0.
         (bits,) = struct.unpack("<q", struct.pack("<d", total))
         everyone = transport.gather_int("data", bits if training else ~bits)
-        steps = [number >= 0 for number in everyone]  # whatever else a step may meet for here gives none below 0
+        steps = [number >= 0 for number in everyone]  # other gather_int calls of a step send no number below 0
         if len(set(steps)) > 1:
             trains, evaluates = (
                 [replica for replica, step in enumerate(steps) if step is way] for way in (True, False)
@@ -254,11 +254,11 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
 
 
 CHECKED_NUMBERS = 3
-"""How many calls check the number of items that the user gives: each waits for the device."""
+"""The number of calls that check the user's number of items: each check waits for the device."""
 
 
 class ItemNumbers:
-    """Adds them to what stages are given."""
+    """Adds the number of items to the inputs of the stages."""
 
     def __init__(self, transport: Transport, items: Items) -> None:
         self._transport, self.items = transport, items
@@ -267,7 +267,7 @@ class ItemNumbers:
     def add(
         self, graph: StageGraph, batches: Sequence[dict[str, Any]], shares: Sequence[float]
     ) -> Sequence[dict[str, Any]]:
-        """The micro-batches, each with its share of the number of items: the user's, or else the whole batch's count.
+        """Returns the micro-batches, each with its share of the user's number of items, or of the whole batch's count.
 
         A collective call of the data axis.
         """
@@ -291,12 +291,12 @@ class ItemNumbers:
             self._transport.all_reduce("data", count)
             numbers = [as_number(count.clamp(min=1))] * len(batches)
         return [
-            batch | {ITEMS: number * (share or 1.0)}  # nothing comes of one without weight, nor should it divide by 0
+            batch | {ITEMS: number * (share or 1.0)}  # a micro-batch without weight must not divide by 0
             for batch, number, share in zip(batches, numbers, shares, strict=True)
         ]
 
     def _check(self, items: Items, number: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
-        """RunError, on all replicas, where they were given the numbers of their own parts of the batch."""
+        """RunError, on all replicas, if each replica passed the number of items of its own part of the batch."""
         self._given += 1
         if self._transport.data_size == 1 or self._given > CHECKED_NUMBERS:
             return
