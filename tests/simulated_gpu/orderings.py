@@ -136,7 +136,7 @@ _TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
             "zero 0, sums of two calls",
         ),
         ("bucket.settle()", "pass", "zero 1"),
-        ("bucket.settle for bucket, member", "(lambda: None) for bucket, member", "zero 1"),
+        ("bucket.settle\n            for bucket", "(lambda: None)\n            for bucket", "zero 1"),
     ],
 }
 ORDERINGS = [Ordering(file, *row) for file, rows in _TABLE.items() for row in rows]
