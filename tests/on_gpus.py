@@ -43,7 +43,7 @@ NOT_ON_GPUS = {
 NOT_ON_SIMULATED_GPUS = {
     "where a stream waits for another rank, the host of a simulated GPU waits, too, and hears no signal": """
         distributed/test_watchdog.py::test_a_message_is_called_by_what_makes_it
-        distributed/test_watchdog.py::test_a_rank_that_has_not_stepped_is_named_long_before_the_deadline
+        distributed/test_watchdog.py::test_what_ranks_do_or_were_given_differently_is_told_to_both[step
         distributed/test_watchdog.py::test_a_waiting_rank_hears_ctrl_c
         """,
     "a step that failed lets go of buffers whose messages it aborts, and the simulated NCCL still has them": """
