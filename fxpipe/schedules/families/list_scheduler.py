@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
@@ -22,9 +21,8 @@ class Units:
     # Numbers in lists instead of Actions: a search for stages and ranks makes hundreds of tables.
 
     def __init__(self, ranks: int, costs: Costs) -> None:
-        self.costs = costs
+        self.ranks, self.costs = ranks, costs
         self.lines: list[range] = []
-        self.lines_on: list[list[int]] = [[] for _ in range(ranks)]  # rank → the numbers of its lines
         self.actions: list[Unit] = []
         self.time: list[float] = []
         self.line_of: list[int] = []
@@ -34,7 +32,6 @@ class Units:
 
     def add_line(self, rank: int, line: Sequence[Unit]) -> None:
         """Appends a line of units, which need no other units yet."""
-        self.lines_on[rank].append(len(self.lines))
         self.line_of += [len(self.lines)] * len(line)
         self.lines.append(range(len(self.actions), len(self.actions) + len(line)))
         self.actions += line
@@ -66,8 +63,9 @@ class ListScheduler:
     def __init__(self, units: Units, keys: Sequence[Any]) -> None:
         self.units, self.keys = units, keys
         self.begun = [0] * len(units.lines)  # how many units of each line have begun
-        self.free = [0.0] * len(units.lines_on)  # the time at which each rank is free
-        self.ready: list[float] = []  # the time at which all inputs of a unit have arrived
+        self.free = [0.0] * units.ranks  # the time at which each rank is free
+        self.missing: list[int] = []  # in ``run``: how many of the units that each unit needs have not begun
+        self.arrives: list[float] = []  # the time at which the last message so far to each unit arrives
 
     def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
         """Whether a rank begins a ready unit, or waits. ``forced``: True if all ranks would otherwise wait for ever."""
@@ -79,10 +77,9 @@ class ListScheduler:
     def run(self) -> tuple[Row, ...]:
         """Returns the rows."""
         units, keys, free = self.units, self.keys, self.free
-        # the last number represents the end of each line
-        ready = self.ready = [math.inf if needs else 0.0 for needs in [*units.needs, 1]]
         homes, may_begin = units.home, self.may_begin
-        missing, arrives = list(units.needs), [0.0] * len(units.needs)
+        missing = self.missing = list(units.needs)
+        arrives = self.arrives = [0.0] * len(missing)
         head = [line.start if line else -1 for line in units.lines]
         # Rank → its units at the head of a line that need nothing more, in two heaps: by when their messages arrive,
         # and, once these are there, by key. So a moment costs no look at each line of a rank.
@@ -121,7 +118,7 @@ class ListScheduler:
             self.begin(rank, unit)
             following = head[line] = unit + 1 if unit + 1 < units.lines[line].stop else -1
             if following >= 0 and not missing[following]:
-                heappush(waiting, (ready[following], following))
+                heappush(waiting, (arrives[following], following))
             end = free[rank] = now + units.time[unit]
             heappush(moments, (end, rank))
             for user, hop in units.after[unit]:
@@ -129,10 +126,8 @@ class ListScheduler:
                 if arrival > arrives[user]:
                     arrives[user] = arrival
                 missing[user] -= 1
-                if not missing[user]:
-                    ready[user] = arrives[user]
-                    if head[units.line_of[user]] == user:
-                        heappush(coming[home], (arrives[user], user))
+                if not missing[user] and head[units.line_of[user]] == user:
+                    heappush(coming[home], (arrives[user], user))
                 if home != rank and arrival >= free[home]:
                     heappush(moments, (arrival, home))
         return tuple(map(tuple, rows))

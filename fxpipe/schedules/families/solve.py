@@ -268,7 +268,7 @@ class _Attempt(ListScheduler):
         # A unit delays the fixed order if that action could have begun before the unit ends, and cannot afford to wait.
         latest, end = self.known.latest, now + self.units.time[unit]
         aim = self.forward if self.units.actions[unit][-1].op is Op.F else self.backward
-        arrives = 0.0 if self.ready[following] == math.inf else self.ready[following]
+        arrives = 0.0 if self.missing[following] else self.arrives[following]
         return latest[unit] > latest[following] and end > max(arrives, latest[following] + aim)
 
     def _has_room(self, rank: int, unit: int, left: int) -> bool:
