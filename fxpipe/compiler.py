@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fxpipe.device import current, device_of
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.forward_collectives import check_sync_batch_norms
-from fxpipe.distributed.grid import ROLES
+from fxpipe.distributed.grid import BATCH, ROLES
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.stopwatch import clock_of
 from fxpipe.distributed.topology import Topology
@@ -233,7 +233,7 @@ def preview(
     check_model(model, options)
     if not isinstance(topo, Topology):
         raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
-    if stepping.whole and options.zero == 3 and topo.size("data") > 1:
+    if stepping.whole and options.zero == 3 and topo.size(BATCH) > 1:
         raise RunError(
             f"optimizer={shown(optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
             "element-wise optimizer such as AdamW"

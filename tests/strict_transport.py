@@ -216,7 +216,8 @@ class StrictTransport:
         self._seat = seat
         self.number, self.rank = 1, seat.rank
         self._ranks: dict[Scope, list[int]] = {
-            scope: next(group for group in topology.groups(scope) if seat.rank in group) for scope in ("pipe", "data")
+            scope: next(group for group in topology.groups(axis) if seat.rank in group)
+            for scope, axis in (("pipe", "pipe"), ("data", "batch"))
         }
         self.pipe_rank: int | None = self._ranks["pipe"].index(seat.rank)
         self.data_rank = self._ranks["data"].index(seat.rank)

@@ -47,11 +47,12 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        return 1 if self.processes == 1 else Topology(self.axes).size("data")
+        return 1 if self.processes == 1 else len(Topology(self.axes).groups("model"))
 
     def replica(self, rank: int) -> int:
         """The replica whose data a process works on."""
-        return 0 if self.processes == 1 else Topology(self.axes).coordinate(rank).get("data", 0)
+        groups = [] if self.processes == 1 else Topology(self.axes).groups("model")
+        return next((replica for replica, ranks in enumerate(groups) if rank in ranks), 0)
 
     def ranks_of(self, replica: int) -> list[int]:
         """The processes that work on a replica's data."""

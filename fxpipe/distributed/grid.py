@@ -6,15 +6,20 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, product
 
 from fxpipe.errors import TopologyError, nearest
 from fxpipe.validation import shown
 
 # Axis name → its role. A topology has at most one axis per role.
-ROLES = {"pipe": "pipe", "pp": "pipe", "data": "data", "dp": "data", "tensor": "tensor", "tp": "tensor"}
-# The name of a group that is no axis: the ranks that work on the same replica's data.
-MODEL = "model"
+_NAMES = {"pipe": "pp", "data": "dp", "tensor": "tp", "expert": "ep", "context": "cp"}
+ROLES = {name: role for role, short in _NAMES.items() for name in (role, short)}
+ROW_AXES = ("data", "expert")
+"""The axes whose ranks draw rows of their own."""
+BATCH_AXES = (*ROW_AXES, "context")
+"""The axes whose ranks work on other rows, or on other positions of the same rows: gradients are summed over them."""
+# Names of groups that are no axis: the ranks that work on the same replica's data; and the ranks along all batch axes.
+MODEL, BATCH = "model", "batch"
 
 # The number of ranks of a group, and of characters of all groups, that a printed row shows.
 _SHOWN_RANKS = 8
@@ -47,12 +52,12 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
     """Returns the ranks per node; TopologyError if nodes, or data groups within nodes, would have unequal sizes."""
     per_node, sizes = whole(ranks_per_node, "ranks_per_node"), [size for _, size in axes]
     ranks = math.prod(sizes)
-    # ZeRO shards inside each node alike: a data group must have equally many ranks in every node that it spans.
-    data = next((place for place, (name, _) in enumerate(axes) if ROLES[name] == "data"), None)
-    groups = [] if data is None else axis_groups(sizes, data)
+    # ZeRO shards inside each node alike: a batch group must have equally many ranks in every node that it spans.
+    batch = [index for index, (name, _) in enumerate(axes) if ROLES[name] in BATCH_AXES]
+    groups, names = axis_groups(sizes, batch), [axes[index][0] for index in batch]
 
     def uneven(size: int) -> list[int] | None:
-        """Returns the first data group whose numbers of ranks per node differ, with nodes of ``size`` ranks."""
+        """Returns the first batch group whose numbers of ranks per node differ, with nodes of ``size`` ranks."""
         return next((group for group in groups if len({len(part) for part in by_node(group, size)}) > 1), None)
 
     if per_node > 0 and ranks % per_node == 0:
@@ -61,8 +66,9 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
             return per_node
         parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in by_node(group, per_node))
         fact = (
-            f"with ranks_per_node={per_node} the data group {abbreviated(group)} of {shape(axes)} meets nodes unevenly "
-            f"({parts}), and cannot shard in the same way in all: make data the innermost axis, or"
+            f"with ranks_per_node={per_node} the {' × '.join(names)} group {abbreviated(group)} of {shape(axes)} meets "
+            f"nodes unevenly ({parts}), and cannot shard in the same way in all: make {' and '.join(names)} the "
+            f"innermost {'axis' if len(names) == 1 else 'axes'}, or"
         )
     else:
         fact = f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}:"
@@ -98,12 +104,21 @@ def positive(value: int, what: str) -> int:
     return whole(value, what)
 
 
-def axis_groups(sizes: Sequence[int], index: int) -> list[list[int]]:
-    """Returns the groups of axis ``index`` of a row-major grid: arithmetic progressions, sorted by inner axes first."""
-    # With a block for each outer index o, the group of (o, i) is o·block + i + inner·(0 … size − 1).
-    outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
-    block = size * inner  # ranks that share all coordinates outside this axis
-    return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
+def axis_groups(sizes: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
+    """Returns the groups of ranks of a row-major grid that differ along the axes ``indices`` alone: ascending lists,
+    sorted by the axes inside the last of ``indices`` first. Without ``indices``, each rank is a group."""
+    if len(indices) == 1:
+        # With a block for each outer index o, the group of (o, i) is o·block + i + inner·(0 … size − 1).
+        (index,) = indices
+        outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
+        block = size * inner  # ranks that share all coordinates outside this axis
+        return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
+    last = max(indices, default=-1)
+    others = [index for index in (*range(last + 1, len(sizes)), *range(last)) if index not in indices]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinate in enumerate(product(*map(range, sizes))):
+        groups.setdefault(tuple(coordinate[index] for index in others), []).append(rank)
+    return [groups[key] for key in sorted(groups)]
 
 
 def by_node(group: list[int], per_node: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """``Topology``: the coordinates of ranks in the grid, and the groups of ranks.
 
 Plain arithmetic: a laptop can make, query and print a topology of 16,384 ranks. Only ``.mesh``, ``.group``,
-``.data_mesh``, ``from_mesh``, ``.data_rank``, ``.data_size`` and ``.sampler`` use torch.distributed, and only these
-import it.
+``.data_mesh``, ``from_mesh``, ``.data_rank``, ``.data_size``, ``.sampler`` and ``.context_part`` use torch.distributed,
+and only these import it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from tabulate import tabulate
 
 from fxpipe.distributed.grid import (
+    BATCH,
+    BATCH_AXES,
     MODEL,
     ROLES,
+    ROW_AXES,
     abbreviated,
     axis_groups,
     by_node,
@@ -66,15 +69,17 @@ class Topology(Tabular):
     """A grid of ranks with named axes; immutable, hashable, and picklable (without its process groups).
 
     Args:
-        axes: ``(name, size)`` pairs, outermost first; a rank is the row-major index. Names are ``pipe``,
-            ``data`` and ``tensor``, or ``pp``, ``dp`` and ``tp``; every method that takes an axis accepts
-            either name.
+        axes: ``(name, size)`` pairs, outermost first; a rank is the row-major index. Names are ``pipe``, ``tensor``,
+            and the *batch axes* ``data``, ``expert`` and ``context``, or ``pp``, ``tp``, ``dp``, ``ep`` and ``cp``;
+            every method that takes an axis accepts either name. Rows are dealt over data and expert ranks, positions of
+            the same rows over context ranks, and a gradient is summed over the batch axes on which its parameter is not
+            sharded.
         ranks_per_node: the number of consecutive ranks with fast links (a machine, or an NVLink domain).
             None: all ranks.
 
     Raises:
         TopologyError: unknown, repeated or no axes; a size below 1; ``ranks_per_node`` that does not divide the number
-            of ranks, or that leaves a data group with more ranks in one node than in another.
+            of ranks, or that leaves a group of the batch axes with more ranks in one node than in another.
 
     >>> topo = Topology([("pipe", 2), ("tensor", 2), ("data", 4)])
     >>> topo.coordinate(13)
@@ -102,6 +107,8 @@ class Topology(Tabular):
         *,
         pipe: int,
         tensor: int = 1,
+        expert: int = 1,
+        context: int = 1,
         rows: int | None = None,
         ranks_per_node: int | None = None,
     ) -> Topology:
@@ -114,27 +121,33 @@ class Topology(Tabular):
             world_size: how many processes run, such as ``int(os.environ["WORLD_SIZE"])``.
             pipe: how many ranks a pipeline has.
             tensor: how many ranks share a stage.
+            expert: how many ranks experts are spread over.
+            context: how many ranks the positions of a row are spread over.
             rows: the rows of a whole step, over all replicas; each replica then takes
-                ``rows // topology.size("data")`` rows, so that a step stays the same. None: rows are not checked.
+                ``rows // topology.data_size`` rows, so that a step stays the same. None: rows are not checked.
             ranks_per_node: as in the constructor.
 
         Raises:
-            TopologyError: the number of ranks is no multiple of ``pipe × tensor``, or ``rows`` no multiple of replicas.
+            TopologyError: the number of ranks is no multiple of the other axes' sizes, or ``rows`` no multiple of
+                replicas.
         """
-        model = positive(pipe, "pipe") * positive(tensor, "tensor")
+        fixed = {"pipe": pipe, "tensor": tensor} | {
+            name: size for name, size in (("expert", expert), ("context", context)) if size != 1
+        }
+        model = math.prod(positive(size, name) for name, size in fixed.items())
         data, left = divmod(positive(world_size, "world_size"), model)
         if left:
             raise TopologyError(
-                f"{world_size} ranks are no multiple of pipe {pipe} × tensor {tensor}: start a multiple of {model}, or "
+                f"{world_size} ranks are no multiple of {shape(tuple(fixed.items()))}: start a multiple of {model}, or "
                 "write another pipe="
             )
-        if rows is not None and positive(rows, "rows") % data:
+        if rows is not None and positive(rows, "rows") % (data * expert):
             raise TopologyError(
-                f"{rows} rows of a step are no multiple of {data} replicas, and a step would be another one: start "
-                "a number of replicas that divides them, or write another pipe= or rows="
+                f"{rows} rows of a step are no multiple of {data * expert} replicas, and a step would be another one: "
+                "start a number of replicas that divides them, or write another pipe= or rows="
             )
-        axes = [("pipe", pipe), ("tensor", tensor), ("data", data)]
-        return cls([(name, size) for name, size in axes if name != "tensor" or size > 1], ranks_per_node)
+        axes = [("pipe", pipe), ("tensor", tensor), ("data", data), ("expert", expert), ("context", context)]
+        return cls([(name, size) for name, size in axes if name in ("pipe", "data") or size > 1], ranks_per_node)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -154,7 +167,9 @@ class Topology(Tabular):
     def size(self, axis: str) -> int:
         """Returns the number of ranks in a group of ``axis``; 1 for a known axis that this topology lacks."""
         if axis == MODEL:
-            return self._world_size // self.size("data")
+            return self._world_size // math.prod(map(self.size, ROW_AXES))
+        if axis == BATCH:
+            return math.prod(map(self.size, BATCH_AXES))
         index = self._index.get(role_of(axis))
         return 1 if index is None else self._sizes[index]
 
@@ -210,27 +225,30 @@ class Topology(Tabular):
         """Returns the groups of ``axis``: ascending lists of ranks that differ in that coordinate alone.
 
         Groups are sorted by the coordinates of the axes inside ``axis``, then by those of the axes outside.
-        ``"model"``: the ranks that work on the same replica's data, so that all coordinates except data vary.
+        ``"model"``: the ranks that work on the same replica's data, so that all coordinates except data and expert
+        vary. ``"batch"``: the ranks over which gradients are summed, so that data, expert and context vary.
         A known axis that this topology lacks has groups of a single rank each.
         """
         if axis == MODEL:
-            # The i-th ranks of all data groups work on the same replica's data.
-            return [sorted(ranks) for ranks in zip(*self.groups("data"), strict=True)]
-        index = self._index.get(role_of(axis))
-        if index is None:
-            return [[rank] for rank in range(self._world_size)]
-        return axis_groups(self._sizes, index)
+            # The i-th ranks of all groups that draw rows work on the same replica's data.
+            return [sorted(ranks) for ranks in zip(*self.groups_over(ROW_AXES), strict=True)]
+        return self.groups_over(BATCH_AXES if axis == BATCH else [axis])
+
+    def groups_over(self, axes: Iterable[str]) -> list[list[int]]:
+        """Returns the groups of ranks that differ along any of ``axes`` alone, sorted as ``groups`` sorts."""
+        indices = {self._index[role] for role in map(role_of, axes) if role in self._index}
+        return axis_groups(self._sizes, sorted(indices))
 
     def shard_groups(self) -> list[list[int]]:
-        """Returns each data group's ranks in each node: the groups over which ZeRO shards."""
-        return [shard for group in self.groups("data") for shard in by_node(group, self._node)]
+        """Returns each batch group's ranks in each node: the groups over which ZeRO shards."""
+        return [shard for group in self.groups(BATCH) for shard in by_node(group, self._node)]
 
     def replica_groups(self) -> list[list[int]]:
-        """Returns each data group's ranks at the same position in their nodes: the groups that hold the same shard."""
-        return [list(ranks) for group in self.groups("data") for ranks in zip(*by_node(group, self._node), strict=True)]
+        """Returns each batch group's ranks at the same position in their nodes: the groups that hold the same shard."""
+        return [list(ranks) for group in self.groups(BATCH) for ranks in zip(*by_node(group, self._node), strict=True)]
 
     def crosses_nodes(self, axis: str) -> bool:
-        """Returns whether any group of ``axis`` (or of ``"model"``) has ranks in more than one node."""
+        """Returns whether any group of ``axis`` (or of ``"model"`` or ``"batch"``) has ranks in more than one node."""
         return self._cross_nodes(self.groups(axis))
 
     def _cross_nodes(self, groups: list[list[int]]) -> bool:
@@ -238,7 +256,7 @@ class Topology(Tabular):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """These ranks as a torch ``DeviceMesh`` with these axis names.
+        """These ranks as a torch ``DeviceMesh`` with these axis names; beside an expert axis always with ``tensor``.
 
         The first access, which every rank must make, makes the mesh; on the accelerator if the process group serves it.
 
@@ -249,19 +267,22 @@ class Topology(Tabular):
         if live.mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
-            names = tuple(name for name, _ in self._axes)
-            live.mesh = init_device_mesh(served_device().type, self._sizes, mesh_dim_names=names)
+            # Libraries that spread experts take the mesh of the tensor axis, too, also where that is a single rank.
+            axes = dict(self._axes)
+            if "expert" in self._index and "tensor" not in self._index:
+                axes["tensor"] = 1
+            live.mesh = init_device_mesh(served_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         return live.mesh
 
     def group(self, axis: str) -> ProcessGroup:
-        """This rank's process group along ``axis``, or of ``"model"``.
+        """This rank's process group along ``axis``, or of ``"model"`` or ``"batch"``.
 
         The first call makes the group; every rank must make this call, and calls for several axes in the same order.
 
         Raises:
             TopologyError: as for ``mesh``, or ``axis`` is unknown.
         """
-        key = axis if axis == MODEL else role_of(axis)
+        key = axis if axis in (MODEL, BATCH) else role_of(axis)
         live = self._distributed()
         if key not in live.groups:
             index = self._index.get(key)
@@ -271,10 +292,10 @@ class Topology(Tabular):
         return live.groups[key]
 
     def data_mesh(self, zero_scope: Literal["node", "data"] = "node") -> DeviceMesh:
-        """This rank's data group as a 2-dimensional ``DeviceMesh``, (replica, shard).
+        """This rank's batch group as a 2-dimensional ``DeviceMesh``, (replica, shard).
 
         The first call makes the mesh; every rank must make this call, and calls for both scopes in the same order. The
-        mesh covers this rank's data group only, since groups that straddle nodes do not fit a mesh over all ranks.
+        mesh covers this rank's batch group only, since groups that straddle nodes do not fit a mesh over all ranks.
 
         Args:
             zero_scope: "node": a row of ranks for each node; "data": a single row with the whole group.
@@ -288,10 +309,10 @@ class Topology(Tabular):
         if zero_scope not in live.data_meshes:
             from torch.distributed.device_mesh import DeviceMesh
 
-            # Every rank makes the groups of all ranks, as torch requires; the mesh holds this rank's data group alone.
+            # Every rank makes the groups of all ranks, as torch requires; the mesh holds this rank's batch group alone.
             nodes = self if zero_scope == "node" else Topology(self._axes)  # as if all ranks were in a single node
             groups = [_new_group(nodes.replica_groups()), _new_group(nodes.shard_groups())]
-            rows = by_node(self._mine("data"), nodes._node)
+            rows = by_node(self._mine(BATCH), nodes._node)
             live.data_meshes[zero_scope] = DeviceMesh.from_group(
                 groups, served_device().type, rows, mesh_dim_names=("replica", "shard")
             )
@@ -299,16 +320,17 @@ class Topology(Tabular):
 
     @property
     def data_size(self) -> int:
-        """The number of replicas that draw data: the size of the data axis, or 1 if a single process plays every rank.
+        """The number of replicas that draw data: data × expert ranks, or 1 if a single process plays every rank.
 
         Raises:
             TopologyError: torch.distributed runs another number of processes, or has yet to be started.
         """
-        return 1 if self._is_alone() else self.size("data")
+        return 1 if self._is_alone() else math.prod(map(self.size, ROW_AXES))
 
     @property
     def data_rank(self) -> int:
-        """The replica that this process draws data for: its data coordinate, or 0 if a process plays every rank.
+        """The replica that this process draws data for: its number among the data × expert ranks, or 0 if a process
+        plays every rank.
 
         Raises:
             TopologyError: as for ``data_size``.
@@ -317,7 +339,7 @@ class Topology(Tabular):
             return 0
         import torch.distributed as dist
 
-        return self._mine("data").index(dist.get_rank())
+        return next(group for group in self.groups_over(ROW_AXES) if dist.get_rank() in group).index(dist.get_rank())
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -355,6 +377,50 @@ class Topology(Tabular):
             drop_last=drop_last,
         )
 
+    def context_part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Returns this rank's positions of a tensor with all positions along ``dim``: the r-th of 2c equal chunks, and
+        the r-th from the end, on the r-th of c context ranks, so that causal attention costs all of them the same.
+        A process that plays every rank gets the tensor itself.
+
+        Raises:
+            TopologyError: the number of positions is no multiple of 2c; or as for ``data_size``.
+        """
+        count = self._context_size()
+        if count == 1:
+            return tensor
+        import torch
+        import torch.distributed as dist
+
+        mine, chunks = self._mine("context").index(dist.get_rank()), self._chunks(tensor, dim, count)
+        return torch.cat([chunks[mine], chunks[-1 - mine]], dim)
+
+    def context_whole(self, parts: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Returns the tensor in the order of its positions, from the concatenation along ``dim`` of what
+        ``context_part`` returned on each context rank, in their order; no communication.
+
+        Raises:
+            TopologyError: as for ``context_part``.
+        """
+        count = self._context_size()
+        if count == 1:
+            return parts
+        import torch
+
+        chunks = self._chunks(parts, dim, count)
+        return torch.cat([*chunks[::2], *reversed(chunks[1::2])], dim)
+
+    def _context_size(self) -> int:
+        return 1 if self._is_alone() else self.size("context")
+
+    def _chunks(self, tensor: torch.Tensor, dim: int, count: int) -> tuple[torch.Tensor, ...]:
+        """Returns the tensor in two chunks for each of ``count`` context ranks."""
+        if tensor.shape[dim] % (2 * count):
+            raise TopologyError(
+                f"{tensor.shape[dim]} positions, dimension {dim} of {list(tensor.shape)}, are no multiple of "
+                f"2 × context {count}: pad them to a multiple of {2 * count}"
+            )
+        return tensor.chunk(2 * count, dim)
+
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ranks_per_node: int | None = None) -> Topology:
         """Returns the topology of a ``DeviceMesh`` over all processes; its ``.mesh`` is the same mesh object.
@@ -387,6 +453,8 @@ class Topology(Tabular):
 
     def __str__(self) -> str:
         groups = {name: self.groups(name) for name, _ in self._axes} | {MODEL: self.groups(MODEL)}
+        if len(set(self._index) & set(BATCH_AXES)) > 1:
+            groups[BATCH] = self.groups(BATCH)
         nodes = "one node"
         if self._ranks_per_node is not None:
             nodes = f"{self._ranks_per_node} to a node"

@@ -34,6 +34,7 @@ from fxpipe.distributed.collective import (
     Work,
     wait_in_slices,
 )
+from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.heartbeat import Ending
 from fxpipe.distributed.topology import Topology, served_device
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
@@ -93,7 +94,7 @@ class DistributedTransport:
         self._closed = ""  # why the transport is closed; empty while it is open
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{self.number}", default_store())
         self._pipes = topology.groups("pipe")
-        coordinate = {"pipe": self._pipes, "data": topology.groups("data")}
+        coordinate = {"pipe": self._pipes, "data": topology.groups(BATCH)}
         self._ranks: dict[Scope, list[int]] = {"all": list(range(dist.get_world_size()))}
         for scope, groups in coordinate.items():
             self._ranks[scope] = next(group for group in groups if self.rank in group)

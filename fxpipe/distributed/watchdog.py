@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fxpipe.distributed import heartbeat
 from fxpipe.distributed.activity import Waiting, first_difference, here
+from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, SILENT, Ending, Heard, Heartbeat, Report
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, describe_error, printable
@@ -113,7 +114,7 @@ class Watchdog:
     def take_up(self, number: int, topology: Topology) -> None:
         """Starts watching transport ``number`` with this topology."""
         self._topology = topology
-        self._pipe, data = (next(g for g in topology.groups(axis) if self.rank in g) for axis in ("pipe", "data"))
+        self._pipe, data = (next(g for g in topology.groups(axis) if self.rank in g) for axis in ("pipe", BATCH))
         if self._size > _CLOSE:
             self._heartbeat.wanted = self._peers = tuple({*self._pipe, *data} - {self.rank})
         here.forget(number)

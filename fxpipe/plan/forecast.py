@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fxpipe.distributed.grid import BATCH
 from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.parameters.ownership import ownership
@@ -196,17 +197,17 @@ class _Forecast:
         """The sum of these node costs over all nodes, micro-batches and replicas of a step."""
         nodes = self.staged.work.costs.nodes.values() if self.staged else ()
         each = sum(getattr(node, name) for node in nodes for name in names)
-        return float(each * self.schedule.microbatches * self.topology.size("data"))
+        return float(each * self.schedule.microbatches * self.topology.size(BATCH))
 
     @cached_property
     def _traffic(self) -> list[DataTraffic]:
         """Each rank's traffic on the data axis."""
-        data, zero, precision = self.topology.size("data"), self.options.zero, self.options.precision
+        data, zero, precision = self.topology.size(BATCH), self.options.zero, self.options.precision
         # Without zero, gradients are summed inside each node first, and then between nodes.
         node = min(map(len, self.topology.shard_groups()))
         shards = self.account.shards if zero else node if 1 < node < data else data
         replicas, part = data // shards, (shards - 1) / shards
-        per_node, groups = self.topology.ranks_per_node, self.topology.groups("data")
+        per_node, groups = self.topology.ranks_per_node, self.topology.groups(BATCH)
         crossing = max(_leaving(group, per_node) for group in groups) if shards == data else 0.0
         # In a ring of S ranks, a reduce-scatter or an all-gather sends (S - 1) / S of a tensor, an all-reduce twice as
         # much. zero=2 runs a reduce-scatter for each micro-batch.
@@ -232,7 +233,7 @@ class _Forecast:
         its first backward under zero=2. The rest of the sums, and the parameter gathers, run after the table's end."""
         assert self.staged is not None
         end = whole = self.timeline.makespan + self.staged.tied_seconds
-        if self.topology.size("data") == 1:
+        if self.topology.size(BATCH) == 1:
             return end
         for traffic, row in zip(self._traffic, self.schedule.rows, strict=True):
             backwards = [action for action in row if action.op in (Op.B, Op.W)]
@@ -249,7 +250,7 @@ class _Forecast:
         if per_node is None:
             return 0.0
         found = 0.0
-        if self.topology.size("data") > 1:
+        if self.topology.size(BATCH) > 1:
             sent = [collective for traffic in self._traffic for collective in (*traffic.sums, *traffic.gathers)]
             size = sum(collective.size * collective.crossing for collective in sent)
             found = self.topology.world_size / self.topology.size("pipe") * size

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.batch.group_inputs import SCOPE
+from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError
@@ -58,7 +59,7 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
     plan, options, topology = planning.first, planning.options, planning.topology
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
     if plan.graph.sees_replicas:
-        groups[SCOPE] = topology.groups("data")
+        groups[SCOPE] = topology.groups(BATCH)
     # Tied parameters' gradients are summed over their owners, losses over the ranks that compute some of them.
     sums = dict.fromkeys([*owners.tied, *[plan.output_ranks] * (len(plan.output_ranks) > 1)])
     transport.open(pairs(plan.instructions), list(sums), groups)

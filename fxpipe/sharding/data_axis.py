@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport
 from fxpipe.errors import TopologyError
@@ -48,7 +49,7 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     with ``zero_scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags"
     those of the data group, "all" every rank: groups of their own, so that no collective waits for another group's.
     """
-    data, nodes = topology.groups("data"), topology.shard_groups()
+    data, nodes = topology.groups(BATCH), topology.shard_groups()
     cut = [[part for part in nodes if part[0] in group] for group in data]
     hierarchical = all(len(parts) > 1 and len(parts[0]) > 1 for parts in cut)
     if zero_scope == "data" if zero else not hierarchical:

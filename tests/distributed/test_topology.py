@@ -35,6 +35,10 @@ TOPOLOGIES: list[tuple[Axes, int | None]] = [
     ([("data", 4), ("pipe", 3)], 6),
     ([("dp", 2), ("pp", 3), ("tp", 2)], 6),
     ([("tp", 1), ("dp", 5), ("pp", 2)], 10),
+    ([("pipe", 2), ("data", 2), ("expert", 2)], 4),
+    ([("pipe", 2), ("data", 2), ("expert", 2)], 2),
+    ([("expert", 3), ("pipe", 2), ("cp", 2)], 4),
+    ([("context", 2), ("pp", 2), ("dp", 3), ("tp", 2), ("ep", 2)], 24),
 ]
 every_topology = pytest.mark.parametrize(("axes", "per_node"), TOPOLOGIES, ids=str)
 
@@ -43,20 +47,21 @@ def grid(axes: Axes) -> np.ndarray:
     return np.arange(math.prod(size for _, size in axes)).reshape([size for _, size in axes])
 
 
-def expected_groups(axes: Axes, role: str) -> set[tuple[int, ...]]:
-    """Move the axis to the end, and every row is a group."""
+def expected_groups(axes: Axes, *roles: str) -> set[tuple[int, ...]]:
+    """Move the axes to the end, and every row is a group."""
     ranks = grid(axes)
-    places = [index for index, (name, _) in enumerate(axes) if ROLES[name] == role]
-    rows = np.moveaxis(ranks, places[0], -1).reshape(-1, axes[places[0]][1]) if places else ranks.reshape(-1, 1)
+    places = [index for index, (name, _) in enumerate(axes) if ROLES[name] in roles]
+    size = math.prod(axes[place][1] for place in places)
+    rows = np.moveaxis(ranks, places, range(-len(places), 0)).reshape(-1, size)
     return {tuple(row) for row in rows.tolist()}
 
 
 def expected_model_groups(axes: Axes) -> list[list[int]]:
-    """Move the data axis to the front, and every slice is a group."""
+    """Move the axes whose ranks draw rows to the front, and every slice is a group."""
     ranks = grid(axes)
-    places = [index for index, (name, _) in enumerate(axes) if ROLES[name] == "data"]
-    slices = np.moveaxis(ranks, places[0], 0).reshape(axes[places[0]][1], -1) if places else ranks.reshape(1, -1)
-    return [sorted(row) for row in slices.tolist()]
+    places = [index for index, (name, _) in enumerate(axes) if ROLES[name] in ("data", "expert")]
+    size = math.prod(axes[place][1] for place in places)
+    return [sorted(row) for row in np.moveaxis(ranks, places, range(len(places))).reshape(size, -1).tolist()]
 
 
 def as_set(groups: list[list[int]]) -> set[tuple[int, ...]]:
@@ -108,7 +113,8 @@ def test_sizes_and_coordinates_are_those_of_numpys_row_major_grid(axes: Axes, pe
     for name, role in ROLES.items():  # both names of a role; an absent axis has size 1
         assert topo.size(name) == given.get(role, 1)
         assert topo.groups(name) == topo.groups(role)
-    assert topo.size("model") == topo.world_size // given.get("data", 1)
+    assert topo.size("model") == topo.world_size // (given.get("data", 1) * given.get("expert", 1))
+    assert topo.size("batch") == math.prod(given.get(role, 1) for role in ("data", "expert", "context"))
     for index, rank in np.ndenumerate(grid(axes)):
         coordinate = dict(zip([name for name, _ in axes], index, strict=True))
         assert list(topo.coordinate(int(rank)).items()) == list(coordinate.items())
@@ -119,24 +125,25 @@ def test_sizes_and_coordinates_are_those_of_numpys_row_major_grid(axes: Axes, pe
 
 
 @every_topology
-@pytest.mark.parametrize("role", ["pipe", "data", "tensor"])
+@pytest.mark.parametrize("role", ["pipe", "data", "tensor", "expert", "context", "batch"])
 def test_groups_vary_one_coordinate_and_cross_nodes_where_one_does(axes: Axes, per_node: int | None, role: str) -> None:
     topo = Topology(axes, per_node)
-    assert as_set(topo.groups(role)) == expected_groups(axes, role)
+    roles = ("data", "expert", "context") if role == "batch" else (role,)
+    assert as_set(topo.groups(role)) == expected_groups(axes, *roles)
     assert all(group == sorted(group) for group in topo.groups(role))
     node_of = grid(axes).ravel() // (per_node or topo.world_size)
-    expected = any(len({int(node_of[rank]) for rank in group}) > 1 for group in expected_groups(axes, role))
+    expected = any(len({int(node_of[rank]) for rank in group}) > 1 for group in expected_groups(axes, *roles))
     assert topo.crosses_nodes(role) is expected
     assert topo.groups("model") == expected_model_groups(axes)
 
 
 @every_topology
-def test_shard_and_replica_groups_tile_each_data_group(axes: Axes, per_node: int | None) -> None:
+def test_shard_and_replica_groups_tile_each_batch_group(axes: Axes, per_node: int | None) -> None:
     topo = Topology(axes, per_node)
     width = per_node or topo.world_size
     shards: set[tuple[int, ...]] = set()
     replicas: set[tuple[int, ...]] = set()
-    for group in expected_groups(axes, "data"):
+    for group in expected_groups(axes, "data", "expert", "context"):
         nodes = np.array(group) // width
         # Equally many ranks in every node, so that nodes are rows of a rectangle.
         rectangle = np.array(group).reshape(len(set(nodes.tolist())), -1)
@@ -196,6 +203,12 @@ NO_GRID: list[tuple[Any, Any, str]] = [
     (UNEVEN, 3, "data 3 × tensor 2 meets nodes unevenly (2 in node 0, 1 in node 1)"),
     (UNEVEN, 3, "make data the innermost axis, or write ranks_per_node=1 or 2 or 6"),
     ([("pipe", 2), ("data", 3)], 2, "write ranks_per_node=1 or 3 or 6"),  # those that help
+    (
+        [("data", 3), ("pipe", 2), ("expert", 2)],
+        6,
+        "make data and expert the innermost axes, or write ranks_per_node=1",
+    ),
+    ([("expert", 2), ("ep", 2)], None, 'axes "expert" and "ep" are both the expert axis'),
 ]
 OUTSIDE: list[tuple[Callable[[Topology], Any], str]] = [
     (lambda topo: topo.coordinate(16), "rank 16 is outside pipe 2 × tensor 2 × data 4: its ranks are 0 to 15"),
@@ -212,6 +225,9 @@ OUTSIDE: list[tuple[Callable[[Topology], Any], str]] = [
     (lambda topo: topo.mesh, "torch.distributed is not started"),
     (lambda topo: topo.group("pipe"), "torch.distributed is not started"),
     (lambda _: Topology.fit(6, pipe=4), "6 ranks are no multiple of pipe 4 × tensor 1: start a multiple of 4, or"),
+    (lambda _: Topology.fit(6, pipe=1, expert=2, context=2), "6 ranks are no multiple of pipe 1 × tensor 1 × expert 2"),
+    (lambda _: Topology.fit(8, pipe=1, expert=0), "expert is 0: write 1 or more"),
+    (lambda _: Topology.fit(6, pipe=1, expert=2, rows=64), "64 rows of a step are no multiple of 6 replicas"),
     (lambda _: Topology.fit(6, pipe=2, rows=64), "64 rows of a step are no multiple of 3 replicas"),
     (lambda _: Topology.fit(0, pipe=2), "world_size is 0: write 1 or more"),
     (lambda _: Topology.fit(4, pipe=2.0), "pipe must be a whole number, got 2.0"),  # type: ignore[arg-type]
@@ -235,6 +251,8 @@ def test_what_is_outside_the_grid_is_refused(ask: Callable[[Topology], Any], say
         (8, {"pipe": 2, "tensor": 2, "rows": 64}, [("pipe", 2), ("tensor", 2), ("data", 2)]),
         (4, {"pipe": 4}, [("pipe", 4), ("data", 1)]),
         (12, {"pipe": 4, "rows": 96, "ranks_per_node": 3}, [("pipe", 4), ("data", 3)]),
+        (16, {"pipe": 2, "expert": 4, "rows": 64}, [("pipe", 2), ("data", 2), ("expert", 4)]),
+        (8, {"pipe": 1, "expert": 2, "context": 2}, [("pipe", 1), ("data", 2), ("expert", 2), ("context", 2)]),
     ],
 )
 def test_the_data_axis_takes_the_ranks_that_are_left(ranks: int, options: dict[str, int], axes: Axes) -> None:
@@ -263,7 +281,7 @@ def facts(topo: Topology, meeting: str) -> dict[str, Any]:
     seen = Topology.from_mesh(mesh, ranks_per_node=2)
     unnamed = DeviceMesh(DEVICE, [[0, 1], [2, 3]])
     swapped = DeviceMesh(DEVICE, [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp"))
-    other = DeviceMesh(DEVICE, [[0, 1], [2, 3]], mesh_dim_names=("ep", "dp"))
+    other = DeviceMesh(DEVICE, [[0, 1], [2, 3]], mesh_dim_names=("xp", "dp"))
     result: dict[str, Any] = {
         "names": topo.mesh.mesh_dim_names,
         "ranks": topo.mesh.mesh.tolist(),
@@ -295,7 +313,7 @@ DO_NOT_FIT = {
     "too few": "torch.distributed runs 4 processes, but pipe 2 makes 2",
     "unnamed": "a DeviceMesh of shape (2, 2) names no dimensions",
     "swapped": "the mesh orders its ranks as [0, 2, 1, 3]",
-    "unknown": 'unknown axis "ep"; known: "pipe", "pp"',
+    "unknown": 'unknown axis "xp"; known: "pipe", "pp"',
     "part": "torch.distributed runs 4 processes, but dp 2 makes 2",
     "stale": "torch.distributed is not started",
 }
@@ -318,6 +336,64 @@ def test_the_mesh_and_the_process_groups_are_those_of_the_topology(pool: Pool, t
     assert [seen["sums"]["tensor"] for seen in four] == [1, 10, 100, 1000]
     assert [seen["sums"]["model"] for seen in four] == [101, 1010, 101, 1010]
     assert [seen["restarted"] for seen in four] == [11, 11, 1100, 1100]
+
+
+# --- rows and positions ---
+
+
+def test_expert_ranks_are_printed_with_the_groups_over_which_gradients_are_summed() -> None:
+    rows = {line.split()[0]: line for line in str(Topology([("pipe", 2), ("data", 2), ("expert", 2)])).splitlines()}
+    assert "[0, 1] [2, 3] [4, 5] [6, 7]" in rows["expert"]
+    assert "[0, 2] [4, 6] [1, 3] [5, 7]" in rows["data"]
+    assert "[0, 1, 2, 3] [4, 5, 6, 7]" in rows["batch"]
+    assert "[0, 4] [1, 5] [2, 6] [3, 7]" in rows["model"]
+    assert "batch" not in str(Topology(CONTRACT))
+
+
+def dealt(axes: Axes) -> dict[str, Any]:
+    """The rows and the positions that a rank gets of 12 rows and 8 positions."""
+    import torch
+    import torch.distributed as dist
+
+    fxpipe.init()
+    topo = Topology(axes)
+    positions = torch.arange(8).repeat(3, 1)
+    part = topo.context_part(positions)
+    gathered = [torch.empty_like(part) for _ in range(topo.size("context"))]
+    dist.all_gather(gathered, part, group=topo.group("context"))
+    whole = topo.context_whole(torch.cat(gathered, 1))
+    return {
+        "rows": list(topo.sampler(range(12), shuffle=False)),
+        "of": (topo.data_rank, topo.data_size),
+        "positions": part[0].tolist(),
+        "columns": topo.context_part(positions.T, dim=0)[:, 0].tolist(),
+        "whole": torch.equal(whole, positions),
+        "uneven": refusal(lambda: topo.context_part(positions[:, 1:])),
+        "mesh": topo.mesh.mesh_dim_names,
+    }
+
+
+def test_rows_are_dealt_over_data_and_expert_ranks_and_positions_over_context_ranks(pool: Pool) -> None:
+    for rank, seen in enumerate(pool.run(dealt, [("data", 2), ("context", 2)])):
+        replica, place = divmod(rank, 2)
+        assert (seen["of"], seen["rows"]) == ((replica, 2), list(range(replica, 12, 2)))
+        assert seen["positions"] == seen["columns"] == [[0, 1, 6, 7], [2, 3, 4, 5]][place]
+        assert seen["whole"]
+        assert seen["uneven"] == (
+            "7 positions, dimension 1 of [3, 7], are no multiple of 2 × context 2: pad them to a multiple of 4"
+        )
+    for rank, seen in enumerate(pool.run(dealt, [("data", 2), ("expert", 2)])):
+        assert (seen["of"], seen["rows"]) == ((rank, 4), list(range(rank, 12, 4)))
+        assert (seen["positions"], seen["whole"]) == (list(range(8)), True)
+        assert seen["mesh"] == ("data", "expert", "tensor")
+
+
+def test_one_process_has_all_positions() -> None:
+    import torch
+
+    topo, tensor = Topology([("context", 2)]), torch.arange(6).view(1, 6)
+    assert topo.context_part(tensor) is tensor
+    assert topo.context_whole(tensor) is tensor
 
 
 # --- the mesh of the data axis ---

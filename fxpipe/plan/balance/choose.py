@@ -19,6 +19,7 @@ from tabulate import tabulate
 from fxpipe.batch.batch import joined_description
 from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.pattern import Pattern
+from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.program import Program, called_in
@@ -327,7 +328,7 @@ class Balancing:
         """Gathered stage → the group of micro-batches for which it runs once, of this batch or of all replicas."""
         found = {}
         for stage, gathered in program.gathered.items():
-            replicas = self.topology.size("data") if "global" in gathered.modes else 1
+            replicas = self.topology.size(BATCH) if "global" in gathered.modes else 1
             size = gathered.group or microbatches
             times = size * replicas
             found[stage] = Group(size, times, example_of(joined_description([shape] * times, self.options.batch_dim)))

@@ -23,6 +23,7 @@ from dataclasses import astuple, dataclass
 
 from torch import Tensor
 
+from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.options import Options
 from fxpipe.precision import Precision
@@ -59,9 +60,9 @@ class Account:
     def of(options: Options, topology: Topology) -> Account:
         """The account for ``zero``, ``zero_scope`` and ``precision`` on a topology, with Adam's two moments. If groups
         differ in their number of ranks, the smallest group counts."""
-        if topology.size("data") == 1:
+        if topology.size(BATCH) == 1:
             return Account(0, 1, options.precision)
-        groups = topology.groups("data") if options.zero_scope == "data" else topology.shard_groups()
+        groups = topology.groups(BATCH) if options.zero_scope == "data" else topology.shard_groups()
         return Account(options.zero, min(map(len, groups)), options.precision)
 
     def part_of(self, count: int, rows: int) -> float:

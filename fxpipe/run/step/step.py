@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fxpipe.batch.group_inputs import GroupInputs
 from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.distributed.activity import announced
+from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
@@ -115,7 +116,7 @@ class Steps:
         self._check = BatchCheck(transport, options.check_batches, in_tensor_group, lambda: topology.has_sampler)
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         place = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
-        leads = not any(number for axis, number in place.items() if axis not in ("pipe", "data"))
+        leads = not any(number for axis, number in place.items() if ROLES[axis] == "tensor")
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
         # a suffix of the announced call names
