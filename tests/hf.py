@@ -248,6 +248,22 @@ def mixtral(experts: str = "grouped_mm", layers: int = 4) -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
+def qwen3_moe(layers: int = 4) -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        **DECODER,
+        **SPECIAL,
+        head_dim=4,
+        moe_intermediate_size=8,
+        num_hidden_layers=layers,
+        num_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=ROUTER,
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
 def llava() -> nn.Module:
     words = {**DECODER, **SPECIAL, "num_hidden_layers": 3, "model_type": "llama", "tie_word_embeddings": False}
     config = transformers.LlavaConfig(

@@ -35,6 +35,12 @@ def ranks_of(tensor: DTensor) -> frozenset[int]:
     return frozenset(tensor.device_mesh.mesh.flatten().tolist())
 
 
+def lines_of(tensor: DTensor) -> list[list[int]]:
+    """The global ranks along each dimension of a DTensor's mesh that this rank is among."""
+    ranks, here = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate() or ()
+    return [ranks[(*here[:dim], slice(None), *here[dim + 1 :])].tolist() for dim in range(ranks.ndim)]
+
+
 def is_cut_over(tensor: DTensor, ranks: Sequence[int]) -> bool:
     """Whether a DTensor's only placement is Shard(0) over these ranks, in this order."""
     (placement, *others) = tensor.placements

@@ -22,7 +22,7 @@ from fxpipe.parameters.weights import Weights
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.precision import cast_parameters
 from fxpipe.schedules.lower import pairs
-from fxpipe.sharding.data_axis import check_ties, data_groups, sums_of
+from fxpipe.sharding.data_axis import alone_groups, check_ties, data_groups, sums_of
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.sharding.parallelise import ParallelGradients, parallelise_stages, tensor_groups
 from fxpipe.sharding.reducer import Reducer, reducer_for
@@ -58,6 +58,8 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
         return
     plan, options, topology = planning.first, planning.options, planning.topology
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
+    if options.parallelize is not None:
+        groups |= alone_groups(topology)
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups(BATCH)
     # Tied parameters' gradients are summed over their owners, losses over the ranks that compute some of them.

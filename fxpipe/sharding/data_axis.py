@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.grid import BATCH
+from fxpipe.distributed.grid import BATCH, BATCH_AXES
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport
 from fxpipe.errors import TopologyError
@@ -59,6 +60,21 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     replicas = [list(ranks) for parts in cut for ranks in zip(*parts, strict=True)]
     everyone = [list(range(topology.world_size))]
     return {"shard": shards, "gather": shards, "replica": replicas, "flags": data, "all": everyone}
+
+
+def scope_of(axes: Collection[str], topology: Topology) -> str:
+    """Returns the scope of the sums over these batch axes; "" where they have a single rank."""
+    over, every = ([a for a in BATCH_AXES if topology.size(a) > 1 and a in some] for some in (axes, BATCH_AXES))
+    return "data" if over == every else " × ".join(over) + " alone" * bool(over)
+
+
+def alone_groups(topology: Topology) -> Groups:
+    """Returns the groups of each scope of ``scope_of`` but "data": those of some of the batch axes, for parameters that
+    are sharded over the others."""
+    some = (axes for count in (1, 2) for axes in combinations(BATCH_AXES, count))
+    return {
+        scope: topology.groups_over(axes) for axes in some if (scope := scope_of(axes, topology)) not in ("", "data")
+    }
 
 
 def sums_of(zero: int, transport: Transport, precision: Precision | None, replicated: bool) -> GradientSums:

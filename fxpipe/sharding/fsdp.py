@@ -416,7 +416,7 @@ class FullyShardedGradients(Gradients):
         self._stop()
         used = {name for unit in self._units for name in unit.finish()}
         used |= {name for name, parameter in self._whole.items() if parameter.grad is not None}
-        self._sum_used(self._ask_who_used(used).wait(), self._whole, factor)
+        self._sum_used(self._ask_who_used(used).wait(), {"data": self._whole}, factor)
         self._leave_gradients()
 
     def _stop(self) -> None:

@@ -270,8 +270,8 @@ class Gradients(ABC):
         in_flat_buffers(parts, lambda flat: self._transport.all_reduce(scope, flat))
 
     @torch.no_grad()
-    def _sum_used(self, used: Collection[str], over_data: Iterable[str], factor: Tensor | None) -> None:
-        """Sums this call's gradients in ``.grad`` over owners, and those of ``over_data`` over the data axis.
+    def _sum_used(self, used: Collection[str], over: Mapping[str, Iterable[str]], factor: Tensor | None) -> None:
+        """Sums this call's gradients in ``.grad`` over owners, and those of ``over``, scope → names, over batch axes.
 
         ``used``: the names of the parameters that any rank has used. They have a gradient on all ranks afterwards.
         """
@@ -285,9 +285,10 @@ class Gradients(ABC):
                 parameter.grad = torch.zeros_like(parameter.detach())
             elif is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
                 parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
-        self._sum("data", over_data)
-        for ranks, names in self._tied.items():
-            self._sum(ranks, names)
+        for scope, names in over.items():
+            self._sum(scope, names)
+        for ranks, tied in self._tied.items():
+            self._sum(ranks, tied)
         self._scale(factor)
 
     def _ask_who_used(self, used: Collection[str]) -> WhoUsed:

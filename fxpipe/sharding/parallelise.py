@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,21 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
+from fxpipe.distributed.grid import BATCH_AXES, ROLES
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
-from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
+from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, ranks_of
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
-from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.sharding.data_axis import GradientSums, scope_of
 from fxpipe.sharding.reducer import Reducer, Shared
 from fxpipe.torch_compat import pytree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
     from fxpipe.sharding.fsdp import FsdpStage
 
@@ -65,7 +68,7 @@ def parallelise_stages(
     for copied in copies.values():
         parallelize(copied.module, mesh)
     changed = _changed(graph, copies)
-    _check_meshes(changed, graph, topology, transport)
+    axes = _axes_of(changed, graph, topology, transport)
     replace_tensors(graph.module, changed)
     _check_tied(graph.module, owners, transport)
     sharded: dict[int, FsdpStage] = {}
@@ -73,7 +76,16 @@ def parallelise_stages(
         from fxpipe.sharding.fsdp import sharded_stages  # importing FSDP2 is slow
 
         sharded = sharded_stages({stage: copied.module for stage, copied in copies.items()})
-    return Parallel(copies, sharded)
+    # FSDP2 sums over its own mesh, also where this has a dimension of replicas.
+    managed = {id(shard) for stage in sharded.values() for shard in stage.parameters}
+    names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
+    scopes = {}
+    for tensor in changed.values():
+        if id(tensor) in axes and isinstance(tensor, nn.Parameter):
+            on_axes = axes[id(tensor)]
+            _check_replicas(tensor, names[id(tensor)], on_axes, id(tensor) in managed, topology)
+            scopes[names[id(tensor)]] = scope_of(set(BATCH_AXES).difference(*on_axes), topology)
+    return Parallel(copies, sharded, scopes)
 
 
 # --- the copies that parallelize changes
@@ -164,14 +176,20 @@ def _kind(value: object) -> str:
     return "a parameter" if isinstance(value, nn.Parameter) else "a buffer" if isinstance(value, Tensor) else "nothing"
 
 
-def _check_meshes(changed: Mapping[int, Tensor], graph: StageGraph, topology: Topology, transport: Transport) -> None:
-    """RunError unless a DTensor's ranks run the same stages, and are all or a single rank of the data group."""
+def _axes_of(
+    changed: Mapping[int, Tensor], graph: StageGraph, topology: Topology, transport: Transport
+) -> dict[int, list[set[str]]]:
+    """Returns id of a DTensor → for each dimension of its mesh, the topology's axes along which the ranks lie.
+
+    RunError unless a DTensor's ranks run the same stages, and are all ranks of each axis or a single rank.
+    """
     if transport.pipe_rank is None:
-        return
+        return {}
+    found: dict[int, list[set[str]]] = {}
     names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     apart = {rank for group in topology.groups("pipe") for rank in group[transport.pipe_rank : transport.pipe_rank + 1]}
     data = set(transport.ranks("data"))
-    # On a part of the data axis, the mesh would sum the gradients of some replicas, and nothing those of the others.
+    # On a part of a batch axis, the mesh would sum the gradients of some replicas, and nothing those of the others.
     for key, tensor in changed.items():
         if not is_dtensor(tensor):
             continue
@@ -181,11 +199,40 @@ def _check_meshes(changed: Mapping[int, Tensor], graph: StageGraph, topology: To
                 f"parallelize has spread {name} over ranks {sorted(ranks)}, but only ranks {sorted(apart)} run its "
                 f'stage; name the axes of the mesh, as in fully_shard(module, mesh=mesh["data"])'
             )
-        if 1 < len(ranks & data) < len(data):
+        found[id(tensor)] = [_axes_along(line, topology) for line in lines_of(tensor)]
+        batch = set().union(*found[id(tensor)]).intersection(BATCH_AXES)
+        if math.prod(map(topology.size, batch)) != len(ranks & data):
             raise RunError(
                 f"parallelize has spread {name} over ranks {sorted(ranks & data)} of the data group {sorted(data)}; "
                 "use all of the data axis, or none of it"
             )
+    return found
+
+
+def _axes_along(ranks: Sequence[int], topology: Topology) -> set[str]:
+    """Returns the roles of the axes along which the ranks differ."""
+    coordinates = [topology.coordinate(rank) for rank in ranks]
+    return {ROLES[name] for name, _ in topology.axes if len({coordinate[name] for coordinate in coordinates}) > 1}
+
+
+def _check_replicas(tensor: DTensor, name: str, axes: Sequence[set[str]], managed: bool, topology: Topology) -> None:
+    """RunError for a parameter whose gradient nothing would sum over some ranks. ``managed``: FSDP2 sums it over data
+    and the axes flattened with data."""
+    for placement, along in zip(tensor.placements, axes, strict=True):
+        batch = along.intersection(BATCH_AXES)
+        if batch and not placement.is_shard() and not (managed and "data" in along):
+            axis = " × ".join(sorted(batch))
+            raise RunError(
+                f"parallelize has made {name} a DTensor with {placement} over the {axis} axis, so that nothing sums "
+                f"its gradient over the {axis} ranks; leave it a plain parameter, which fxpipe sums, or shard it: "
+                f'fully_shard(module, mesh=mesh["data"])'
+            )
+    if "expert" in set().union(*axes) and "tensor" not in set().union(*axes) and topology.size("tensor") > 1:
+        raise RunError(
+            f"parallelize has spread {name} over the expert axis and not over the tensor axis, whose ranks may run it "
+            "on tokens of their own, and nothing would sum its gradient over them; leave the tensor axis out, or shard "
+            "it over both"
+        )
 
 
 def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> None:
@@ -211,10 +258,13 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
 
 
 class Parallel:
-    """The ``copies`` of this rank's stages that ``parallelize`` has changed, and ``sharded``: their FSDP2 modules."""
+    """The ``copies`` of this rank's stages that ``parallelize`` has changed. ``sharded``: their FSDP2 modules.
+    ``scopes``: name of a DTensor parameter → the scope of the batch axes that its mesh leaves out, "" for none."""
 
-    def __init__(self, copies: Mapping[int, _StageCopy], sharded: Mapping[int, FsdpStage]) -> None:
-        self.copies, self.sharded = copies, sharded
+    def __init__(
+        self, copies: Mapping[int, _StageCopy], sharded: Mapping[int, FsdpStage], scopes: Mapping[str, str]
+    ) -> None:
+        self.copies, self.sharded, self.scopes = copies, sharded, scopes
         self._adopted: weakref.WeakKeyDictionary[nn.Module, _StageFunction] = weakref.WeakKeyDictionary()
         self._captures = 0
 
@@ -351,9 +401,11 @@ class ParallelGradients(Reducer):
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}
-        # The mesh of a DTensor on the whole data axis sums its gradients itself: by FSDP2, or by redistribution.
-        data = set(transport.ranks("data")) if transport.data_size > 1 else set()
-        self._to_sum = [n for n, p in self._own.items() if is_dtensor(p) and not data <= ranks_of(p)]
+        # A DTensor's shards have their gradients' sums over the mesh already, from FSDP2 or a stage's own collectives.
+        self._to_sum: dict[str, list[str]] = {scope: [] for scope in sorted({*parallel.scopes.values()} - {""})}
+        for name in self._own:
+            if scope := parallel.scopes.get(name):
+                self._to_sum[scope].append(name)
         self._used: set[str] = set()
 
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
