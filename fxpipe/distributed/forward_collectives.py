@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.torch_compat import TorchDispatchMode, groups_of_call
+from fxpipe.torch_compat import BATCH_STATISTICS, TorchDispatchMode, groups_of_call
 from fxpipe.trace.user_line import current_line
 
 
@@ -47,7 +47,8 @@ class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) -> None:
-    """TopologyError for a ``nn.SyncBatchNorm`` whose process group has ranks that do not run this rank's stages."""
+    """TopologyError for a ``nn.SyncBatchNorm`` whose process group has ranks that do not run this rank's stages, and
+    for any norm with statistics over positions that lie on several context ranks."""
     if not dist.is_initialized():  # without process groups a SyncBatchNorm is a plain batch norm
         return
     replicas = replicas_of(topology)
@@ -61,6 +62,11 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
         for part in module.named_modules(prefix=prefix)
     ]
     for name, part in parts:
+        if topology.size("context") > 1 and isinstance(part, BATCH_STATISTICS):
+            raise TopologyError(
+                f"{name} is a {type(part).__name__}, and its statistics on a context axis would be those of this "
+                "rank's positions alone; write nn.LayerNorm or nn.RMSNorm, or leave the context axis out"
+            )
         if not isinstance(part, nn.SyncBatchNorm):
             continue
         waits_for = dist.get_process_group_ranks(part.process_group or dist.group.WORLD)

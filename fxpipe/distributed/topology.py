@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,6 +100,8 @@ class Topology(Tabular):
         self._ranks_per_node = None if ranks_per_node is None else checked_node(self._axes, ranks_per_node)
         self._node = self._ranks_per_node or self._world_size
         self._live: _LiveGroups | None = None
+        self.cut = deque[Any](maxlen=8)
+        """The last tensors that ``context_part`` was given, until a step compares them with other ranks'."""
 
     @classmethod
     def fit(
@@ -391,6 +394,7 @@ class Topology(Tabular):
         import torch
         import torch.distributed as dist
 
+        self.cut.append(tensor)
         mine, chunks = self._mine("context").index(dist.get_rank()), self._chunks(tensor, dim, count)
         return torch.cat([chunks[mine], chunks[-1 - mine]], dim)
 

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 DATA_AXIS = ("shard", "replica", "gather")
 """The scopes on which gradients and parameters travel over the data axis."""
+ALONE = " alone"
+"""The end of the scopes over some of the batch axes: those of parameters that are sharded over the others."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Traffic(Tabular):
 
     @property
     def _data_axis(self) -> tuple[Moved, ...]:
-        return tuple(row for row in self.rows if row.scope in DATA_AXIS)
+        return tuple(row for row in self.rows if row.scope in DATA_AXIS or str(row.scope).endswith(ALONE))
 
     def __str__(self) -> str:
         if not self.rows:

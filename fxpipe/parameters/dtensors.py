@@ -37,8 +37,10 @@ def ranks_of(tensor: DTensor) -> frozenset[int]:
 
 def lines_of(tensor: DTensor) -> list[list[int]]:
     """The global ranks along each dimension of a DTensor's mesh that this rank is among."""
-    ranks, here = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate() or ()
-    return [ranks[(*here[:dim], slice(None), *here[dim + 1 :])].tolist() for dim in range(ranks.ndim)]
+    from torch import distributed as dist
+
+    mesh = tensor.device_mesh
+    return [dist.get_process_group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
 
 
 def is_cut_over(tensor: DTensor, ranks: Sequence[int]) -> bool:

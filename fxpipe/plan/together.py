@@ -109,20 +109,22 @@ def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[st
     )
 
 
-def check_rows(transport: Transport, plan: Plan, zero: int) -> None:
+def check_rows(transport: Transport, plan: Plan, zero: int, meets: bool) -> None:
     """RunError if replicas whose rows contain data-axis collectives run different rows. A collective call of the data
     axis.
 
-    Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas.
+    Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas, or
+    may have stages that meet those of other expert and context ranks, as ``meets`` says.
     """
     gathers = plan.graph.sees_replicas
-    if (zero < 2 and not gathers) or transport.data_size == 1:
+    if (zero < 2 and not gathers and not meets) or transport.data_size == 1:
         return
-    digests = plan.row_digests if zero == 2 or gathers else plan.pass_digests
+    digests = plan.row_digests if zero == 2 or gathers or meets else plan.pass_digests
     if len(set(transport.gather_int("data", digests[transport.pipe_rank or 0]))) > 1:
         what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
+        what = "expert and context ranks meet inside of stages" if meets else what
         raise RunError(
             f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
             f"{len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
-            f"(drop_last=True in a DataLoader){'' if gathers else ', or write zero=1'}"
+            f"(drop_last=True in a DataLoader){'' if gathers or meets else ', or write zero=1'}"
         )

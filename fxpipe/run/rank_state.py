@@ -13,7 +13,7 @@ from fxpipe.batch.group_inputs import SCOPE
 from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, broadcast
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise
@@ -24,7 +24,7 @@ from fxpipe.precision import cast_parameters
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import alone_groups, check_ties, data_groups, sums_of
 from fxpipe.sharding.gradients import Gradients
-from fxpipe.sharding.parallelise import ParallelGradients, parallelise_stages, tensor_groups
+from fxpipe.sharding.parallelise import ParallelGradients, context_groups, parallelise_stages, tensor_groups
 from fxpipe.sharding.reducer import Reducer, reducer_for
 
 
@@ -58,8 +58,14 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
         return
     plan, options, topology = planning.first, planning.options, planning.topology
     groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
+    groups |= context_groups(topology)
     if options.parallelize is not None:
         groups |= alone_groups(topology)
+    if plan.graph.sees_replicas and topology.size("context") > 1:
+        raise TopologyError(
+            'gather="global" joins the rows of all replicas, but context ranks have other positions of the same rows; '
+            "leave the context axis out, or the gather"
+        )
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups(BATCH)
     # Tied parameters' gradients are summed over their owners, losses over the ranks that compute some of them.
@@ -176,4 +182,5 @@ def make_rank_state(
         sums = sums_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
         make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
         gradients = reducer_for(graph, row, module, owners, transport, sums, options.bucket_bytes, make)
+    gradients.meets = transport.pipe_rank is not None and topology.size("expert") * topology.size("context") > 1
     return planning, RankState(module, gradients, originals, owners, device, seed)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxpipe.distributed.grid import BATCH, BATCH_AXES
 from fxpipe.distributed.topology import Topology
+from fxpipe.distributed.traffic import ALONE
 from fxpipe.distributed.transport import Groups, Transport
 from fxpipe.errors import TopologyError
 from fxpipe.parameters.ownership import Ownership
@@ -65,7 +66,7 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
 def scope_of(axes: Collection[str], topology: Topology) -> str:
     """Returns the scope of the sums over these batch axes; "" where they have a single rank."""
     over, every = ([a for a in BATCH_AXES if topology.size(a) > 1 and a in some] for some in (axes, BATCH_AXES))
-    return "data" if over == every else " × ".join(over) + " alone" * bool(over)
+    return "data" if over == every else " × ".join(over) + ALONE * bool(over)
 
 
 def alone_groups(topology: Topology) -> Groups:

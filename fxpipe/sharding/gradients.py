@@ -105,6 +105,10 @@ class Gradients(ABC):
         self._earlier: dict[str, Tensor] | None = None  # in a call: the gradients of earlier calls
         self._hooks: dict[str, tuple[Node, Any]] = {}  # hooks, and the autograd nodes that they are on
 
+    meets = False
+    """Whether stages may meet other ranks of the batch group in forward and backward, so that all run the same actions.
+    """
+
     @property
     def shards(self) -> bool:
         """Whether the ranks of a shard group have different pieces."""

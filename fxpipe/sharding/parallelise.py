@@ -48,6 +48,11 @@ def tensor_groups(topology: Topology) -> Groups:
     return {"tensor": topology.groups("tensor")} if topology.size("tensor") > 1 else {}
 
 
+def context_groups(topology: Topology) -> Groups:
+    """Returns the groups of the context axis, likewise."""
+    return {"context": topology.groups("context")} if topology.size("context") > 1 else {}
+
+
 def parallelise_stages(
     graph: StageGraph, topology: Topology, transport: Transport, parallelize: Parallelize, owners: Ownership
 ) -> Parallel:
@@ -81,7 +86,7 @@ def parallelise_stages(
     names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     scopes = {}
     for tensor in changed.values():
-        if id(tensor) in axes and isinstance(tensor, nn.Parameter):
+        if is_dtensor(tensor) and isinstance(tensor, nn.Parameter) and id(tensor) in axes:
             on_axes = axes[id(tensor)]
             _check_replicas(tensor, names[id(tensor)], on_axes, id(tensor) in managed, topology)
             scopes[names[id(tensor)]] = scope_of(set(BATCH_AXES).difference(*on_axes), topology)
@@ -223,7 +228,7 @@ def _check_replicas(tensor: DTensor, name: str, axes: Sequence[set[str]], manage
         if batch and not placement.is_shard() and not (managed and "data" in along):
             axis = " × ".join(sorted(batch))
             raise RunError(
-                f"parallelize has made {name} a DTensor with {placement} over the {axis} axis, so that nothing sums "
+                f"parallelize has made {name} a DTensor with {placement!r} over the {axis} axis, so that nothing sums "
                 f"its gradient over the {axis} ranks; leave it a plain parameter, which fxpipe sums, or shard it: "
                 f'fully_shard(module, mesh=mesh["data"])'
             )

@@ -131,7 +131,7 @@ def _number(value: Any, beside: Tensor, dtype: torch.dtype) -> Tensor:
 def root_weight(part: MicrobatchLoss, share: float, per_item: Tensor | None) -> float | Tensor:
     """Returns the gradient at which a micro-batch's backward begins. ``share``: the micro-batch's share of the step's
     weight. ``per_item``: for a ``Sum``, 1 / the items of the step, if they were counted ahead."""
-    if part.count is None:
+    if part.count is None or not share:
         return share
     return 1.0 if per_item is None else per_item
 

@@ -198,6 +198,21 @@ def _gradient(arrival: Any) -> Any:
     return None if all(gradient is None for gradient in gradients) else pytree.tree_unflatten(gradients, spec)
 
 
+def keep_finite(root: Any) -> None:
+    """Makes inf and nan 0 in the gradients behind a root, or roots: a loss without weight has the gradient 0, which may
+    meet 1 / 0 in the loss, and no rank that the stage meets must see it."""
+    todo = [edge.node for edge in (root if isinstance(root, list) else [root]) if edge is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        node.register_prehook(
+            lambda gradients: tuple(g if g is None else g.nan_to_num(0.0, 0.0, 0.0) for g in gradients)
+        )
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        todo += following
+
+
 def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """Returns the roots of a stage's backward, and their gradients."""
     roots: list[GradientEdge] = []

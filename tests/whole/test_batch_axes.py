@@ -1,101 +1,225 @@
-"""Expert and context axes against plain PyTorch: libraries' own layers inside of stages, gradients summed by the rule.
+"""Expert and context axes against plain PyTorch: layers that meet other ranks, and gradients summed by the rule.
 
-A gradient is summed over those batch axes on which its parameter is not sharded.
+A gradient is summed over those batch axes on which its parameter is not sharded. The toy's experts dispatch tokens by
+an all-to-all, its attention gathers keys and values; transformers' models are in ``test_batch_axes_hf``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fxpipe
-from fxpipe import Topology
+from fxpipe import Topology, stage_boundary
 from fxpipe.parameters.dtensors import whole_of
-from tests import hf
-from tests.harness import Run
-from tests.hf import HFCase, layers, predicted_labels, trained_plainly
+from tests.harness import accumulate
 from tests.models import Inputs
 from tests.pool import Pool
 
-MICROBATCHES, ROWS, STEPS = 2, 2, 4
+WORDS, WIDTH, EXPERTS, LENGTH, ROWS, MICROBATCHES, STEPS = 11, 8, 4, 8, 2, 2, 4
 Axes = Sequence[tuple[str, int]]
-ADAMW = {"optimizer": torch.optim.AdamW, "optimizer_options": {"lr": 1e-3, "eps": 1e-6}}
-
-EXPERTS = {
-    "Qwen3-MoE": HFCase(
-        partial(hf.qwen3_moe, layers=2),
-        hf.causal,
-        boundaries=layers("model.layers", 1),
-        items=predicted_labels,
-        auxiliary=hf.ROUTER,
-        **ADAMW,
-    ),
-}
+ADAMW = {"lr": 1e-3, "eps": 1e-6}
 
 
-def spread_experts(stage: nn.Module, mesh: Any) -> None:
-    """transformers' own expert parallelism, of each module of experts in a stage."""
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-    plan = {}
-    for path, module in stage.named_modules():
-        if type(module).__name__.endswith("Experts"):
-            plan |= {f"{path}.gate_up_proj": "grouped_gemm", f"{path}.down_proj": "grouped_gemm"}
-            plan[path] = "ep_dispatch_experts"
-    apply_expert_parallelism(stage, mesh["expert"], mesh["tensor"], plan)
+# --- the model, which knows nothing of ranks ---
 
 
-def batches_of(case: HFCase, rows: int) -> list[Inputs]:
-    generator = torch.Generator().manual_seed(0)
-    return [case.inputs(rows, generator) for _ in range(STEPS)]
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 3)
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        return run_experts(self.up, self.down, tokens, chosen)
 
 
-def rows_of_rank(batch: Inputs, topology: Topology) -> Inputs:
-    """The rows of this process: every replica has a part of all."""
-    return {name: value.chunk(topology.data_size)[topology.data_rank] for name, value in batch.items()}
+def run_experts(up: Tensor, down: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
+    hidden = torch.tanh(torch.einsum("tw,ewh->teh", tokens, up))
+    made = torch.einsum("teh,ehw->tew", hidden, down)
+    return made.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, WIDTH)).squeeze(1)
 
 
-def compiled(name: str, axes: Axes, **options: Any) -> fxpipe.ForwardBackward:
+class Attention(nn.Module):
+    """Causal attention of the positions that it is given to all positions. ``whole``: gathers keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole: Callable[[Tensor], Tensor] = _same
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        k, v = self.whole(k), self.whole(v)
+        mask = positions.unsqueeze(-1) >= torch.arange(k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attention = nn.Linear(WIDTH, 3 * WIDTH, bias=False), Attention()
+        self.norm, self.gate, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts()
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.attention(*self.qkv(x).chunk(3, -1), positions)
+        tokens = self.norm(x).flatten(0, 1)
+        weight, chosen = self.gate(tokens).softmax(-1).max(-1)
+        return x + (self.experts(tokens, chosen) * weight.unsqueeze(-1)).view(x.shape)
+
+
+class Toy(nn.Module):
+    """Two blocks. ``loss``: "sum" for a ``fxpipe.Sum`` over the labels that count; "mean" for their mean."""
+
+    def __init__(self, loss: str = "sum", blocks: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head, self.loss = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), loss
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(stage_boundary(x) if number else x, positions)
+        losses = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+        count = (labels != -100).sum()
+        if self.loss == "sum":
+            return fxpipe.Sum(losses.sum(), count)
+        return losses.sum() / count  # nan where no label counts
+
+
+def toy(**options: Any) -> Toy:
+    torch.manual_seed(0)
+    return Toy(**options)
+
+
+# --- what a library does with it ---
+
+
+def spread(stage: nn.Module, mesh: Any) -> None:
+    """Spreads experts over the expert axis, and lets attention see the positions of all context ranks."""
+    for module in list(stage.modules()) if mesh is not None else ():
+        if isinstance(module, Experts) and "expert" in mesh.mesh_dim_names:
+            for name, parameter in list(module.named_parameters()):
+                setattr(module, name, nn.Parameter(distribute_tensor(parameter, mesh["expert"], [Shard(0)])))
+            module.forward = dispatching(module, mesh["expert"].get_group())  # type: ignore[method-assign]
+        if isinstance(module, Attention) and "context" in mesh.mesh_dim_names:
+            module.whole = gathering(mesh)
+
+
+def dispatching(experts: Experts, group: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    ranks = dist.get_world_size(group)
+
+    def forward(tokens: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.argsort(stable=True)
+        sent = torch.bincount(chosen * ranks // EXPERTS, minlength=ranks)
+        came = torch.empty_like(sent)
+        dist.all_to_all_single(came, sent, group=group)
+        sizes = came.tolist(), sent.tolist()
+        numbers = torch.empty(int(came.sum()), dtype=chosen.dtype)
+        dist.all_to_all_single(numbers, chosen[order], *sizes, group=group)
+        arrived = all_to_all_single_autograd(tokens[order], *sizes, group)
+        up, down = experts.up.to_local(), experts.down.to_local()
+        made = run_experts(up, down, arrived, numbers % (EXPERTS // ranks))
+        back = all_to_all_single_autograd(made, *reversed(sizes), group)
+        return torch.empty_like(tokens).index_copy(0, order, back)
+
+    return forward
+
+
+def gathering(mesh: Any) -> Callable[[Tensor], Tensor]:
+    topology = Topology.from_mesh(mesh)
+
+    def whole(value: Tensor) -> Tensor:
+        parts = DTensor.from_local(value, mesh["context"], [Shard(1)])
+        gathered = parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return topology.context_whole(gathered)
+
+    return whole
+
+
+# --- batches ---
+
+
+def batch(step: int, replicas: int, seed: int = 0) -> Inputs:
+    """The rows of all replicas; some labels do not count, and as many as it happens in each half of a row."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    ids, labels = torch.randint(0, WORDS, (2, ROWS * MICROBATCHES * replicas, LENGTH), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return {"ids": ids, "labels": labels, "positions": torch.arange(LENGTH).expand(len(ids), LENGTH)}
+
+
+def mine(whole: Inputs, topology: Topology) -> Inputs:
+    """The rows and positions of this process."""
+    return {n: topology.context_part(v.chunk(topology.data_size)[topology.data_rank]) for n, v in whole.items()}
+
+
+# --- training, and the same in plain PyTorch ---
+
+
+def compiled(axes: Axes, model: Mapping[str, Any] = {}, per_node: int | None = None, **options: Any) -> Any:
     fxpipe.init()
-    case, topology = EXPERTS[name], Topology(axes)
-    torch.manual_seed(0)
-    options = {"parallelize": spread_experts, "microbatches": MICROBATCHES, "boundaries": case.boundaries} | options
-    options = {"tracer": "record", "check_capture": False} | options
-    example = case.inputs(ROWS * MICROBATCHES, torch.Generator().manual_seed(1))
-    return fxpipe.compile(case.model(), topology, example_kwargs=example, **options)
+    _clear_sharding_prop_cache()  # it names groups of earlier worlds of these processes
+    topology = Topology(axes, per_node)
+    example = mine(batch(0, topology.data_size), topology)
+    defaults: dict[str, Any] = {"parallelize": spread, "microbatches": MICROBATCHES, "check_capture": False}
+    defaults |= {"tracer": "record", "example_kwargs": example}
+    return fxpipe.compile(toy(**model), topology, **defaults | options)
 
 
-def trained(name: str, axes: Axes, **options: Any) -> tuple[Run, list[dict[str, float]], list[Any]]:
-    """What a rank comes to: losses, whole gradients and state; norms by name, and that of all; what it moved."""
-    case, forward_backward = EXPERTS[name], compiled(name, axes, **options)
-    topology = forward_backward.topology
-    optimizer = forward_backward.optimizer(case.optimizer, **case.optimizer_options)
-    run, norms = Run(), []
-    for batch in batches_of(case, ROWS * MICROBATCHES * topology.data_size):
+def trained(axes: Axes, calls: int = 1, **options: Any) -> dict[str, Any]:
+    """Steps of AdamW, each of several calls. Losses, whole gradients and norms of each step; the state in the end."""
+    step = compiled(axes, **options)
+    topology = step.topology
+    optimizer = step.optimizer(torch.optim.AdamW, **ADAMW)
+    run: dict[str, Any] = {"losses": [], "gradients": [], "norms": [], "moved": []}
+    for number in range(STEPS):
         optimizer.zero_grad()
-        run.losses.append(forward_backward(**rows_of_rank(batch, topology)))
-        run.gradients.append(
-            {n: whole_of(p.grad).clone() for n, p in forward_backward.named_parameters() if p.grad is not None}
-        )
-        norms.append({name: float(norm) for name, norm in forward_backward.grad_norms().items()})
-        norms[-1]["all"] = float(forward_backward.clip_grad_norm_(1e9))
-        moved = [(row.operation, row.scope, row.group, row.bytes) for row in forward_backward.traffic().rows]
+        losses = [step(**mine(batch(number, topology.data_size, call), topology)) for call in range(calls)]
+        run["losses"].append(sum(map(float, losses)))
+        run["moved"].append([(row.operation, row.scope, row.group, row.bytes) for row in step.traffic().rows])
+        whole = {n: p.grad for n, p in step.named_parameters() if p.grad is not None and not p.grad.is_meta}
+        run["gradients"].append({name: whole_of(gradient).clone() for name, gradient in whole.items()})
+        norms = {name: float(norm) for name, norm in step.grad_norms().items()}
+        run["norms"].append(norms | {"all": float(step.clip_grad_norm_(1e9))})
         optimizer.step()
-    run.state = forward_backward.state_dict(full=True)
-    forward_backward.close()
-    return run, norms, moved
+    run["evaluated"] = float(step.evaluate(**mine(batch(99, topology.data_size), topology), outputs="loss"))
+    run["state"] = step.state_dict(full=True)
+    step.close()
+    return run
 
 
-def plain(name: str, rows: int) -> Run:
-    """The loop over all replicas' micro-batches."""
-    torch.manual_seed(0)
-    case = EXPERTS[name]
-    return trained_plainly(HFCase(**{**vars(case), "microbatches": rows // ROWS}), batches_of(case, rows))
+def plain(replicas: int, calls: int = 1, model: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The loop over the micro-batches of all replicas."""
+    module = toy(**model)
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    run: dict[str, Any] = {"losses": [], "gradients": []}
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for call in range(calls):
+            whole = batch(number, replicas, call)
+            parts = [{n: v.split(ROWS)[place] for n, v in whole.items()} for place in range(MICROBATCHES * replicas)]
+            losses.append(float(accumulate(lambda _, part: module(**part), parts)[0]))
+        run["losses"].append(sum(losses))
+        run["gradients"].append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
+        optimizer.step()
+    with torch.no_grad():
+        total = module.eval()(**batch(99, replicas))
+    run["evaluated"] = float(total.total / total.count) if isinstance(total, fxpipe.Sum) else float(total)
+    run["state"] = module.state_dict()
+    return run
 
 
 def assert_near(got: Tensor, wanted: Tensor, most: float, what: str) -> None:
@@ -103,25 +227,223 @@ def assert_near(got: Tensor, wanted: Tensor, most: float, what: str) -> None:
     assert gap <= most, f"{what} is off by {gap:.3g}, more than {most:.3g}"
 
 
-def assert_trained(results: Sequence[Any], wanted: Run) -> None:
+def assert_trained(runs: Sequence[Mapping[str, Any]], wanted: Mapping[str, Any], gradients: bool = True) -> None:
+    """Loss and norms within 1e-6, gradients within 2e-6 of a parameter's largest, parameters within 5e-6."""
     seen = set()
-    for run, norms, _ in results:
-        for step, (loss, gradients) in enumerate(zip(run.losses, run.gradients, strict=True)):
-            assert_near(loss, wanted.losses[step], 1e-6 * abs(float(wanted.losses[step])), f"the loss of step {step}")
-            whole = {name: g for name, g in wanted.gradients[step].items() if g is not None}
-            for name, gradient in gradients.items():
+    for run in runs:
+        assert run["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+        assert run["evaluated"] == pytest.approx(wanted["evaluated"], rel=2e-6)
+        for step, whole in enumerate(wanted["gradients"]):
+            for name, gradient in run["gradients"][step].items():
                 assert_near(gradient, whole[name], 2e-6 * float(whole[name].abs().max()), f"step {step}: {name}")
-            seen |= gradients.keys()
-            expected = {name: float(gradient.double().norm()) for name, gradient in whole.items()}
-            total = sum(norm**2 for norm in expected.values()) ** 0.5
-            assert norms[step] == pytest.approx(expected | {"all": total}, rel=1e-6, abs=1e-9)
-        for name, tensor in wanted.state.items():
-            assert_near(run.state[name], tensor, 5e-6, name)
-    assert seen == wanted.gradients[0].keys()
+            seen |= run["gradients"][step].keys()
+            norms = {name: float(gradient.double().norm()) for name, gradient in whole.items()}
+            norms["all"] = sum(norm**2 for norm in norms.values()) ** 0.5
+            assert run["norms"][step] == pytest.approx(norms, rel=1e-6, abs=1e-9)
+        assert run["state"].keys() == wanted["state"].keys()
+        for name, tensor in wanted["state"].items():
+            assert_near(run["state"][name], tensor, 5e-6, name)
+    assert seen == wanted["gradients"][0].keys() or not gradients
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_spread_over_ranks_train_as_in_plain_pytorch(pool: Pool, name: str) -> None:
-    axes = [("pipe", 2), ("expert", 2)]
-    results = pool.run(trained, name, axes)
-    assert_trained(results, plain(name, 2 * ROWS * MICROBATCHES))
+# --- the rule ---
+
+PIPE_EXPERT = [("pipe", 2), ("expert", 2)]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        PIPE_EXPERT,
+        [("expert", 4)],
+        [("data", 2), ("expert", 2)],
+        [("pipe", 2), ("context", 2)],
+        [("context", 2), ("expert", 2)],
+    ],
+    ids=lambda axes: "-".join(f"{name}{size}" for name, size in axes),
+)
+def test_ranks_train_as_plain_pytorch_does(pool: Pool, axes: Axes) -> None:
+    runs = pool.run(trained, axes)
+    assert_trained(runs, plain(Topology(axes).size("data") * Topology(axes).size("expert")))
+
+
+@pytest.mark.parametrize(
+    ("axes", "calls", "options"),
+    [
+        (PIPE_EXPERT, 2, {"recompute": True, "schedule": "gpipe"}),
+        (PIPE_EXPERT, 1, {"schedule": "interleaved_1f1b", "model": {"blocks": 4}}),
+    ],
+    ids=["accumulated-recomputed", "interleaved"],
+)
+def test_schedules_recomputation_and_accumulation_change_nothing(
+    pool: Pool, axes: Axes, calls: int, options: dict[str, Any]
+) -> None:
+    runs = pool.run(partial(trained, axes, calls, **options))
+    assert_trained(runs, plain(2, calls, options.get("model", {})))
+
+
+def test_an_experts_gradient_travels_over_the_data_axis_alone(pool: Pool) -> None:
+    runs = pool.run(trained, [("pipe", 1), ("data", 2), ("expert", 2)])
+    experts = 2 * 2 * EXPERTS // 2 * WIDTH * WIDTH * 4  # of two blocks two parameters, half of the experts, float32
+    dense = 4 * sum(p.numel() for name, p in toy().named_parameters() if "experts" not in name)
+    for rank, run in enumerate(runs):
+        group = (rank % 2, rank % 2 + 2)
+        # A ring of two ranks sends as many bytes as there are, a ring of four half as much again.
+        assert ("all_reduce", "data alone", group, experts) in run["moved"][-1]
+        (shared,) = (size for op, scope, _, size in run["moved"][-1] if (op, scope) == ("all_reduce", "shard"))
+        assert dense <= shared / 1.5 <= dense + 64 * 20
+    assert_trained(runs, plain(4))
+
+
+# --- lockstep: ranks that meet inside of stages run the same actions ---
+
+
+def weight(ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+def without_weight(axes: Axes, options: dict[str, Any]) -> dict[str, Any]:
+    """A step in which the second micro-batch of the last replica has no label, and its loss is nan."""
+    step = compiled(axes, model={"loss": "mean"}, loss_weight=weight, **options)
+    topology = step.topology
+    loss = step(**mine(hollow(topology.data_size), topology))
+    whole = {name: whole_of(p.grad).clone() for name, p in step.named_parameters()}
+    step.close()
+    return {"loss": float(loss), "gradients": whole}
+
+
+def hollow(replicas: int) -> Inputs:
+    whole = batch(0, replicas)
+    whole["labels"][-ROWS:] = -100
+    return whole
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_a_micro_batch_without_weight_on_one_expert_rank_adds_nothing(pool: Pool, options: dict[str, Any]) -> None:
+    runs = pool.run(without_weight, PIPE_EXPERT, options)
+    module = toy(loss="mean")
+    whole = hollow(2)
+    parts = [{name: value.split(ROWS)[place] for name, value in whole.items()} for place in range(2 * MICROBATCHES)]
+    loss, _ = accumulate(lambda _, part: module(**part), parts, [float(weight(**part)) for part in parts])
+    assert [run["loss"] for run in runs] == pytest.approx([float(loss)] * 4, rel=1e-6)
+    for run in runs:
+        for name, gradient in run["gradients"].items():
+            wanted = module.get_parameter(name).grad
+            assert wanted is not None
+            assert_near(gradient, wanted, 2e-6 * float(wanted.abs().max()), name)
+
+
+def of_other_lengths(axes: Axes) -> dict[str, Any]:
+    """Each replica has rows of its own length; then one of them has other micro-batches."""
+    step = compiled(axes)
+    topology = step.topology
+    whole = mine(batch(0, topology.data_size), topology)
+    shorter = {name: value[:, : LENGTH - 2 * topology.data_rank] for name, value in whole.items()}
+    loss = step(**shorter)
+    gradients = {name: whole_of(p.grad).clone() for name, p in step.named_parameters()}
+    calls = [((), {name: value[:1] for name, value in whole.items()})] * (MICROBATCHES + topology.data_rank)
+    with pytest.raises(fxpipe.RunError) as refused:
+        step.step_microbatches(calls)
+    step.close()
+    return {"loss": float(loss), "gradients": gradients, "refused": str(refused.value)}
+
+
+def test_other_lengths_on_one_replica_train_and_other_tables_are_refused(pool: Pool) -> None:
+    runs = pool.run(of_other_lengths, PIPE_EXPERT)
+    module, whole = toy(), batch(0, 2)
+    parts = []
+    for place in range(2 * MICROBATCHES):
+        length = LENGTH - 2 * (place // MICROBATCHES)
+        parts.append({name: value.split(ROWS)[place][:, :length] for name, value in whole.items()})
+    loss, _ = accumulate(lambda _, part: module(**part), parts)
+    for run in runs:
+        assert run["loss"] == pytest.approx(float(loss), rel=1e-6)
+        for name, gradient in run["gradients"].items():
+            wanted = module.get_parameter(name).grad
+            assert wanted is not None
+            assert_near(gradient, wanted, 2e-6 * float(wanted.abs().max()), name)
+        assert "expert and context ranks meet inside of stages in the order of the table" in run["refused"]
+
+
+# --- refused ---
+
+
+def replicated(stage: nn.Module, mesh: Any) -> None:
+    for path, module in list(stage.named_modules()):
+        if path.endswith("norm"):
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh["expert"], [Replicate()]))
+
+
+class Normed(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        x = stage_boundary(self.normed(self.embed(ids).flatten(0, 1)))
+        return self.head(x).square().mean()
+
+
+class Joined(Toy):
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        return self.head(stage_boundary(self.embed(ids), gather="global")).square().mean()
+
+
+REFUSED: dict[str, tuple[Axes, Callable[[], nn.Module], Any, str]] = {
+    "a replicated DTensor": (
+        PIPE_EXPERT,
+        toy,
+        replicated,
+        "with Replicate() over the expert axis, so that nothing sums",
+    ),
+    "no tensor part": (
+        [("expert", 2), ("tensor", 2)],
+        toy,
+        spread,
+        "over the expert axis and not over the tensor axis, whose ranks may run it on tokens of their own",
+    ),
+    "batch statistics": (
+        [("pipe", 2), ("context", 2)],
+        Normed,
+        None,
+        "normed is a BatchNorm1d, and its statistics on a context axis would be those of this rank's positions alone",
+    ),
+    "joined rows": ([("pipe", 2), ("context", 2)], Joined, None, "but context ranks have other positions of the same"),
+}
+
+
+def refused(case: str) -> str:
+    axes, model, parallelize, _ = REFUSED[case]
+    fxpipe.init()
+    _clear_sharding_prop_cache()
+    topology = Topology(axes)
+    example = mine(batch(0, topology.data_size), topology)
+    with pytest.raises(fxpipe.FxpipeError) as error:
+        fxpipe.compile(model(), topology, example_kwargs=example, tracer="record", parallelize=parallelize)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_sum_that_would_be_wrong_is_refused(pool: Pool, case: str) -> None:
+    for text in pool.run(refused, case):
+        assert REFUSED[case][-1] in text
+
+
+def with_other_rows(axes: Axes) -> str:
+    step = compiled(axes)
+    topology = step.topology
+    for number in range(2):
+        wrong = mine(batch(number, 1, seed=dist.get_rank() % 2), topology)
+        if number == 0:
+            step(**wrong)
+            continue
+        with pytest.raises(fxpipe.RunError) as error:
+            step(**wrong)
+    return str(error.value)
+
+
+def test_context_ranks_that_draw_other_rows_are_refused(pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(with_other_rows, [("pipe", 2), ("context", 2)])):
+        first = rank - rank % 2
+        assert f"the ranks [{first}, {first + 1}] of a context group were given different batches" in text
+        assert f"'tensor 0 of context_part' of ranks [{first}] and [{first + 1}]" in text

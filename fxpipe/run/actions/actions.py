@@ -36,7 +36,7 @@ from fxpipe.seeds import seeded
 from fxpipe.stage.awaiting import awaiting
 from fxpipe.stage.loss import read_loss, root_weight
 from fxpipe.stage.modes import Autocast, within
-from fxpipe.stage.stage_calls import Saved
+from fxpipe.stage.stage_calls import Saved, keep_finite
 from fxpipe.torch_compat import profiler_runs, pytree, storage_id, version_of
 
 Call = Callable[[], object]
@@ -368,7 +368,10 @@ class BackwardAction(_BoundAction):
         if self.stage.returns_result:
             arrived.append(True)
         # A loss without weight here still has a backward in stages that other replicas' losses need.
-        if not self.stage.returns_result or executor.step.shares[self.action.microbatch]:
+        has_weight = bool(executor.step.shares[self.action.microbatch])
+        if self.stage.returns_result and not has_weight and executor.parameters.meets:
+            keep_finite(saved.roots[-1])
+        if not self.stage.returns_result or has_weight or executor.parameters.meets:
             new = without_gradient(executor.parameters.in_call(self._parameters))
             returned = self.stage.backward(saved, arrived)
             if new:

@@ -6,7 +6,7 @@ The device computes a batch's digest, and the next call fetches it: no step wait
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +47,24 @@ class BatchCheck:
     with each of the first 8 kinds of batch. Inputs that two or more ranks of a pipe group have must be equal; inputs
     of a tensor group must be equal in the first 3 steps and every 100th. In these steps a single rank warns, once, of
     replicas whose batches are equal, and of ranks of a pipe group that have no input in common. ``sampled``: whether
-    ``topo.sampler`` draws the rows, so that the rows match without a comparison.
+    ``topo.sampler`` draws the rows, so that the rows match without a comparison. ``cut``: the tensors of the next call
+    that ``topo.context_part`` cuts, which must be equal in a context group; None without such groups.
     """
 
-    def __init__(self, transport: Transport, on: bool, tensor: bool, sampled: Callable[[], bool]) -> None:
-        self._transport, self.on, self._tensor, self._sampled = transport, on, tensor, sampled
+    def __init__(
+        self,
+        transport: Transport,
+        on: bool,
+        tensor: bool,
+        sampled: Callable[[], bool],
+        cut: MutableSequence[Tensor] | None = None,
+    ) -> None:
+        self._transport, self.on, self._tensor, self._sampled, self._cut = transport, on, tensor, sampled, cut
+        if cut is not None:
+            cut.clear()  # of an example
         self._of_kind = Counter[int]()  # how many calls there were with each of the first kinds of batch
-        self._left: tuple[str, Digest, bool] | None = None  # to be compared; True: also beyond the pipe group
+        # What to compare: the call, its inputs, what context_part cut, and whether beyond the pipe group, too.
+        self._left: tuple[str, Digest, Digest, bool] | None = None
         self._warned: set[str] = set()
 
     def note(self, call: int, kind: int, step: int, training: bool, batches: Sequence[Mapping[str, Any]]) -> None:
@@ -68,7 +79,11 @@ class BatchCheck:
         # Replicas compare by the number of the step, since their numbers of calls may differ.
         beyond = training and is_checked(step) and (self._tensor or self._transport.data_size > 1)
         if self.on and (beyond or (is_due and len(self._transport.ranks("pipe")) > 1)):
-            self._left = (f"step {step}" if training else f"evaluate before step {step}", Digest(batches), beyond)
+            called = f"step {step}" if training else f"evaluate before step {step}"
+            whole = [{f"tensor {number} of context_part": each} for number, each in enumerate(self._cut or ())]
+            self._left = called, Digest(batches), Digest(whole), beyond
+        if self._cut is not None:
+            self._cut.clear()
 
     def compare(self) -> None:
         """Compares the digest of the previous call. A collective call of all ranks.
@@ -78,7 +93,7 @@ class BatchCheck:
         """
         if self._left is None:
             return
-        (what, digest, beyond), self._left = self._left, None
+        (what, digest, whole, beyond), self._left = self._left, None
         everyone = self._transport.gather("pipe", _InputNumbers(digest.numbers(), frozenset(digest.with_rows)))
         self._check_equal("pipe", what, [sent.numbers for sent in everyone])
         self._warn_of_nothing_shared(what, everyone)
@@ -87,6 +102,8 @@ class BatchCheck:
             numbers = {name: number for sent in everyone for name, number in sent.numbers.items()}
             if self._tensor:
                 self._check_equal("tensor", what, self._transport.gather("tensor", numbers))
+            if self._cut is not None:
+                self._check_equal("context", what, self._transport.gather("context", whole.numbers()))
             self._warn_of_equal_replicas(what, numbers)
 
     def _check_equal(self, scope: str, what: str, everyone: Sequence[Mapping[str, int]]) -> None:
@@ -138,7 +155,9 @@ class BatchCheck:
             self._warn(
                 "equal replicas",
                 f"{what}: the replicas {'; '.join(map(str, equal))} of {len(everyone)} were given the same batch, from "
-                f"which they learn nothing more than one would. Draw rows of their own with {_USE_SAMPLER}",
+                f"which they learn nothing more than one would. Draw rows of their own with {_USE_SAMPLER}"
+                + ", and give context ranks topo.context_part(tensor)"
+                * (self._cut is not None),
             )
 
     def _warn(self, what: str, text: str) -> None:

@@ -111,9 +111,16 @@ class Steps:
         self.failing, self._exchange = failing, exchange
         self._options, self.module, self._gradients = options, planning.module, state.reducer
         self.agreement = Agreement(planning, transport)
-        self._items = ItemNumbers(transport, planning.items)
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
-        self._check = BatchCheck(transport, options.check_batches, in_tensor_group, lambda: topology.has_sampler)
+        in_context_group = topology.size("context") > 1 and transport.pipe_rank is not None
+        self._items = ItemNumbers(transport, planning.items, in_context_group)
+        self._check = BatchCheck(
+            transport,
+            options.check_batches,
+            in_tensor_group,
+            lambda: topology.has_sampler,
+            topology.cut if in_context_group else None,
+        )
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         place = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
         leads = not any(number for axis, number in place.items() if ROLES[axis] == "tensor")
@@ -149,7 +156,7 @@ class Steps:
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
-            check_rows(self.transport, plan, self._gradients.sums.zero)
+            check_rows(self.transport, plan, self._gradients.sums.zero, self._gradients.meets)
         with self.failing.together():
             # the plan's losses have a single form, or may have another form for each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
@@ -203,7 +210,7 @@ class Steps:
         with evaluating(self.module), announced(asked + self.which):
             agreed, batches = self._agree([call], True, training=False, wants_loss=outputs == "loss")
             with self.failing.together():
-                check_rows(self.transport, agreed.plan, 0)
+                check_rows(self.transport, agreed.plan, 0, self._gradients.meets)
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
@@ -272,9 +279,11 @@ class Steps:
     def _bound(self, known: _Known, agreed: AgreedBatch, shares: Sequence[float]) -> Bound:
         """Returns the plan's bound calls for the micro-batches that get a backward. A collective call of the data axis
         if stages see other replicas' rows."""
-        # A stage that sees the rows of all replicas runs its backward if the micro-batch of any replica has weight.
+        # A stage that sees the rows of all replicas, or meets their stages, runs its backward if the micro-batch of any
+        # replica has weight.
         runs = [share != 0 for share in shares]
-        may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
+        sees = known.plan.graph.sees_replicas and self._options.loss_weight is not None
+        may_differ = sees or self._gradients.meets
         if may_differ and not all(self.transport.gather_int("data", int(all(runs)))):
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return known.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)

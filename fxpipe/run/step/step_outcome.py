@@ -258,10 +258,10 @@ CHECKED_NUMBERS = 3
 
 
 class ItemNumbers:
-    """Adds the number of items to the inputs of the stages."""
+    """Adds the number of items to the inputs of the stages. ``in_parts``: whether context ranks share a row."""
 
-    def __init__(self, transport: Transport, items: Items) -> None:
-        self._transport, self.items = transport, items
+    def __init__(self, transport: Transport, items: Items, in_parts: bool) -> None:
+        self._transport, self.items, self._in_parts = transport, items, in_parts
         self._given = 0
 
     def add(
@@ -272,6 +272,12 @@ class ItemNumbers:
         A collective call of the data axis.
         """
         items, rank = self.items, self._transport.pipe_rank
+        for batch in batches if self._in_parts and items.shifts else ():
+            if batch.get("labels") is not None and batch.get("shift_labels") is None:
+                raise RunError(
+                    "the loss would shift labels within this context rank's positions, whose ends lie elsewhere; pass "
+                    "shift_labels=topo.context_part(F.pad(labels[:, 1:], (0, 1), value=-100)), too"
+                )
         if not items.is_taken:
             return batches
         is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
