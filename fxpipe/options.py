@@ -124,10 +124,10 @@ class Options:
         return {name: describe_value(getattr(self, name)) for name in names}
 
     def _check_parallelize(self) -> None:
-        if self.zero:
+        if self.zero == 3:
             raise RunError(
-                f"zero={self.zero} and parallelize= both decide how parameters lie over the data axis; leave out "
-                'zero=, and write fully_shard(module, mesh=mesh["data"]) in parallelize'
+                "zero=3 and parallelize= both decide how parameters lie over the data axis; write zero=2 or leave it "
+                'out, and write fully_shard(module, mesh=mesh["data"]) in parallelize'
             )
         if self.precision is not None:
             raise RunError(

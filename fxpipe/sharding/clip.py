@@ -48,9 +48,8 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     gradients = [(piece, gradient) for piece in pieces if (gradient := piece.current_gradient()) is not None]
     # For any order, the norm of norms is the norm of all: first over tensors, then over shards, then over stages.
-    total = _norm([gradient for piece, gradient in gradients if piece.counts], norm_type, transport.device)
-    for scope in ("shard", "pipe") if sharded else ("pipe",):
-        total = _over(scope, transport, total, norm_type)
+    counted = [gradient for piece, gradient in gradients if piece.counts]
+    total = _over("pipe", transport, _of_replica(counted, transport, sharded, norm_type), norm_type)
     wide = any(gradient.dtype == torch.float64 for _, gradient in gradients)
     norm = total if wide else total.float()
     if error_if_nonfinite and not math.isfinite(norm.item()):
@@ -85,9 +84,29 @@ def grad_norms(
         ]
         if gradients:
             total[place] = _norm(gradients, order, transport.device)
-    for scope in ("shard", "pipe") if sharded else ("pipe",):
-        total = _over(scope, transport, total, order)
+    if sharded:
+        spread = torch.tensor([_is_spread(pieces) for pieces in part.values()], device=transport.device)
+        total = torch.where(spread, total, _over("shard", transport, total, order))
+    total = _over("pipe", transport, total, order)
     return dict(zip(part, total.unbind(), strict=True))
+
+
+def _is_spread(pieces: Sequence[Piece]) -> bool:
+    """Whether the gradients are DTensors, whose norm over their own mesh all ranks have."""
+    return any(is_dtensor(piece.data) for piece in pieces)
+
+
+def _of_replica(gradients: Sequence[Tensor], transport: Transport, sharded: bool, order: float) -> Tensor:
+    """Returns the norm of the gradients of this pipe rank's stages, of which ranks have shards if they are ``sharded``;
+    but DTensors are shards over their own mesh alone."""
+    spread = [gradient for gradient in gradients if is_dtensor(gradient)]
+    if not sharded or not spread:
+        norm = _norm(gradients, order, transport.device)
+        return _over("shard", transport, norm, order) if sharded else norm
+    own = _norm([gradient for gradient in gradients if not is_dtensor(gradient)], order, transport.device)
+    both = [_over("shard", transport, own, order), _norm(spread, order, transport.device)]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(both), order)
+    return total
 
 
 def _check_order(norm_type: float) -> None:

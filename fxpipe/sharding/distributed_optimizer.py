@@ -225,7 +225,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def target(piece: Piece) -> Target:
             original = originals_of(self._originals, self._names[id(piece.parameter)])
-            return Target(piece, original, self._precision, self._offload, self._store.sums.sharded)
+            in_parts = self._store.sums.sharded and not is_dtensor(piece.data)
+            return Target(piece, original, self._precision, self._offload, in_parts)
 
         made = [[target(piece) for p in group["params"] for piece in pieces.get(id(p), ())] for group in groups]
         for name in names:

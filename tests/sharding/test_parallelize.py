@@ -702,7 +702,7 @@ def another_shape(stage: nn.Module, mesh: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"zero": 1}, "zero=1 and parallelize= both decide"),
+        ({"zero": 3}, "zero=3 and parallelize= both decide"),
         ({"precision": fxpipe.Precision(compute=torch.bfloat16)}, "MixedPrecisionPolicy"),
         ({"tracer": "export"}, 'write tracer="record"'),
         ({"stage_compiler": torch.compile}, "both replace what a stage runs"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,7 +261,7 @@ PIPE_EXPERT = [("pipe", 2), ("expert", 2)]
         [("pipe", 2), ("context", 2)],
         [("context", 2), ("expert", 2)],
     ],
-    ids=lambda axes: "-".join(f"{name}{size}" for name, size in axes),
+    ids=str,
 )
 def test_ranks_train_as_plain_pytorch_does(pool: Pool, axes: Axes) -> None:
     runs = pool.run(trained, axes)
@@ -282,6 +283,23 @@ def test_schedules_recomputation_and_accumulation_change_nothing(
     assert_trained(runs, plain(2, calls, options.get("model", {})))
 
 
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (PIPE_EXPERT, {"zero": 1}),
+        ([("data", 2), ("expert", 2)], {"zero": 2, "per_node": 2}),  # expert groups inside of a node
+        ([("expert", 2), ("data", 2)], {"zero": 1, "per_node": 2}),  # and across nodes
+        ([("context", 2), ("expert", 2)], {"zero": 2, "zero_scope": "data", "per_node": 2}),
+    ],
+    ids=str,
+)
+def test_dense_parameters_are_sharded_beside_experts(pool: Pool, axes: Axes, options: dict[str, Any]) -> None:
+    runs = pool.run(partial(trained, axes, **options))
+    topology = Topology(axes)
+    assert_trained(runs, plain(topology.size("data") * topology.size("expert")), gradients=False)
+    assert all(".experts." in name for run in runs for name in run["gradients"][0])  # .grad of others is a mark
+
+
 def test_an_experts_gradient_travels_over_the_data_axis_alone(pool: Pool) -> None:
     runs = pool.run(trained, [("pipe", 1), ("data", 2), ("expert", 2)])
     experts = 2 * 2 * EXPERTS // 2 * WIDTH * WIDTH * 4  # of two blocks two parameters, half of the experts, float32
@@ -293,6 +311,47 @@ def test_an_experts_gradient_travels_over_the_data_axis_alone(pool: Pool) -> Non
         (shared,) = (size for op, scope, _, size in run["moved"][-1] if (op, scope) == ("all_reduce", "shard"))
         assert dense <= shared / 1.5 <= dense + 64 * 20
     assert_trained(runs, plain(4))
+
+
+# --- checkpoints ---
+
+
+def continued(axes: Axes, folder: str, first: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The state after four steps on two replicas' rows. From step ``first`` on, after which a checkpoint is read, or
+    else with a checkpoint written in the middle."""
+    step = compiled(axes, **options)
+    topology = step.topology
+    optimizer = step.optimizer(torch.optim.AdamW, **ADAMW)
+    if first:
+        assert fxpipe.load(folder, step, optimizer)["step"] == first
+    for number in range(first, STEPS):
+        optimizer.zero_grad()
+        whole = batch(number, 2)
+        parts = MICROBATCHES * 2 // topology.data_size  # of two rows each
+        calls = [
+            {name: value.split(ROWS)[topology.data_rank * parts + n] for name, value in whole.items()}
+            for n in range(parts)
+        ]
+        step.step_microbatches([((), call) for call in calls])
+        optimizer.step()
+        if not first and number == 1:
+            fxpipe.save(folder, step, optimizer, step=2)
+    state = step.state_dict(full=True)
+    step.close()
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_checkpoint_loads_onto_any_other_expert_size(pool: Pool, tmp_path: Path, zero: int) -> None:
+    options = {"zero": zero, "schedule": "gpipe"}
+    (saved, *_) = pool.run(continued, PIPE_EXPERT, str(tmp_path), 0, options)
+    wanted = plain(2)["state"]
+    for name, tensor in wanted.items():
+        assert_near(saved[name], tensor, 5e-6, name)
+    for axes in (PIPE_EXPERT, [("expert", 4)], [("pipe", 2), ("data", 2)], [("data", 2), ("expert", 2)]):
+        for state in pool.run(continued, axes, str(tmp_path), 2, options):
+            for name, tensor in saved.items():
+                assert_near(state[name], tensor, 0.0 if axes == PIPE_EXPERT else 5e-6, name)
 
 
 # --- lockstep: ranks that meet inside of stages run the same actions ---
