@@ -55,6 +55,14 @@ class PeerLost(RunError):
         self.ranks, self.reason = ranks, str(reason)
 
 
+def lost_in_stage(error: BaseException) -> PeerLost | None:
+    """Returns the error of a collective that a stage itself makes, if a connection broke; None for any other error."""
+    if isinstance(error, RunError) or not (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
+        return None
+    notes: list[str] = getattr(error, "__notes__", ["of a stage"])
+    return PeerLost(f"a collective {notes[0].splitlines()[0]}", reason=error)
+
+
 E = TypeVar("E", bound=BaseException)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work, without_frames
+from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work, lost_in_stage, without_frames
 from fxpipe.errors import RunError, describe_error
 from fxpipe.plain_data import digest_of
 
@@ -150,9 +150,12 @@ def failing_together(
     except PeerLost as error:
         lost = without_frames(error)
     except BaseException as error:
-        if not isinstance(error, spare):
-            give_up(describe_error(error))
-        raise
+        lost = lost_in_stage(error)
+        if lost is None:
+            if not isinstance(error, spare):
+                give_up(describe_error(error))
+            raise
+        without_frames(error)
     if lost is not None:  # outside the except clause, whose traceback would keep the connections open
         let_go()
         reason = transport.explain(lost)

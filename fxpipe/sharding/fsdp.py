@@ -61,6 +61,11 @@ class _FsdpModules:
         self._managed = [managed for group in groups for managed in group.fsdp_params]
         self.parameters: list[nn.Parameter] = [managed.sharded_param for managed in self._managed]
 
+    def summed_over(self) -> Iterator[tuple[nn.Parameter, set[int]]]:
+        """Yields each shard, and the ranks over which FSDP2 sums its gradient."""
+        for managed in self._managed:
+            yield managed.sharded_param, set(managed.mesh_info.mesh.mesh.flatten().tolist())
+
     def _post_backward(self) -> list[nn.Parameter]:
         """Starts the reduction of the gradients that the backwards have made.
 

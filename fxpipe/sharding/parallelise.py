@@ -82,13 +82,13 @@ def parallelise_stages(
 
         sharded = sharded_stages({stage: copied.module for stage, copied in copies.items()})
     # FSDP2 sums over its own mesh, also where this has a dimension of replicas.
-    managed = {id(shard) for stage in sharded.values() for shard in stage.parameters}
+    managed = {id(shard): ranks for stage in sharded.values() for shard, ranks in stage.summed_over()}
     names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     scopes = {}
     for tensor in changed.values():
         if is_dtensor(tensor) and isinstance(tensor, nn.Parameter) and id(tensor) in axes:
             on_axes = axes[id(tensor)]
-            _check_replicas(tensor, names[id(tensor)], on_axes, id(tensor) in managed, topology)
+            _check_replicas(tensor, names[id(tensor)], on_axes, managed.get(id(tensor), set()), topology)
             scopes[names[id(tensor)]] = scope_of(set(BATCH_AXES).difference(*on_axes), topology)
     return Parallel(copies, sharded, scopes)
 
@@ -220,12 +220,14 @@ def _axes_along(ranks: Sequence[int], topology: Topology) -> set[str]:
     return {ROLES[name] for name, _ in topology.axes if len({coordinate[name] for coordinate in coordinates}) > 1}
 
 
-def _check_replicas(tensor: DTensor, name: str, axes: Sequence[set[str]], managed: bool, topology: Topology) -> None:
-    """RunError for a parameter whose gradient nothing would sum over some ranks. ``managed``: FSDP2 sums it over data
-    and the axes flattened with data."""
-    for placement, along in zip(tensor.placements, axes, strict=True):
+def _check_replicas(
+    tensor: DTensor, name: str, axes: Sequence[set[str]], managed: set[int], topology: Topology
+) -> None:
+    """RunError for a parameter whose gradient nothing would sum over some ranks. ``managed``: the ranks over which
+    FSDP2 sums it."""
+    for placement, along, line in zip(tensor.placements, axes, lines_of(tensor), strict=True):
         batch = along.intersection(BATCH_AXES)
-        if batch and not placement.is_shard() and not (managed and "data" in along):
+        if batch and not placement.is_shard() and not managed.issuperset(line):
             axis = " × ".join(sorted(batch))
             raise RunError(
                 f"parallelize has made {name} a DTensor with {placement!r} over the {axis} axis, so that nothing sums "

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -117,6 +118,16 @@ def spread(stage: nn.Module, mesh: Any) -> None:
             module.forward = dispatching(module, mesh["expert"].get_group())  # type: ignore[method-assign]
         if isinstance(module, Attention) and "context" in mesh.mesh_dim_names:
             module.whole = gathering(mesh)
+
+
+def sharded(stage: nn.Module, mesh: Any, dense: tuple[str, ...]) -> None:
+    """Experts over the expert axis and FSDP2 on data; the rest by FSDP2 over the axes ``dense``, flattened."""
+    spread(stage, mesh)
+    for module in list(stage.modules()):
+        if isinstance(module, Experts):
+            fully_shard(module, mesh=mesh["data"])
+            module.forward = dispatching(module, mesh["expert"].get_group())  # type: ignore[method-assign]
+    fully_shard(stage, mesh=mesh[dense]._flatten() if len(dense) > 1 else mesh[dense[0]])
 
 
 def dispatching(experts: Experts, group: Any) -> Callable[[Tensor, Tensor], Tensor]:
@@ -298,6 +309,13 @@ def test_dense_parameters_are_sharded_beside_experts(pool: Pool, axes: Axes, opt
     topology = Topology(axes)
     assert_trained(runs, plain(topology.size("data") * topology.size("expert")), gradients=False)
     assert all(".experts." in name for run in runs for name in run["gradients"][0])  # .grad of others is a mark
+
+
+@pytest.mark.parametrize("dense", [("data",), ("data", "expert")], ids=str)
+def test_fsdp2_on_data_shards_experts_too(pool: Pool, dense: tuple[str, ...]) -> None:
+    axes = [("pipe", 1), ("data", 2), ("expert", 2)]
+    runs = pool.run(partial(trained, axes, parallelize=partial(sharded, dense=dense)))
+    assert_trained(runs, plain(4))
 
 
 def test_an_experts_gradient_travels_over_the_data_axis_alone(pool: Pool) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from tests.pool import forking
+from tests.whole import test_batch_axes
 
 SECONDS = 200.0  # for all of a test, starting four processes included; transports wait for five minutes
 RANKS = 4
@@ -111,6 +112,25 @@ def test_the_other_ranks_end_with_an_error(tmp_path: Path) -> None:
         assert re.match(
             rf"rank {victim} \(pipe {victim // 2}, data {victim % 2}\) is gone: its process has ended; ", text
         )
+
+
+def amid_experts(is_victim: bool) -> Callable[[], object]:
+    """The victim dies in a forward, whose tokens its partner waits for."""
+    step = test_batch_axes.compiled(test_batch_axes.PIPE_EXPERT)
+    topology = step.topology
+    part = test_batch_axes.mine(test_batch_axes.batch(0, topology.data_size), topology)
+    step(**part)
+    if is_victim:
+        torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: die() if isinstance(module, test_batch_axes.Experts) else None
+        )
+    return lambda: step(**part)
+
+
+def test_a_killed_expert_rank_is_named_and_not_its_partner(tmp_path: Path) -> None:
+    victim = 3
+    for text in what_the_others_say(victim, tmp_path / "store", amid_experts):
+        assert re.match(rf"rank {victim} \(pipe 1, expert 1\) is gone: its process has ended; ", text), text
 
 
 REDUCTIONS: list[tuple[int, fxpipe.Topology, dict[str, Any]]] = [
