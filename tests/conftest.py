@@ -85,6 +85,16 @@ LONG = """
     trace/test_symbolic.py::test_torch_compile_works
     whole/test_auto_opaque.py::test_cuts_found
     whole/test_auto_opaque.py::test_parts
+    whole/test_batch_axes.py::test_a_checkpoint
+    whole/test_batch_axes.py::test_dense
+    whole/test_batch_axes.py::test_fsdp2
+    whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[context2
+    whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[data2
+    whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[expert4
+    whole/test_batch_axes.py::test_schedules
+    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[DeepSeek-V3
+    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[Mixtral
+    whole/test_batch_axes_hf.py::test_llama
     whole/test_benchmarks.py
     whole/test_detector.py
     whole/test_fuzzed.py

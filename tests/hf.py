@@ -264,6 +264,29 @@ def qwen3_moe(layers: int = 4) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+def deepseek_v3(layers: int = 2) -> nn.Module:
+    """Layers of experts, of which one is shared by all tokens."""
+    config = transformers.DeepseekV3Config(
+        **DECODER | {"num_key_value_heads": 4},
+        **SPECIAL,
+        moe_intermediate_size=8,
+        num_hidden_layers=layers,
+        first_k_dense_replace=0,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
+        tie_word_embeddings=False,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
 def llava() -> nn.Module:
     words = {**DECODER, **SPECIAL, "num_hidden_layers": 3, "model_type": "llama", "tie_word_embeddings": False}
     config = transformers.LlavaConfig(

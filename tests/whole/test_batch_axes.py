@@ -272,7 +272,7 @@ PIPE_EXPERT = [("pipe", 2), ("expert", 2)]
         [("pipe", 2), ("context", 2)],
         [("context", 2), ("expert", 2)],
     ],
-    ids=str,
+    ids=lambda axes: "-".join(f"{name}{size}" for name, size in axes),
 )
 def test_ranks_train_as_plain_pytorch_does(pool: Pool, axes: Axes) -> None:
     runs = pool.run(trained, axes)

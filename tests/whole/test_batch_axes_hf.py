@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fxpipe
 from fxpipe import Topology
@@ -18,6 +20,7 @@ from tests.harness import Run
 from tests.hf import HFCase, layers, predicted_labels, trained_plainly
 from tests.models import Inputs
 from tests.pool import Pool
+from tests.whole.test_batch_axes import assert_near, gathering
 
 MICROBATCHES, ROWS, STEPS = 2, 2, 4
 Axes = Sequence[tuple[str, int]]
@@ -31,6 +34,17 @@ EXPERTS = {
         items=predicted_labels,
         auxiliary=hf.ROUTER,
         **ADAMW,
+    ),
+    "Mixtral": HFCase(
+        partial(hf.mixtral, layers=2),
+        hf.causal,
+        boundaries=layers("model.layers", 1),
+        items=predicted_labels,
+        auxiliary=hf.ROUTER,
+        **ADAMW,
+    ),
+    "DeepSeek-V3": HFCase(
+        hf.deepseek_v3, hf.causal, boundaries=layers("model.layers", 1), items=predicted_labels, **ADAMW
     ),
 }
 
@@ -95,11 +109,6 @@ def plain(name: str, rows: int) -> Run:
     return trained_plainly(HFCase(**{**vars(case), "microbatches": rows // ROWS}), batches_of(case, rows))
 
 
-def assert_near(got: Tensor, wanted: Tensor, most: float, what: str) -> None:
-    gap = (got.double() - wanted.double()).abs().max().item()
-    assert gap <= most, f"{what} is off by {gap:.3g}, more than {most:.3g}"
-
-
 def assert_trained(results: Sequence[Any], wanted: Run) -> None:
     seen = set()
     for run, norms, _ in results:
@@ -115,6 +124,83 @@ def assert_trained(results: Sequence[Any], wanted: Run) -> None:
         for name, tensor in wanted.state.items():
             assert_near(run.state[name], tensor, 5e-6, name)
     assert seen == wanted.gradients[0].keys()
+
+
+# --- a context axis, with an attention function of one's own ---
+
+
+def attend_to_all(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """Causal attention to the positions of all context ranks, as one registers it with transformers."""
+    whole, positions = getattr(module, "whole", lambda value: value), options["position_ids"]
+    k, v = (whole(value.repeat_interleave(module.num_key_value_groups, 1).transpose(1, 2)) for value in (k, v))
+    seen = positions[:, None, :, None] >= torch.arange(k.shape[1])
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=options["scaling"])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def spread_attention(stage: nn.Module, mesh: Any) -> None:
+    for module in stage.modules():
+        if type(module).__name__ == "LlamaAttention":
+            module.whole = gathering(mesh)
+
+
+def llama() -> nn.Module:
+    transformers.AttentionInterface.register("context", attend_to_all)
+    torch.manual_seed(0)
+    return hf.llama(attn_implementation="context", use_cache=False)
+
+
+def sequences(rows: int) -> list[Inputs]:
+    found = []
+    for batch in batches_of(HFCase(hf.llama, hf.causal), rows):
+        ids, labels = batch["input_ids"][:, :8], batch["labels"][:, :8]
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=hf.NONE_LEFT)
+        positions = torch.arange(8).expand_as(ids)
+        found.append({"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": positions})
+    return found
+
+
+def trained_in_parts(axes: Axes) -> Run:
+    fxpipe.init()
+    _clear_sharding_prop_cache()
+    topology = Topology(axes)
+    parts = [{name: topology.context_part(value) for name, value in batch.items()} for batch in sequences(ROWS * 2)]
+    options = {"boundaries": layers("model.layers", 2), "microbatches": MICROBATCHES, "tracer": "record"}
+    options |= {"example_kwargs": parts[0], "check_capture": False, "parallelize": spread_attention}
+    step = fxpipe.compile(llama(), topology, **options)
+    optimizer, run = step.optimizer(torch.optim.AdamW, **ADAMW["optimizer_options"]), Run()
+    for part in parts:
+        optimizer.zero_grad()
+        run.losses.append(step(**part))
+        run.gradients.append({n: p.grad.clone() for n, p in step.named_parameters() if p.grad is not None})
+        optimizer.step()
+    run.state = step.state_dict(full=True)
+    step.close()
+    return run
+
+
+def test_llama_on_a_context_axis_trains_as_in_plain_pytorch(pool: Pool) -> None:
+    model, wanted = llama(), Run()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW["optimizer_options"])
+    for batch in sequences(ROWS * 2):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        wanted.losses.append(loss.detach())
+        wanted.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    for run in pool.run(trained_in_parts, [("pipe", 2), ("context", 2)]):
+        for step, gradients in enumerate(run.gradients):
+            assert_near(run.losses[step], wanted.losses[step], 1e-6 * float(wanted.losses[step]), "the loss")
+            for name, gradient in gradients.items():
+                whole = wanted.gradients[step][name]
+                assert whole is not None
+                assert_near(gradient, whole, 2e-6 * float(whole.abs().max()), f"step {step}: {name}")
+        for name, tensor in model.state_dict().items():
+            assert_near(run.state[name], tensor, 5e-6, name)
 
 
 def shifted_within(axes: Axes) -> str:
