@@ -269,8 +269,9 @@ class _Forecast:
             left.append(self.staged.work.costs.guesses)
             if self.options.hardware is None:
                 left.append('seconds need hardware=, such as hardware="h100"')
-        if self.topology.size("tensor") > 1:
-            left.append("what parallelize= spreads over the tensor axis counts whole")
+        spread = " and ".join(axis for axis in ("tensor", "expert") if self.topology.size(axis) > 1)
+        if spread:
+            left.append(f"what parallelize= spreads over the {spread} axis counts whole")
         return "\n".join(filter(None, [f"{self.account}", *left, *self.planning.captures.beside]))
 
 
