@@ -68,6 +68,14 @@ def part_of(held: Tensor, given: Tensor) -> Tensor:
     return local(distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None))
 
 
+def shard_of(spread: DTensor, whole: Tensor) -> DTensor:
+    """``whole``, spread like ``spread``, in memory of its own; no communication: all ranks have the same ``whole``."""
+    from torch.distributed.tensor import distribute_tensor
+
+    with torch.no_grad():
+        return distribute_tensor(whole.detach(), spread.device_mesh, spread.placements, src_data_rank=None).clone()  # type: ignore[return-value]
+
+
 def description_of(tensor: Tensor) -> str:
     """Describes how a tensor is spread; ranks that spread it in the same way get equal texts."""
     if not is_dtensor(tensor):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, RunError, nearest, noted, printable
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.parameters.dtensors import is_dtensor, shard_of
 from fxpipe.parameters.ownership import on_meta, replace_tensors
 from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
@@ -91,6 +92,42 @@ def materialise(
         if weights is not None and held.key is not None:
             weights.read_into(held.key, new.get(id(held.tensor), held.tensor).detach())
     return new
+
+
+def materialise_parts(
+    model: nn.Module,
+    names: Collection[str],
+    device: torch.device,
+    init_fn: InitFn | None = None,
+    weights: Weights | None = None,
+    seed: int = 0,
+) -> dict[int, Tensor]:
+    """As ``materialise``; of DTensors on the meta device this rank keeps its shard. Each of these is made whole by
+    itself, and no two at a time."""
+    spread = {id(tensor): tensor for name, tensor in all_tensors(model).items() if name in names and is_dtensor(tensor)}
+    whole = {key: _whole_on_meta(tensor) for key, tensor in spread.items()}
+    replace_tensors(model, whole)
+    parts: dict[int, Tensor] = {}
+    for key, meta in whole.items():
+        name = next(name for name, tensor in all_tensors(model).items() if tensor is meta)
+        (real,) = materialise(model, [name], device, init_fn, weights, seed).values()
+        replace_tensors(model, {id(real): meta})
+        part = shard_of(spread[key], real)
+        parts[key] = nn.Parameter(part, meta.requires_grad) if isinstance(meta, nn.Parameter) else part
+    others = {
+        name
+        for name, tensor in all_tensors(model).items()
+        if name in names and not any(tensor is meta for meta in whole.values())
+    }
+    made = materialise(model, others, device, init_fn, weights, seed)
+    replace_tensors(model, {id(meta): parts[key] for key, meta in whole.items()})
+    return made | parts
+
+
+def _whole_on_meta(spread: Tensor) -> Tensor:
+    """A plain meta tensor in the form of a DTensor."""
+    meta = torch.empty_strided(spread.shape, spread.stride(), dtype=spread.dtype, device="meta")
+    return nn.Parameter(meta, spread.requires_grad) if isinstance(spread, nn.Parameter) else meta
 
 
 def check_no_meta(module: nn.Module, stage: str) -> None:

@@ -16,7 +16,8 @@ from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise
+from fxpipe.parameters.dtensors import is_dtensor
+from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise_parts
 from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release, replace_tensors, why_elsewhere
 from fxpipe.parameters.weights import Weights
 from fxpipe.plan.plan_state import PlanState
@@ -24,7 +25,14 @@ from fxpipe.precision import cast_parameters
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import alone_groups, check_ties, data_groups, sums_of
 from fxpipe.sharding.gradients import Gradients
-from fxpipe.sharding.parallelise import ParallelGradients, context_groups, parallelise_stages, tensor_groups
+from fxpipe.sharding.parallelise import (
+    ChangedStages,
+    ParallelGradients,
+    changed_stages,
+    context_groups,
+    parallelise_stages,
+    tensor_groups,
+)
 from fxpipe.sharding.reducer import Reducer, reducer_for
 
 
@@ -83,9 +91,11 @@ def _take_own_part(
     weights: Weights | None,
     seed: int,
     device: torch.device,
+    stages: ChangedStages | None,
 ) -> PlanState:
     """Gives this rank's parameters and buffers their values, equal on all ranks that hold them, and releases the other
-    ranks' tensors; returns the plans with these tensors. A collective call of all ranks."""
+    ranks' tensors; returns the plans with these tensors. ``stages``: those that ``parallelize`` has changed while they
+    are on the meta device. A collective call of all ranks."""
     rank = transport.pipe_rank
     names, held = owners.of(rank), all_tensors(planning.module)
     unmade = sorted(name for name in names if held[name].is_meta)
@@ -95,7 +105,9 @@ def _take_own_part(
             "Where an earlier fxpipe.compile gave it to another rank, build the model anew"
         )
     if unmade or weights is not None:
-        made = materialise(planning.module, names, device, init_fn, weights, seed)
+        made = materialise_parts(planning.module, names, device, init_fn, weights, seed)
+        if stages is not None:
+            made |= stages.take(made)
         for name, module, ranks in _stages_with_modules(planning):
             if rank in (None, *ranks):
                 replace_tensors(module, made)
@@ -126,7 +138,7 @@ def _make_equal(held: Mapping[str, Tensor], topology: Topology, transport: Trans
         if transport.pipe_rank in holders:
             broadcast([held[name] for name in names], transport, holders, 0)
     # A tied parameter is a single tensor under several names, and is broadcast once.
-    once = list({id(tensor): tensor for tensor in held.values()}.values())
+    once = list({id(tensor): tensor for tensor in held.values() if not is_dtensor(tensor)}.values())
     if transport.data_size > 1:
         broadcast(once, transport, "data", 0)
     if tensor_groups(topology):
@@ -149,6 +161,12 @@ def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> 
     return torch.device(next(iter(types))) if types - {transport.device.type} else transport.device
 
 
+def _is_meta(planning: PlanState, owners: Ownership, transport: Transport) -> bool:
+    """Whether this rank, one of several processes, has all of its parameters on the meta device."""
+    names, held = owners.of(transport.pipe_rank), planning.module.named_parameters(remove_duplicate=False)
+    return transport.pipe_rank is not None and all(p.is_meta for name, p in held if name in names)
+
+
 def make_rank_state(
     planning: PlanState, transport: Transport, init_fn: InitFn | None, weights: Weights | None
 ) -> tuple[PlanState, RankState]:
@@ -158,7 +176,11 @@ def make_rank_state(
     owners, options, topology = ownership(planning.first.graph), planning.options, planning.topology
     _open_groups(planning, transport, owners)
     seed, device = _base_seed(topology, transport), _device_of(planning, owners, transport)
-    planning = _take_own_part(planning, transport, owners, init_fn, weights, seed, device)
+    stages = None
+    if options.parallelize is not None and topology.size("expert") > 1 and _is_meta(planning, owners, transport):
+        # Experts are made where they will live alone, so that they are spread first.
+        stages = changed_stages(planning.first.graph, topology, transport, options.parallelize)
+    planning = _take_own_part(planning, transport, owners, init_fn, weights, seed, device, stages)
     gradients: Gradients | None = None
     parallel = None
     if options.zero == 3 and transport.data_size > 1:
@@ -170,7 +192,8 @@ def make_rank_state(
         )
         planning = planning.with_tensors_of_module()
     elif options.parallelize is not None:
-        parallel = parallelise_stages(planning.first.graph, topology, transport, options.parallelize, owners)
+        stages = stages or changed_stages(planning.first.graph, topology, transport, options.parallelize)
+        parallel = parallelise_stages(planning.first.graph, topology, transport, owners, stages)
         planning = planning.with_tensors_of_module(parallel.adopt)
     originals = dict[str, Tensor]()
     if gradients is None and options.precision is not None:  # FSDP2 keeps its own master copies

@@ -53,13 +53,11 @@ def context_groups(topology: Topology) -> Groups:
     return {"context": topology.groups("context")} if topology.size("context") > 1 else {}
 
 
-def parallelise_stages(
-    graph: StageGraph, topology: Topology, transport: Transport, parallelize: Parallelize, owners: Ownership
-) -> Parallel:
-    """Applies ``parallelize`` to the stages of this rank, and puts the tensors that it makes into ``graph.module``.
-
-    A collective call of all ranks, after all parameters have their values, and before an optimizer or other object
-    references them. A single process that plays all ranks passes None as the mesh.
+def changed_stages(
+    graph: StageGraph, topology: Topology, transport: Transport, parallelize: Parallelize
+) -> ChangedStages:
+    """Applies ``parallelize`` to copies of the stages of this rank, and puts the tensors that it makes into
+    ``graph.module``. A single process that plays all ranks passes None as the mesh.
 
     Raises:
         RunError: a stage's module cannot be copied; or a pipeline cannot run the modules that ``parallelize`` made.
@@ -73,11 +71,23 @@ def parallelise_stages(
     for copied in copies.values():
         parallelize(copied.module, mesh)
     changed = _changed(graph, copies)
-    axes = _axes_of(changed, graph, topology, transport)
     replace_tensors(graph.module, changed)
+    return ChangedStages(copies, changed)
+
+
+def parallelise_stages(
+    graph: StageGraph, topology: Topology, transport: Transport, owners: Ownership, stages: ChangedStages
+) -> Parallel:
+    """Returns the changed stages, which run from now on.
+
+    A collective call of all ranks, after all parameters have their values, and before an optimizer or other object
+    references them. RunError if a pipeline cannot sum the gradients of the tensors that ``parallelize`` made.
+    """
+    copies, changed = stages.copies, stages.changed
+    axes = _axes_of(changed, graph, topology, transport)
     _check_tied(graph.module, owners, transport)
     sharded: dict[int, FsdpStage] = {}
-    if mesh is not None:
+    if transport.pipe_rank is not None:
         from fxpipe.sharding.fsdp import sharded_stages  # importing FSDP2 is slow
 
         sharded = sharded_stages({stage: copied.module for stage, copied in copies.items()})
@@ -135,6 +145,24 @@ def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
     twins = tuple((part, memo[id(part)]) for part in module.modules() if id(part) in memo)
     is_users = graph.module._modules.get(stage.name) is module  # otherwise the module is a capture's code
     return _StageCopy(module, made, f"{stage.name}." if is_users else "", twins)
+
+
+@dataclass
+class ChangedStages:
+    """``copies``: stage → its copy, which ``parallelize`` has changed. ``changed``: id of a tensor of the model → the
+    tensor in its place."""
+
+    copies: Mapping[int, _StageCopy]
+    changed: Mapping[int, Tensor]
+
+    def take(self, new: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Puts tensors with values into the copies. ``new``: id of a meta tensor → the tensor. Returns the same for the
+        model's tensors from before ``parallelize``."""
+        for copied in self.copies.values():
+            replace_tensors(copied.module, new)
+        before = self.changed
+        self.changed = {key: new.get(id(tensor), tensor) for key, tensor in before.items()}
+        return {key: new[id(tensor)] for key, tensor in before.items() if id(tensor) in new}
 
 
 # --- the changes that parallelize made

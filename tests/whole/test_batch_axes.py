@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.parameters.dtensors import whole_of
+from fxpipe.parameters.dtensors import local, whole_of
 from tests.harness import accumulate
 from tests.models import Inputs
 from tests.pool import Pool
@@ -370,6 +370,65 @@ def test_a_checkpoint_loads_onto_any_other_expert_size(pool: Pool, tmp_path: Pat
         for state in pool.run(continued, axes, str(tmp_path), 2, options):
             for name, tensor in saved.items():
                 assert_near(state[name], tensor, 0.0 if axes == PIPE_EXPERT else 5e-6, name)
+
+
+# --- the start ---
+
+
+class Most:
+    """An ``init_fn`` that notes how many numbers of whole experts it has seen at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.numbers = model, 0
+
+    def __call__(self, module: nn.Module) -> None:
+        parameters = [p for name, p in self.model.named_parameters() if ".experts." in name and not p.is_meta]
+        self.numbers = max(self.numbers, sum(p.numel() for p in parameters))
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.1)
+
+
+def started(axes: Axes, parallelize: Any, weights: str = "") -> tuple[dict[str, Tensor], int, int]:
+    """The state of a model that starts on the meta device; the most numbers of experts seen at once; and those held."""
+    fxpipe.init()
+    _clear_sharding_prop_cache()
+    topology = Topology(axes)
+    with torch.device("meta"):
+        model = Toy()
+    most = Most(model)
+    example = mine(batch(0, topology.data_size), topology)
+    step = fxpipe.compile(
+        model,
+        topology,
+        init_fn=None if weights else most,
+        checkpoint=weights or None,
+        parallelize=parallelize,
+        tracer="record",
+        microbatches=MICROBATCHES,
+        example_kwargs=example,
+    )
+    step(**example)
+    held = sum(local(p).untyped_storage().nbytes() for name, p in step.named_parameters() if ".experts." in name) // 4
+    state = {name: tensor.clone() for name, tensor in step.state_dict(full=True).items()}
+    step.close()
+    return state, most.numbers, held
+
+
+@pytest.mark.parametrize("way", ["init_fn", "checkpoint", "FSDP2"])
+def test_a_rank_never_holds_all_experts(pool: Pool, tmp_path: Path, way: str) -> None:
+    weights = str(tmp_path / "model.pt") if way == "checkpoint" else ""
+    if weights:
+        torch.save(toy().state_dict(), weights)
+    axes = [("pipe", 1), ("data", 2), ("expert", 2)] if way == "FSDP2" else PIPE_EXPERT
+    parallelize = partial(sharded, dense=("data", "expert")) if way == "FSDP2" else spread
+    (wanted, _, _), *_ = pool.run(started, [("pipe", 2), ("data", 2)], None, weights)
+    one = EXPERTS * WIDTH * WIDTH
+    for state, most, held in pool.run(started, axes, parallelize, weights):
+        assert state.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(state[name], tensor), name
+        assert most <= one  # a single parameter, whole
+        assert held == (one if way != "FSDP2" else 4 * one // 4)  # two of a block, or four of both; half, or a quarter
 
 
 # --- lockstep: ranks that meet inside of stages run the same actions ---
