@@ -248,7 +248,7 @@ def mixtral(experts: str = "grouped_mm", layers: int = 4) -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
-def qwen3_moe(layers: int = 4) -> nn.Module:
+def qwen3_moe(experts: str = "grouped_mm", layers: int = 4) -> nn.Module:
     config = transformers.Qwen3MoeConfig(
         **DECODER,
         **SPECIAL,
@@ -260,11 +260,12 @@ def qwen3_moe(layers: int = 4) -> nn.Module:
         output_router_logits=True,
         router_aux_loss_coef=ROUTER,
         tie_word_embeddings=False,
+        experts_implementation=experts,
     )
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-def deepseek_v3(layers: int = 2) -> nn.Module:
+def deepseek_v3(experts: str = "grouped_mm", layers: int = 2) -> nn.Module:
     """Layers of experts, of which one is shared by all tokens."""
     config = transformers.DeepseekV3Config(
         **DECODER | {"num_key_value_heads": 4},
@@ -283,6 +284,7 @@ def deepseek_v3(layers: int = 2) -> nn.Module:
         qk_rope_head_dim=4,
         v_head_dim=4,
         tie_word_embeddings=False,
+        experts_implementation=experts,
     )
     return transformers.DeepseekV3ForCausalLM(config)
 

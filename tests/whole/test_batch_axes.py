@@ -180,9 +180,17 @@ def mine(whole: Inputs, topology: Topology) -> Inputs:
 # --- training, and the same in plain PyTorch ---
 
 
+def forget_groups() -> None:
+    """Empties the caches of DTensor, which name groups of earlier worlds of these processes."""
+    _clear_sharding_prop_cache()
+    x = torch.ones((), requires_grad=True)
+    x.register_hook(lambda _: _clear_sharding_prop_cache())  # of the thread that runs backwards, on a GPU another
+    x.backward()
+
+
 def compiled(axes: Axes, model: Mapping[str, Any] = {}, per_node: int | None = None, **options: Any) -> Any:
     fxpipe.init()
-    _clear_sharding_prop_cache()  # it names groups of earlier worlds of these processes
+    forget_groups()
     topology = Topology(axes, per_node)
     example = mine(batch(0, topology.data_size), topology)
     defaults: dict[str, Any] = {"parallelize": spread, "microbatches": MICROBATCHES, "check_capture": False}
@@ -391,7 +399,7 @@ class Most:
 def started(axes: Axes, parallelize: Any, weights: str = "") -> tuple[dict[str, Tensor], int, int]:
     """The state of a model that starts on the meta device; the most numbers of experts seen at once; and those held."""
     fxpipe.init()
-    _clear_sharding_prop_cache()
+    forget_groups()
     topology = Topology(axes)
     with torch.device("meta"):
         model = Toy()
@@ -551,7 +559,7 @@ REFUSED: dict[str, tuple[Axes, Callable[[], nn.Module], Any, str]] = {
 def refused(case: str) -> str:
     axes, model, parallelize, _ = REFUSED[case]
     fxpipe.init()
-    _clear_sharding_prop_cache()
+    forget_groups()
     topology = Topology(axes)
     example = mine(batch(0, topology.data_size), topology)
     with pytest.raises(fxpipe.FxpipeError) as error:
