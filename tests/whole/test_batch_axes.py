@@ -206,7 +206,10 @@ def trained(axes: Axes, calls: int = 1, **options: Any) -> dict[str, Any]:
     run: dict[str, Any] = {"losses": [], "gradients": [], "norms": [], "moved": []}
     for number in range(STEPS):
         optimizer.zero_grad()
-        losses = [step(**mine(batch(number, topology.data_size, call), topology)) for call in range(calls)]
+        losses = []
+        for call in range(calls):
+            step.set_requires_gradient_sync(call == calls - 1)
+            losses.append(step(**mine(batch(number, topology.data_size, call), topology)))
         run["losses"].append(sum(map(float, losses)))
         run["moved"].append([(row.operation, row.scope, row.group, row.bytes) for row in step.traffic().rows])
         whole = {n: p.grad for n, p in step.named_parameters() if p.grad is not None and not p.grad.is_meta}
@@ -337,6 +340,31 @@ def test_an_experts_gradient_travels_over_the_data_axis_alone(pool: Pool) -> Non
         (shared,) = (size for op, scope, _, size in run["moved"][-1] if (op, scope) == ("all_reduce", "shard"))
         assert dense <= shared / 1.5 <= dense + 64 * 20
     assert_trained(runs, plain(4))
+
+
+def joined(axes: Axes, options: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """A step of a model whose second stage sees the rows of all replicas."""
+    fxpipe.init()
+    topology = Topology(axes)
+    torch.manual_seed(0)
+    example = mine(batch(0, topology.data_size), topology)
+    step = fxpipe.compile(Joined(), topology, microbatches=MICROBATCHES, example_kwargs=example, **options)
+    loss = float(step(**example))
+    gradients = {name: p.grad.clone() for name, p in step.named_parameters() if p.grad is not None}
+    step.close()
+    return loss, gradients
+
+
+def test_an_expert_axis_on_which_nothing_is_sharded_is_data(pool: Pool) -> None:
+    axes = [("pipe", 1), ("data", 2), ("expert", 2)]
+    runs = pool.run(partial(trained, axes, zero=3, parallelize=None))
+    assert_trained(runs, plain(4), gradients=False)
+    wanted = pool.run(joined, [("pipe", 2), ("data", 2)], {"schedule": "gpipe"})
+    for (loss, gradients), (expected, whole) in zip(
+        pool.run(joined, PIPE_EXPERT, {"schedule": "gpipe"}), wanted, strict=True
+    ):
+        assert loss == expected
+        assert all(torch.equal(gradient, whole[name]) for name, gradient in gradients.items())
 
 
 # --- checkpoints ---
