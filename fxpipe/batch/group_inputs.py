@@ -12,13 +12,12 @@ from torch import Tensor
 from fxpipe.batch.batch import joined
 from fxpipe.batch.objects import PLAIN
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
 from fxpipe.like import ITEMS
 from fxpipe.packed import BatchDim, rule_at
-from fxpipe.plain_data import digest_of
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"
@@ -182,7 +181,7 @@ class GroupInputs:
             (leaf.dtype, leaf.requires_grad, beside(leaf, dim)) if dim is not None else None
             for leaf, dim in zip(leaves, dims, strict=True)
         ]
-        if len(set(self._transport.gather_int("data", digest_of(map(str, facts))))) > 1:
+        if differing(self._transport, "data", str(facts)):
             shapes = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
             raise RunError(
                 f"{text} is gathered over the replicas, which have it in other sizes beside its rows, or of another "

@@ -31,7 +31,7 @@ from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ITEMS, ObjectValue
 from fxpipe.packed import read_for, written
-from fxpipe.plain_data import admitted, digest_of, encode, number_of
+from fxpipe.plain_data import admitted, encode, number_of
 from fxpipe.plan.capture.captures import LATER, MOST
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
@@ -49,7 +49,7 @@ KINDS = 256
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
 Key = tuple[int, ...]
-"""The numbers of all ranks' proposals, or of all replicas' rows."""
+"""The numbers of all ranks' proposals."""
 Rows = tuple[int, ...]
 """The rows of each micro-batch."""
 
@@ -135,7 +135,6 @@ class Agreement:
         self._take(planning.with_captures(reads=planning.captures.reads.after_compile()))
         self._kinds = itertools.count()
         self._reported: dict[Key, ReportedCall] = {}
-        self._rows: dict[Key, Rows] = {}
         self._settled: dict[tuple[Key, Rows | None], AgreedBatch] = {}
         """The known kinds, least recently used first, in the same order on all ranks of a pipe group. The second part
         of a key is each micro-batch's rows over all replicas, or None if the plan accepts any row counts."""
@@ -341,15 +340,9 @@ class Agreement:
         """
         if self._transport.data_size == 1 or not self.planning.first.graph.sees_replicas:
             return ()
-        # As for a proposal, each replica sends a number, and the rows themselves only for a new set of numbers.
-        key = self._transport.gather_int("data", digest_of(map(str, sizes)))
-        if key not in self._rows:
-            everyone = self._transport.gather("data", list(sizes))
-            is_even = len({*map(len, everyone)}) == 1  # all have as many micro-batches: else no group is common
-            self._rows[key] = tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
-            if len(self._rows) > KINDS:  # all replicas drop the same entry
-                del self._rows[next(iter(self._rows))]
-        return self._rows[key]
+        everyone = self._transport.gather("data", sizes)
+        is_even = len({*map(len, everyone)}) == 1  # all have as many micro-batches: else no group is common
+        return tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
 
     def _sample(self, reported: ReportedCall, given: list[dict[str, Any]]) -> Sample | str:
         """The micro-batches on which a new kind is checked, if this process has the whole model."""

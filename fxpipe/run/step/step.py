@@ -274,7 +274,7 @@ class Steps:
         # A stage that sees the rows of all replicas runs its backward if the micro-batch of any replica has weight.
         runs = [share != 0 for share in shares]
         may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
-        if may_differ and not all(self.transport.gather_int("data", int(all(runs)))):
+        if may_differ:
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return known.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
