@@ -295,7 +295,9 @@ class Steps:
         return StepInput(
             given,
             shares,
-            GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
+            GroupInputs(
+                self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places, agreed.replica_rows
+            ),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
             self._per_item(agreed.plan, given, shares) if training else None,
@@ -397,8 +399,8 @@ class Steps:
             ordered, shares = [results[place] for place in places], [shares[place] for place in places]
             sizes, made_by = of_groups(agreed.sizes, plan.group), plan.graph[plan.graph.output_stage].gathered
             is_of_all = made_by is not None and made_by.modes == {"global"}
-            if is_of_all:
-                sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
+            if is_of_all and agreed.replica_rows:
+                sizes = of_groups(tuple(map(sum, zip(*agreed.replica_rows, strict=True))), plan.group)
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
             joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)
