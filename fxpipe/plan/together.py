@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from fxpipe.device import is_accelerator
-from fxpipe.distributed.transport import Transport, member
+from fxpipe.distributed.transport import Transport, differing, member
 from fxpipe.errors import RunError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import all_tensors
@@ -117,10 +117,10 @@ def check_rows(transport: Transport, plan: Plan, zero: int, meets: bool) -> None
     may have stages that meet those of other expert and context ranks, as ``meets`` says.
     """
     gathers = plan.graph.sees_replicas
-    if (zero < 2 and not gathers and not meets) or transport.data_size == 1:
+    if zero < 2 and not gathers and not meets:
         return
     digests = plan.row_digests if zero == 2 or gathers or meets else plan.pass_digests
-    if len(set(transport.gather_int("data", digests[transport.pipe_rank or 0]))) > 1:
+    if differing(transport, "data", digests[transport.pipe_rank or 0]):
         what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
         what = "expert and context ranks meet inside of stages" if meets else what
         raise RunError(
