@@ -24,7 +24,7 @@ STEPS, MICROBATCHES = 2, 4
 
 
 class Net(nn.Module):
-    """Four stages, dropout in the third, and a head whose weight is the first layer's."""
+    """Four stages, and a head whose weight is the first layer's."""
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.head = nn.Linear(8, 8, bias=False)
         self.fault = fault
-        if fault != "untied":
-            self.head.weight = self.layers[0].weight
+        weight = self.layers[0].weight
+        self.head.weight = nn.Parameter(weight.detach().clone()) if fault == "untied" else weight
         if fault == "weight":
             with torch.no_grad():
                 self.layers[1].weight[2] += 1e-3
@@ -45,7 +45,7 @@ class Net(nn.Module):
                 x = F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()).float()
             else:
                 x = layer(x)
-            x = torch.tanh(x)
+            x = torch.tanh(F.dropout(x, 0.2) if self.fault == "dropout" and number == 1 else x)
             if self.fault == "twice" and number == 1:
                 x = 2 * x - x.detach()  # the same bits, and twice the gradient
         return F.cross_entropy(self.head(fxpipe.stage_boundary(x)), y)
@@ -165,6 +165,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[int, int, str, str]]] = {
     "a stage in bf16": (lambda folder: recorded(folder, fault="bf16"), (0, 0, VALUE, "tanh_1")),
     "a gradient scaled twice": (lambda folder: recorded(folder, fault="twice"), (0, 0, GRADIENT, "tanh")),
     "an optimizer's epsilon": (lambda folder: recorded(folder, eps=1e-3), (0, -1, PARAMETER, "layers.0.weight")),
+    "a weight that is tied on one side": (
+        lambda folder: recorded(folder, fault="untied"),
+        (0, -1, PARAMETER_GRADIENT, "layers.0.weight"),
+    ),
     "other rows": (lambda folder: recorded(folder, seed=1), (0, -1, PARAMETER_GRADIENT, "layers.0.weight")),
 }
 
@@ -178,6 +182,19 @@ def test_a_fault_is_found_at_its_place(fault: str, reference: Path, tmp_path: Pa
     entry = found.first.entry
     assert (entry.step, entry.microbatch, entry.kind, entry.name) == place, str(found)
     assert bool(found.other_rows) == (fault == "other rows")
+
+
+def test_another_seed_of_dropout_is_found_behind_it(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.random.fork_rng():
+            net = Net("dropout")
+        forward_backward = fxpipe.compile(net, fxpipe.Topology([("pipe", 1)]), microbatches=MICROBATCHES)
+        with forward_backward.record_values(tmp_path / str(seed)):
+            forward_backward(*batch(0))
+    found = fxpipe.bisect(tmp_path / "1", tmp_path / "2").first
+    assert found is not None
+    assert (found.entry.microbatch, found.entry.kind, found.entry.boundary) == (0, VALUE, "boundary 1, value 0")
 
 
 def test_what_is_printed(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
