@@ -163,8 +163,8 @@ def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> 
 
 def _is_meta(planning: PlanState, owners: Ownership, transport: Transport) -> bool:
     """Whether this rank, one of several processes, has all of its parameters on the meta device."""
-    names, held = owners.of(transport.pipe_rank), planning.module.named_parameters(remove_duplicate=False)
-    return transport.pipe_rank is not None and all(p.is_meta for name, p in held if name in names)
+    names, parameters = owners.of(transport.pipe_rank), planning.module.named_parameters(remove_duplicate=False)
+    return transport.pipe_rank is not None and all(p.is_meta for name, p in parameters if name in names)
 
 
 def make_rank_state(
