@@ -89,6 +89,7 @@ LONG = """
     whole/test_batch_axes.py::test_a_rank_never_holds
     whole/test_batch_axes.py::test_an_expert_axis
     whole/test_batch_axes.py::test_dense
+    whole/test_batch_axes.py::test_eight
     whole/test_batch_axes.py::test_fsdp2
     whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[context2
     whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[data2

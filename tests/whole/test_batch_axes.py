@@ -291,6 +291,21 @@ def test_ranks_train_as_plain_pytorch_does(pool: Pool, axes: Axes) -> None:
 
 
 @pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ([("pipe", 2), ("data", 2), ("expert", 2)], {"zero": 1, "per_node": 4}),
+        ([("pipe", 2), ("expert", 4)], {}),
+        ([("pipe", 2), ("data", 2), ("context", 2)], {"zero": 2}),
+    ],
+    ids=str,
+)
+def test_eight_ranks_train_as_plain_pytorch_does(pool: Pool, axes: Axes, options: dict[str, Any]) -> None:
+    runs = pool.run(partial(trained, axes, **options), ranks=8)
+    replicas = Topology(axes).size("data") * Topology(axes).size("expert")
+    assert_trained(runs, plain(replicas), gradients=not options)
+
+
+@pytest.mark.parametrize(
     ("axes", "calls", "options"),
     [
         (PIPE_EXPERT, 2, {"recompute": True, "schedule": "gpipe"}),
