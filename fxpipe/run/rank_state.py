@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxpipe.batch.group_inputs import SCOPE
 from fxpipe.distributed.grid import BATCH
@@ -15,7 +15,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.ranks import replicated
-from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise_parts
 from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release, replace_tensors, why_elsewhere
@@ -69,11 +69,8 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
     groups |= context_groups(topology)
     if options.parallelize is not None:
         groups |= alone_groups(topology)
-    if plan.graph.sees_replicas and topology.size("context") > 1:
-        raise TopologyError(
-            'gather="global" joins the rows of all replicas, but context ranks have other positions of the same rows; '
-            "leave the context axis out, or the gather"
-        )
+    if topology.size("context") > 1:
+        _check_positions(plan.graph)
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups(BATCH)
     # Tied parameters' gradients are summed over their owners, losses over the ranks that compute some of them.
@@ -81,6 +78,24 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
     transport.open(pairs(plan.instructions), list(sums), groups)
     if transport.data_size > 1:
         check_ties(topology, transport, owners)
+
+
+def _check_positions(graph: StageGraph) -> None:
+    """TopologyError for what would be wrong where a rank has some positions of a row alone."""
+    if graph.sees_replicas:
+        raise TopologyError(
+            'gather="global" joins the rows of all replicas, but context ranks have other positions of the same rows; '
+            "leave the context axis out, or the gather"
+        )
+    for stage in graph:
+        nodes = stage.module.graph.nodes if isinstance(stage.module, fx.GraphModule) else ()
+        calls = [str(node.target) for node in nodes if node.op in ("call_function", "call_method")]
+        if any("dot_product" in call for call in calls):
+            raise TopologyError(
+                f"stage {stage.name} computes attention in code of its own, which sees the positions of this rank "
+                "alone; keep attention in a module that parallelize= changes, for which a Hugging Face model needs "
+                "use_cache=False"
+            )
 
 
 def _take_own_part(

@@ -153,10 +153,10 @@ def spread_attention(stage: nn.Module, mesh: Any) -> None:
             module.whole = gathering(mesh)
 
 
-def llama() -> nn.Module:
+def llama(use_cache: bool = False) -> nn.Module:
     transformers.AttentionInterface.register("context", attend_to_all)
     torch.manual_seed(0)
-    return hf.llama(attn_implementation="context", use_cache=False)
+    return hf.llama(attn_implementation="context", use_cache=use_cache)
 
 
 def sequences(rows: int) -> list[Inputs]:
@@ -209,6 +209,21 @@ def test_llama_on_a_context_axis_trains_as_in_plain_pytorch(pool: Pool) -> None:
             assert_near(run.state[name], tensor, 5e-6, name)
 
 
+def taken_apart(axes: Axes) -> str:
+    fxpipe.init()
+    topology = Topology(axes)
+    part = {name: topology.context_part(value) for name, value in sequences(ROWS)[0].items()}
+    options = {"boundaries": layers("model.layers", 2), "microbatches": 1, "tracer": "record"}
+    with pytest.raises(fxpipe.FxpipeError) as error:
+        fxpipe.compile(llama(True), topology, example_kwargs=part, parallelize=spread_attention, **options)
+    return str(error.value)
+
+
+def test_attention_that_parallelize_cannot_change_is_refused(pool: Pool) -> None:
+    for text in pool.run(taken_apart, [("pipe", 2), ("context", 2)]):
+        assert "computes attention in code of its own, which sees the positions of this rank alone" in text
+
+
 def shifted_within(axes: Axes) -> str:
     """What a context rank is told whose labels the model would shift."""
     fxpipe.init()
@@ -216,7 +231,7 @@ def shifted_within(axes: Axes) -> str:
     batch = {name: value[:, :8] for name, value in hf.causal(MICROBATCHES, generator).items()}
     part = {name: topology.context_part(value) for name, value in batch.items() if name != "attention_mask"}
     options = {"boundaries": layers("model.layers", 2), "microbatches": MICROBATCHES, "tracer": "record"}
-    step = fxpipe.compile(hf.llama(), topology, example_kwargs=part, check_capture=False, **options)
+    step = fxpipe.compile(hf.llama(use_cache=False), topology, example_kwargs=part, check_capture=False, **options)
     with pytest.raises(fxpipe.RunError) as error:
         step(**part)
     return str(error.value)
