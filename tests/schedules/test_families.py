@@ -47,12 +47,6 @@ GRAPHS: dict[str, Bare] = {
     "nothing to train": bare(chain(3), 3, frozen=frozenset([0, 1, 2])),
     **{f"random {seed}": random_bare(seed, frozen=seed % 2 == 1) for seed in range(12)},
 }
-TABLES = list(FAMILIES), list(GRAPHS), [1, 2, 8]
-every_table = pytest.mark.parametrize(
-    ("name", "graph", "m"),
-    [pytest.param(name, GRAPHS[kind], m, id=f"{name}-{kind}-{m}") for name, kind, m in pairwise_of(*TABLES)],
-)
-"""Every schedule of every graph, and both with every number of micro-batches."""
 
 
 def backward_ops(name: str) -> tuple[Op, ...]:
@@ -63,8 +57,17 @@ def backward_ops(name: str) -> tuple[Op, ...]:
 # --- every schedule, every graph ---
 
 
-@every_table
-def test_every_action_stands_once_on_the_rank_of_its_stage(name: str, graph: Bare, m: int) -> None:
+@pytest.mark.parametrize(("name", "kind", "m"), pairwise_of(list(FAMILIES), list(GRAPHS), [1, 2, 8]))
+def test_a_table_is_complete_and_ordered_and_its_peaks_are_counted(name: str, kind: str, m: int) -> None:
+    """Every schedule of every graph, and both with every number of micro-batches."""
+    graph = GRAPHS[kind]
+    assert_every_action_stands_once_on_the_rank_of_its_stage(name, graph, m)
+    assert_dependencies_hold_in_simulated_time(name, graph, m)
+    assert_backwards_run_in_micro_batch_order(name, graph, m)
+    assert_the_peak_is_the_most_forwards_that_wait_for_their_backward(name, graph, m)
+
+
+def assert_every_action_stands_once_on_the_rank_of_its_stage(name: str, graph: Bare, m: int) -> None:
     found = Counter((rank, action) for rank, row in enumerate(graph.build(name, m).rows) for action in row)
     wanted = Counter(
         (graph.placement[stage], Action(stage, op, j))
@@ -76,8 +79,7 @@ def test_every_action_stands_once_on_the_rank_of_its_stage(name: str, graph: Bar
     assert found == wanted
 
 
-@every_table
-def test_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -> None:
+def assert_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -> None:
     schedule = graph.build(name, m)
     forward = [1 + stage % 3 for stage in range(graph.stages)]
     spans = schedule.simulate(forward, backward=2.5, weight=0.75, comm=0.25).spans
@@ -94,8 +96,8 @@ def test_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -> 
             assert spans[first].end <= spans[second].start
 
 
-@every_table
-def test_backwards_run_in_micro_batch_order_so_that_gradients_add_up_in_it(name: str, graph: Bare, m: int) -> None:
+def assert_backwards_run_in_micro_batch_order(name: str, graph: Bare, m: int) -> None:
+    """So that gradients add up in it."""
     for row in graph.build(name, m).rows:
         for stage in range(graph.stages):
             for op in backward_ops(name):
@@ -103,8 +105,7 @@ def test_backwards_run_in_micro_batch_order_so_that_gradients_add_up_in_it(name:
                 assert order == sorted(order)
 
 
-@every_table
-def test_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str, graph: Bare, m: int) -> None:
+def assert_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str, graph: Bare, m: int) -> None:
     schedule = graph.build(name, m)
     result, last = schedule.simulate(), backward_ops(name)[-1]
     for stage in range(graph.stages):
