@@ -16,9 +16,9 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
-from fxpipe.graph.like import ITEMS
-from fxpipe.graph.plain_data import digest_of
+from fxpipe.like import ITEMS
 from fxpipe.packed import BatchDim, rule_at
+from fxpipe.plain_data import digest_of
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"

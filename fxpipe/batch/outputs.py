@@ -16,9 +16,9 @@ from fxpipe.batch.rules import InEntries, InPackedRows, InRows, is_entries
 from fxpipe.distributed.transport import Transport, differing, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import of_groups
-from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.progress import log
+from fxpipe.stage.loss import Sum
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_mapping, shown
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work, without_frames
 from fxpipe.errors import RunError, describe_error
-from fxpipe.graph.plain_data import digest_of
+from fxpipe.plain_data import digest_of
 
 Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""

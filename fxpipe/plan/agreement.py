@@ -27,20 +27,20 @@ from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.like import ITEMS, ObjectValue
-from fxpipe.graph.modes import Ambient
-from fxpipe.graph.plain_data import admitted, digest_of, encode, number_of
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.like import ITEMS, ObjectValue
 from fxpipe.packed import read_for, written
-from fxpipe.plan.capture.capture_check import Sample
+from fxpipe.plain_data import admitted, digest_of, encode, number_of
 from fxpipe.plan.capture.captures import LATER, MOST
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
+from fxpipe.stage.modes import Ambient
 from fxpipe.torch_compat import global_hook_tables
+from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.trace.request import target_of
 
 KINDS = 256

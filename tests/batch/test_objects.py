@@ -22,7 +22,7 @@ import fxpipe
 from fxpipe.batch.description import describe
 from fxpipe.batch.objects import like_of
 from fxpipe.errors import FxpipeError, TraceError
-from fxpipe.graph.like import ObjectLike, ObjectValue
+from fxpipe.like import ObjectLike, ObjectValue
 from tests.scripts import Scripts
 from tests.strict_transport import run_strict
 from tests.thinned import pairwise

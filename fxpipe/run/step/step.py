@@ -23,13 +23,10 @@ from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import of_groups
-from fxpipe.graph.like import cast_batch
-from fxpipe.graph.loss import LossKind, StepLoss, Sum, loss_in
-from fxpipe.graph.modes import Autocast, evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
+from fxpipe.like import cast_batch
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
-from fxpipe.plan.capture.sizes import with_sizes
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import check_rows
@@ -44,7 +41,10 @@ from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, 
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
+from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
+from fxpipe.stage.modes import Autocast, evaluating
 from fxpipe.torch_compat import has_hooks, version_of
+from fxpipe.trace.checks.sizes import with_sizes
 
 MOST_BOUND = 32
 """The most bound calls that are cached per plan: a call for each set of micro-batches that have weight."""

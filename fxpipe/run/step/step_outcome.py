@@ -19,10 +19,10 @@ from fxpipe.distributed.activity import here
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
-from fxpipe.graph.like import ITEMS
-from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.like import ITEMS
 from fxpipe.plan.agreement import AgreedBatch
+from fxpipe.stage.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
