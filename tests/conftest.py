@@ -75,7 +75,6 @@ LONG = """
     faults/
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards
-    run/test_recompute.py::test_four_processes
     run/test_saving.py::test_killed
     sharding/test_parallelize.py::test_an_unmodified_llama
     simulated_gpu/test_scripts.py::test_a_script_may_end
