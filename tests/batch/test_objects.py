@@ -23,6 +23,7 @@ from fxpipe.batch.description import describe
 from fxpipe.batch.objects import like_of
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.like import ObjectLike, ObjectValue
+from tests.models import Layers
 from tests.scripts import Scripts
 from tests.strict_transport import run_strict
 from tests.thinned import pairwise
@@ -296,12 +297,10 @@ def test_what_holds_tensors_is_no_value(value: Any, is_data: bool) -> None:
     assert (found.kind, found.is_data) == (type(value).__name__, is_data)
 
 
-class Masked(nn.Module):
+class Masked(Layers):
     """Asks for an attribute of an object that holds the micro-batch, as models with optional masks do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "a b", 4
 
     def forward(self, batch: Any) -> Tensor:
         h = self.a(batch.x)

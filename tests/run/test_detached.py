@@ -15,18 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxpipe
 from fxpipe.run.step.step_outcome import detached
 from tests.device import DEVICE
+from tests.models import Layers
 from tests.pool import Pool
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+class Two(Layers):
+    names, width = "a b", 4
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(fxpipe.stage_boundary(self.a(x))).square().mean()

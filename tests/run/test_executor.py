@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 import fxpipe.run.step.step
 from fxpipe.run.actions.executor import NOT_MADE, Executor, LeftBehind
+from tests.models import Layers
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
@@ -53,10 +54,8 @@ def batch() -> Tensor:
 
 
 def test_nothing_is_kept_of_a_micro_batch_without_weight(executors: list[Executor], batch: Tensor) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+    class Model(Layers):
+        names, width = "one two", 4
 
         def forward(self, x: Tensor) -> Tensor:
             return self.two(fxpipe.stage_boundary(self.one(x))).square().mean()

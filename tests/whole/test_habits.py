@@ -18,7 +18,7 @@ from fxpipe import RunError, Topology, TraceError, stage_boundary
 from tests.device import DEVICE
 from tests.harness import assert_same
 from tests.layered import assert_trains, vectors
-from tests.models import Inputs
+from tests.models import Inputs, Layers
 from tests.replicas import refusals
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn
@@ -27,10 +27,8 @@ from tests.two_ranks import TWO, WIDTH
 every_tracer = pytest.mark.parametrize("tracer", ["export", "record"])
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+class Scaled(Layers):
+    names, width = "a c", 4
 
     def forward(self, x: Tensor, how: Any) -> Tensor:
         h = stage_boundary(self.a(x))
@@ -58,12 +56,10 @@ def test_python_values_that_compare_equal_are_kinds_of_their_own(values: tuple[A
         assert_same(forward_backward(x, how={"by": value}), plain(x, {"by": value}).detach(), f"loss for {value!r}")
 
 
-class Norm(nn.Module):
+class Norm(Layers):
     """As in many language models: computes in float32, and goes back to the type that it was given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
+    names, width = "a c", 8
 
     def forward(self, x: Tensor) -> Tensor:
         h = stage_boundary(self.a(x))
@@ -93,12 +89,10 @@ def batches() -> list[Inputs]:
     return [{"x": torch.randn(4, 4)} for _ in range(2)]
 
 
-class Watched(nn.Module):
+class Watched(Layers):
     """A value on its way to the next stage is read last inside of a region without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "a c", 4
 
     def forward(self, x: Tensor) -> Tensor:
         turned = self.a(x).T  # which the symbolic tracer records where it is first used
@@ -113,12 +107,10 @@ def test_a_value_that_is_handed_off_amid_no_grad_keeps_its_gradient(tracer: str)
     assert_trains(Watched, batches(), tracer=tracer, microbatches=1)
 
 
-class Teacher(nn.Module):
+class Teacher(Layers):
     """Its layer is called with another one's parameters."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.t = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "a t", 4
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.func.functional_call(self.a, dict(self.t.named_parameters()), (x,))
@@ -302,10 +294,8 @@ class Vocabulary:
         self.scale = scale
 
 
-class WithVocabulary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+class WithVocabulary(Layers):
+    names, width = "one two", 4
 
     def forward(self, x: Tensor, vocabulary: Any) -> Tensor:
         return (self.two(stage_boundary(self.one(x))) * vocabulary.scale).square().mean()
