@@ -1130,5 +1130,3 @@ RANDOM: dict[str, Case] = {
     "dropout": Case(Dropouts, vectors),
     "noise in two stages": Case(Noise, vectors, stages=3, ranks=3),
 }
-
-EVERY: Mapping[str, Case] = CASES | PLAIN | RANDOM
