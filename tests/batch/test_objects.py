@@ -309,7 +309,6 @@ class Masked(Layers):
 
 
 def test_an_attribute_that_is_none_makes_a_kind_of_its_own() -> None:
-    torch.manual_seed(0)
     model = Masked()
     forward_backward = fxpipe.compile(model, TWO, boundaries=["b"], microbatches=2)
     for mask in (None, torch.rand(4, 4), None):

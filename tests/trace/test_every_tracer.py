@@ -133,7 +133,6 @@ class Cached(nn.Module):
 def test_what_a_capture_leaves_in_a_cache_of_the_users_is_not_met_later(
     tracer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     model, topology, given = Cached(), fxpipe.Topology([("pipe", 2)]), torch.randn(10, 3)
     plain = Cached()
     plain.load_state_dict(model.state_dict())

@@ -125,7 +125,6 @@ def mixed_steps() -> Steps:
 
 
 def test_ranks_that_sent_each_other_nothing_before_are_connected_when_such_a_batch_comes() -> None:
-    torch.manual_seed(0)
     plain = MaybeMixed()
     for step, (first, second) in enumerate(zip(*strict(1)(6, mixed_steps)[:2], strict=True)):
         plain.zero_grad()
@@ -199,7 +198,6 @@ class Retrieval(nn.Module):
 
 
 def test_an_output_that_only_evaluation_needs_runs_in_a_stage_of_training() -> None:
-    torch.manual_seed(0)
     plain, (image, text) = Retrieval(), torch.randn(2, 4, WIDTH)
     forward_backward = fxpipe.compile(plain, fxpipe.Topology([("pipe", 3)]), microbatches=2, example_args=(image, text))
     forward_backward(image, text)

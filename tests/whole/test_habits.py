@@ -46,7 +46,6 @@ def _factor(by: Any) -> float:
     [((2, 2.0), "export"), ((True, 1), "record"), ((torch.float64, torch.float16), "export"), ((0.0, -0.0), "record")],
 )
 def test_python_values_that_compare_equal_are_kinds_of_their_own(values: tuple[Any, Any], tracer: str) -> None:
-    torch.manual_seed(0)
     model, x = Scaled(), torch.randn(4, 4)
     plain = copy.deepcopy(model)
     forward_backward = fxpipe.compile(
@@ -71,7 +70,6 @@ class Norm(Layers):
 
 @every_tracer
 def test_types_that_forward_asks_for_are_those_of_precision(tracer: str) -> None:
-    torch.manual_seed(0)
     model, x = Norm(), torch.randn(6, 8)
     plain = copy.deepcopy(model).to(torch.bfloat16)
     forward_backward = fxpipe.compile(
@@ -163,7 +161,6 @@ class Selecting(nn.Module):
     ids=["repeated", "above", "padded to the most"],
 )
 def test_a_size_that_depends_on_values_is_refused(how: Callable[[Tensor, Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
     batch = (torch.randn(64, 4), torch.randint(1, 5, (64,)))
     # a rehearsal on a GPU makes up no integers but 0, and the check of the capture finds what depends on them
     found = "looks at the values of a tensor" + "|where the model runs, they fail" * (DEVICE == "cuda")
@@ -311,7 +308,6 @@ def with_vocabulary(given: bool, tracer: str = "symbolic") -> Tensor:
 
 @pytest.mark.parametrize("tracer", ["symbolic", "record"])
 def test_an_object_is_what_each_rank_has(tracer: str) -> None:
-    torch.manual_seed(0)
     wanted = WithVocabulary()(torch.ones(8, 4), Vocabulary(3.0)).detach()
     for loss in run_strict(lambda rank: with_vocabulary(True, tracer), 2):
         torch.testing.assert_close(loss, wanted)
