@@ -209,11 +209,18 @@ class _Run:
         files = sorted(folder.glob("rank*.jsonl"))
         if not files:
             raise RunError(f"{folder} has no recorded values; record_values(folder) of forward_backward writes them")
-        by_rank = {
-            rank: {(_key(entry), entry.start, entry.count): entry for entry in entries_of(file)}
-            for rank, file in ((int(file.stem[4:]), file) for file in files)
-        }
-        return cls(folder, by_rank)
+        return cls(folder, {int(file.stem[4:]): cls._entries(file) for file in files})
+
+    @staticmethod
+    def _entries(file: Path) -> dict[tuple[Key, int, int], RecordedTensor]:
+        """The entries of a rank's file. A run that begins again, or goes on from a checkpoint, makes steps anew."""
+        entries, last = dict[tuple[Key, int, int], RecordedTensor](), -1
+        for entry in entries_of(file):
+            if entry.step < last:
+                entries = {key: each for key, each in entries.items() if each.step <= entry.step}
+            entries[_key(entry), entry.start, entry.count] = entry
+            last = entry.step
+        return entries
 
     @property
     def is_plain(self) -> bool:

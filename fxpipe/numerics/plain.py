@@ -112,7 +112,7 @@ def record_plain(
         RunError: the folder cannot be written; a boundary gathers.
         PartitionError: ``boundaries`` names no submodule of the model.
     """
-    recorder = ValueRecorder(folder, 0, 0, full)
+    recorder = ValueRecorder(folder, 0, 1, 0, full)
     try:
         run = PlainRun(model, recorder, boundaries)
         yield run

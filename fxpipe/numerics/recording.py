@@ -73,10 +73,11 @@ class _Measured(NamedTuple):
 class ValueRecorder:
     """Measures tensors on their devices during a step, and appends a line for each to the file of this rank.
 
-    ``replica``: this rank's number along the data axis. ``full``: whether the tensors are written, too.
+    ``rank``: this rank's number among ``ranks``. ``replica``: its number along the data axis. ``full``: whether the
+    tensors are written, too.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, replica: int, full: bool) -> None:
+    def __init__(self, folder: str | os.PathLike[str], rank: int, ranks: int, replica: int, full: bool) -> None:
         self._folder, self._rank, self._replica, self._full = Path(folder), rank, replica, full
         self._measured: list[_Measured] = []
         self.step, self._microbatches = -1, 1
@@ -85,6 +86,8 @@ class ValueRecorder:
         """Whether the parameters after the step are recorded."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if file_of(self._folder, ranks).exists():
+                raise RunError(f"{folder} has the values of a run on more ranks; give each run a folder of its own")
             self._file = file_of(self._folder, rank).open("a")
         except OSError as error:
             raise RunError(f"values cannot be recorded in {folder}: {error.strerror}") from None

@@ -424,7 +424,9 @@ class ForwardBackward:
             RunError: the folder cannot be written.
         """
         _check_flag(full=full)
-        recorder = ValueRecorder(folder, self._transport.rank, self._transport.data_rank, full)
+        transport = self._transport
+        ranks = 1 if transport.pipe_rank is None else len(transport.ranks("all"))
+        recorder = ValueRecorder(folder, transport.rank, ranks, transport.data_rank, full)
         with self._steps.recording_values(recorder):
             yield
 

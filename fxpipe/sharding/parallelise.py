@@ -96,10 +96,10 @@ def parallelise_stages(
     names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     scopes = {}
     for tensor in changed.values():
-        if is_dtensor(tensor) and isinstance(tensor, nn.Parameter) and id(tensor) in axes:
-            on_axes = axes[id(tensor)]
-            _check_replicas(tensor, names[id(tensor)], on_axes, managed.get(id(tensor), set()), topology)
-            scopes[names[id(tensor)]] = scope_of(set(BATCH_AXES).difference(*on_axes), topology)
+        key = id(tensor)
+        if is_dtensor(tensor) and isinstance(tensor, nn.Parameter) and key in axes:
+            _check_replicas(tensor, names[key], axes[key], managed.get(key, set()), topology)
+            scopes[key] = scope_of(set(BATCH_AXES).difference(*axes[key]), topology)
     return Parallel(copies, sharded, scopes)
 
 
@@ -294,10 +294,10 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
 
 class Parallel:
     """The ``copies`` of this rank's stages that ``parallelize`` has changed. ``sharded``: their FSDP2 modules.
-    ``scopes``: name of a DTensor parameter → the scope of the batch axes that its mesh leaves out, "" for none."""
+    ``scopes``: id of a DTensor parameter → the scope of the batch axes that its mesh leaves out, "" for none."""
 
     def __init__(
-        self, copies: Mapping[int, _StageCopy], sharded: Mapping[int, FsdpStage], scopes: Mapping[str, str]
+        self, copies: Mapping[int, _StageCopy], sharded: Mapping[int, FsdpStage], scopes: Mapping[int, str]
     ) -> None:
         self.copies, self.sharded, self.scopes = copies, sharded, scopes
         self._adopted: weakref.WeakKeyDictionary[nn.Module, _StageFunction] = weakref.WeakKeyDictionary()
@@ -438,8 +438,8 @@ class ParallelGradients(Reducer):
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}
         # A DTensor's shards have their gradients' sums over the mesh already, from FSDP2 or a stage's own collectives.
         self._to_sum: dict[str, list[str]] = {scope: [] for scope in sorted({*parallel.scopes.values()} - {""})}
-        for name in self._own:
-            if scope := parallel.scopes.get(name):
+        for name, parameter in self._own.items():
+            if scope := parallel.scopes.get(id(parameter)):
                 self._to_sum[scope].append(name)
         self._used: set[str] = set()
 

@@ -221,6 +221,15 @@ def test_what_is_printed(reference: Path, tmp_path: Path, capsys: pytest.Capture
     assert exact.relative == float(largest)
 
 
+def test_a_run_that_begins_again_in_its_folder_counts_alone(reference: Path, pool: Pool, tmp_path: Path) -> None:
+    recorded(tmp_path, fault="bf16")
+    recorded(tmp_path)
+    assert fxpipe.bisect(reference, tmp_path).equal == TENSORS
+    pool.run(recorded, tmp_path / "two", (("pipe", 2),), ranks=2)
+    with pytest.raises(RunError, match="has the values of a run on more ranks"):
+        recorded(tmp_path / "two")
+
+
 def test_folders_that_are_no_run(reference: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no recorded values; record_values"):
         fxpipe.bisect(reference, tmp_path)
