@@ -168,17 +168,17 @@ class Request:
 
         The call passes arguments by position where possible, as hooks expect, and uses ``__call__``, so that hooks run.
         """
-        given = {**self._with_words(values), **self.fixed}
+        arguments = {**self._with_words(values), **self.fixed}
         signature = inspect.signature(self.module.forward)
-        takes_target = self.target in given and target_of(self.loss_fn) is not None
-        target = (given.pop(self.target),) if takes_target else ()
+        takes_target = self.target in arguments and target_of(self.loss_fn) is not None
+        target = (arguments.pop(self.target),) if takes_target else ()
         # forward pre-hooks see positional arguments alone; arguments after a missing argument go by name
         leading = []
         for p in signature.parameters.values():
-            if p.kind is not p.POSITIONAL_ONLY or (p.name not in given and p.default is p.empty):
+            if p.kind is not p.POSITIONAL_ONLY or (p.name not in arguments and p.default is p.empty):
                 break
-            leading.append(given.pop(p.name, p.default))
-        bound = signature.bind(*leading, **given)
+            leading.append(arguments.pop(p.name, p.default))
+        bound = signature.bind(*leading, **arguments)
         with self.around():
             output = self.module(*bound.args, **bound.kwargs)
             return tensors_of_words(self.loss_fn(output, *target) if self.loss_fn else output)
