@@ -18,7 +18,7 @@ Place = int | Sequence[int]
 """A rank, or several ranks that take a stage's micro-batches in turn."""
 
 
-def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
+def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
     """The rank, or ranks, of each stage: as wanted, or in topological order, balanced by parameters.
 
     PartitionError if there are more ranks than stages, a name is unknown, or a rank would have no stage.
@@ -41,7 +41,7 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["a
     every = tuple(range(ranks))
     places: list[Any] = [every if wanted[name] == "all" else wanted[name] for name in graph.names]
     placement = as_placement(places, graph.names, PartitionError)
-    used = sorted({rank for place in placement for rank in ranks_of(place)})
+    used = sorted({rank for entry in placement for rank in ranks_of(entry)})
     if used != list(every):
         raise PartitionError(f"placement uses ranks {used}; with {ranks} pipe ranks each needs a stage")
     return placement

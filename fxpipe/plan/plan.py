@@ -76,7 +76,7 @@ class Plan:
     def halved(self) -> tuple[frozenset[int], ...]:
         """For each micro-batch, the stages whose backward the table splits into I and W."""
         halves = self.schedule.dependencies.halves
-        return tuple(frozenset(stage for stage, of in halves if of == place) for place in range(len(self.graphs)))
+        return tuple(frozenset(stage for stage, of in halves if of == index) for index in range(len(self.graphs)))
 
     @cached_property
     def row_digests(self) -> tuple[int, ...]:

@@ -249,10 +249,10 @@ class Tracing:
 
         return pytree.tree_map_only(ObjectValue, looked_up, value)
 
-    def _check_unchanged(self, given: GivenInputs) -> None:
+    def _check_unchanged(self, inputs: GivenInputs) -> None:
         """TraceError if forward has changed an object among its inputs."""
-        inside = ((name, leaf) for name, _, leaves in given.holding for leaf in leaves)
-        for name, value in (*given.fixed, *inside):
+        inside = ((name, leaf) for name, _, leaves in inputs.holding for leaf in leaves)
+        for name, value in (*inputs.fixed, *inside):
             if isinstance(value, ObjectValue) and like_of(self.captures.objects[value]) != value:
                 raise TraceError(
                     f"forward changes {value}, which is or is in input {name!r}, while it is captured, and no stage "
