@@ -64,7 +64,7 @@ class Spent:
 def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
     """Returns the sums of each process."""
     # One pass for each process sums waits by message, and the work around actions in its order.
-    found = []
+    processes = []
     for ranks in sorted({spell.ranks for spell in spells}):
         mine = [spell for spell in spells if spell.ranks == ranks]
         seconds = dict.fromkeys(CATEGORIES, 0.0)
@@ -75,8 +75,8 @@ def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
             totals = waits if spell.category == WAITING else outside if spell.category in (BEFORE, AFTER) else {}
             totals[spell.what] = totals.get(spell.what, 0.0) + spell.duration
         longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
-        found.append(Spent(ranks, seconds, longest, outside, mine[-1].end - mine[0].start))
-    return tuple(found)
+        processes.append(Spent(ranks, seconds, longest, outside, mine[-1].end - mine[0].start))
+    return tuple(processes)
 
 
 def tabulated(spells: Sequence[Spell]) -> str:
