@@ -274,7 +274,7 @@ class Steps:
         # A stage that sees the rows of all replicas runs its backward if the micro-batch of any replica has weight.
         runs = [share != 0 for share in shares]
         may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
-        if may_differ and not all(self.transport.gather_int("data", int(all(runs)))):
+        if may_differ:
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return known.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
@@ -295,7 +295,9 @@ class Steps:
         return StepInput(
             given,
             shares,
-            GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
+            GroupInputs(
+                self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places, agreed.replica_rows
+            ),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
             self._per_item(agreed.plan, given, shares) if training else None,
@@ -397,8 +399,8 @@ class Steps:
             ordered, shares = [results[place] for place in places], [shares[place] for place in places]
             sizes, made_by = of_groups(agreed.sizes, plan.group), plan.graph[plan.graph.output_stage].gathered
             is_of_all = made_by is not None and made_by.modes == {"global"}
-            if is_of_all:
-                sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
+            if is_of_all and agreed.replica_rows:
+                sizes = of_groups(tuple(map(sum, zip(*agreed.replica_rows, strict=True))), plan.group)
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
             joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)
