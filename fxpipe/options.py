@@ -207,7 +207,7 @@ _PLAIN = (str, int, float, type(None), Precision, Hardware)
 def describe_value(value: Any) -> str:
     """A text for a value, without addresses; for a function, its name and first line: closures may differ by rank."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{describe_value(key)}: {describe_value(one)}' for key, one in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{describe_value(key)}: {describe_value(val)}' for key, val in value.items()))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(describe_value, value))}]"
     if isinstance(value, _PLAIN):

@@ -90,7 +90,7 @@ def tabulated(spells: Sequence[Spell]) -> str:
     headers = ["rank", "step ms", *CATEGORIES, "longest waits"]
     drawn = tabulate(rows, headers, disable_numparse=True, colalign=["left", *["right"] * 6, "left"])
     names = dict.fromkeys(name for part in each for name in part.outside)
-    means = (f"{name} {milliseconds(sum(one.outside.get(name, 0.0) for one in each) / len(each))}" for name in names)
+    means = (f"{name} {milliseconds(sum(part.outside.get(name, 0.0) for part in each) / len(each))}" for name in names)
     return f"{drawn}\noutside of actions, mean over {'ranks' if len(each) > 1 else 'the process'}: {', '.join(means)}"
 
 
