@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -229,7 +230,4 @@ def effects_of(touched: Touched, arguments: Sequence[Tensor], result: Any, stora
 
 def fake_of(value: TapeValue) -> Any:
     """The fake tensor of a value."""
-    part = value.maker.result
-    for key in value.path:
-        part = part[key]
-    return part
+    return functools.reduce(operator.getitem, value.path, value.maker.result)
