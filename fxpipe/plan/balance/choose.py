@@ -343,8 +343,7 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            several = self.options.zero != 3 and self.options.parallelize is None
-            found = balance(*given, self.options.memory_per_rank, self.options.recompute, several)
+            found = balance(*given, self.options.memory_per_rank, self.options.recompute, several=True)
         if found.others:
             log(str(found))
         return found
