@@ -62,6 +62,7 @@ class ForwardBackward:
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
         self._running = self._logged_drift = self._has_stepped = False
+        self._is_averaged = False  # whether the parameters have their averages, in ``Average.applied``
         self._steps = Steps(transport, planning, state, self._exchange, self._failing)
 
     # properties and parameters
@@ -132,6 +133,7 @@ class ForwardBackward:
             RunError: ``cls`` is LBFGS or SparseAdam; or a name or pattern of a group fits no parameter of the model.
         """
         _check_flag(offload=offload)
+        self._check_trained("forward_backward.optimizer()")
         if elementwise is not None:
             _check_flag(elementwise=elementwise)
         # Tied parameters have several names: a group may use any of them.
@@ -249,6 +251,7 @@ class ForwardBackward:
             return self._steps.evaluate((args, kwargs), outputs)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
+        self._check_trained("forward_backward()")
         with self._alone():
             self._steps.recorder.begin()
             called = f"forward_backward, step {self._steps.number}{self._steps.which}"
@@ -291,6 +294,11 @@ class ForwardBackward:
         digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
         return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
 
+    def _check_trained(self, called: str, error: type[FxpipeError] = RunError) -> None:
+        """Raises an error inside of ``with average.applied():``, for a call that needs the trained parameters."""
+        if self._is_averaged:
+            raise error(f"{called} inside of `with average.applied():`, where parameters are averages; call it outside")
+
     @contextlib.contextmanager
     def _alone(self, called: str = "forward_backward") -> Iterator[None]:
         """RunError for a nested call, which would use the values and messages of the call that is running."""
@@ -314,6 +322,7 @@ class ForwardBackward:
 
     def _stepping(self, called: str) -> contextlib.AbstractContextManager[None]:
         """``_alone`` for an optimizer's step. RunError, or a log line, if replicas would step by unsummed gradients."""
+        self._check_trained(called)
         if not self._has_stepped:
             self._has_stepped = True
             # Parameters that no group selects belong to no optimizer and would never change.
@@ -439,6 +448,7 @@ class ForwardBackward:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of it; CheckpointError if the state does not fit."""
+        self._check_trained("load_state_dict()", CheckpointError)
         load_into(self._planning.module, self.module, state)
         originals, precision = self._state.originals, self._planning.options.precision
         originals.update({name: state[name].clone() for name in originals if name in state})
@@ -521,5 +531,6 @@ def steps_of(forward_backward: ForwardBackward) -> Steps:
             "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
             "is set"
         )
+    forward_backward._check_trained("save or load", CheckpointError)
     tensors_of(forward_backward._planning.module)  # refuses state that a checkpoint would lose
     return forward_backward._steps

@@ -67,7 +67,11 @@ def parallelise_stages(
     for index, copied in copies.items():
         before = copied.uncalled()
         parallelize(copied.module, mesh)
-        _check_uncalled(graph[index].name, before, copied.uncalled())
+        if path := next((path for path, part in copied.uncalled().items() if before.get(path, part) != part), ""):
+            raise RunError(
+                f"parallelize has replaced {path} of stage {graph[index].name}, or put hooks on it, but the stage does "
+                f"not call it as a whole: it uses what is inside; parallelize that, or call {path} in forward"
+            )
     changed = _changed(graph, copies)
     _check_meshes(changed, graph, topology, transport)
     replace_tensors(graph.module, changed)
@@ -106,25 +110,14 @@ class _StageCopy:
     def uncalled(self) -> dict[str, tuple[nn.Module, int]]:
         """Returns path → (part, number of its hooks), for the parts that a captured stage's code takes apart. No call
         would run new hooks, or a new part; FSDP2's hooks need not run, see ``FsdpStage``."""
-        if self.prefix:
+        if not isinstance(self.original, fx.GraphModule):
             return {}
-        assert isinstance(self.original, fx.GraphModule)
         called = tuple(f"{node.target}." for node in self.original.graph.nodes if node.op == "call_module")
         return {
             path: (part, len(part._forward_pre_hooks) + len(part._forward_hooks) + len(backward_hooks(part)))
             for path, part in self.module.named_modules()
             if path and not f"{path}.".startswith(called) and not hasattr(part, "set_reshard_after_forward")
         }
-
-
-def _check_uncalled(stage: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """RunError if ``parallelize`` has replaced a part that no code of the stage calls, or has put hooks on it."""
-    for path, part in after.items():
-        if before.get(path, part) != part:
-            raise RunError(
-                f"parallelize has replaced {path} of stage {stage}, or put hooks on it, but the stage does not call it "
-                f"as a whole: it uses what is inside; parallelize that, or call {path} in forward"
-            )
 
 
 def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:

@@ -165,8 +165,8 @@ class Calls:
 
     def _may_be_kept(self, path: str, module: nn.Module) -> bool:
         held = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
-        is_small = self._plan.limit is None or held <= self._plan.limit
-        return path not in self._plan.descend and (is_small or self._is_kept(path, module))
+        limit = self._plan.limit
+        return path not in self._plan.descend and (limit is None or held <= limit or self._is_kept(path, module))
 
     def _keep_whole(self, frame: Frame, module: nn.Module, result: Any, touched: Touched) -> Any:
         """Records an opaque call as one operation, and returns its result."""
