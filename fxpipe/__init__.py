@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fxpipe.compiler import compile, preview
     from fxpipe.distributed.processes import init, launch
     from fxpipe.distributed.traffic import Traffic
-    from fxpipe.graph.loss import Sum
     from fxpipe.graph.stage_graph import StageGraph
     from fxpipe.hardware import Hardware
     from fxpipe.parameters.materialise import init_weights_of, reset_parameters
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.run.loading import load
     from fxpipe.run.saving import save
+    from fxpipe.stage.loss import Sum
     from fxpipe.trace import TRACERS
 
 __version__ = "0.1.0"
@@ -96,7 +96,7 @@ _LATER = {
     "Precision": "precision",
     "Preview": "plan.preview",
     "StageGraph": "graph.stage_graph",
-    "Sum": "graph.loss",
+    "Sum": "stage.loss",
     "Traffic": "distributed.traffic",
     "Weights": "parameters.weights",
     "compile": "compiler",

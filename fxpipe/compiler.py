@@ -20,7 +20,6 @@ from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.graph.with_loss import with_loss
 from fxpipe.hardware import Hardware
 from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
 from fxpipe.packed import BatchDim
@@ -39,6 +38,7 @@ from fxpipe.run.rank_state import make_rank_state
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
+from fxpipe.stage.with_loss import with_loss
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import shown

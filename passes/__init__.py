@@ -26,7 +26,7 @@ def default() -> tuple[Pass, ...]:
 
 
 def before_balance() -> tuple[Pass, ...]:
-    """Returns the passes that run before ``fxpipe.plan.balance.balance``, which replaces ``partition``."""
+    """Returns the passes that run before ``fxpipe.search``, which replaces ``partition``."""
     return erase_boundaries, drop_unused, order_writes, alias_groups, mark_copies
 
 

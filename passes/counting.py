@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from torch import fx
 from torch.fx import Node
 
-from fxpipe.graph.loss import Counting, Sum
 from fxpipe.graph.program import Program, SizeOf, graph_module, made_by
 from fxpipe.passes.effects import SIZE, is_random, written
+from fxpipe.stage.loss import Counting, Sum
 from fxpipe.torch_compat import pytree
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fxpipe.graph.deferred import deferring, runs_hooks
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.effects import is_in_place, is_known, is_number, is_random, nodes_in, operator_name, written
+from fxpipe.stage.deferred import deferring, runs_hooks
 
 CALLS = frozenset(
     "linear bilinear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d matmul mm bmm "

@@ -1,6 +1,6 @@
 """Drop unused: removes nodes without readers and without effects, such as an auxiliary head in evaluation.
 
-Erase boundaries: removes the stage boundaries, for ``fxpipe.plan.balance``, which chooses the cut itself.
+Erase boundaries: removes the stage boundaries, for ``fxpipe.search``, which chooses the cut itself.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fxpipe.graph.opaque_call import OpaqueCall
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value, made_by
 from fxpipe.graph.stage_graph import own_tensors
+from fxpipe.stage.opaque_call import OpaqueCall
 from fxpipe.torch_compat import (
     BATCH_STATISTICS,
     DROPOUTS,

@@ -22,7 +22,6 @@ import torch
 from torch.fx import Node
 
 from fxpipe.errors import PartitionError, TraceError
-from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import (
     Program,
     before_boundary,
@@ -41,6 +40,7 @@ from fxpipe.passes.alias_groups import held, holders_of_written
 from fxpipe.passes.effects import is_number, named_arguments, nodes_in, writes_apart, written
 from fxpipe.passes.follow import follow
 from fxpipe.passes.union import Union
+from fxpipe.stage.opaque_call import opaque_calls
 
 T = TypeVar("T", bound=Hashable)
 

@@ -14,8 +14,6 @@ from torch.fx import Node
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
-from fxpipe.graph.modes import Modes, enter_modes, leave_modes
-from fxpipe.graph.opaque_call import OpaqueCall, opaque_calls
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import (
     Program,
@@ -27,12 +25,14 @@ from fxpipe.graph.program import (
     is_compute,
     made_by,
 )
-from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, own_tensors
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written, shared_memory
 from fxpipe.passes.counting import counting
 from fxpipe.passes.effects import SIZE, aliased, is_number, is_random
 from fxpipe.passes.gather import crossed, entering, readers_of, way
+from fxpipe.stage.modes import Modes, enter_modes, leave_modes
+from fxpipe.stage.opaque_call import OpaqueCall, opaque_calls
+from fxpipe.stage.stage_calls import check_shapes
 
 
 def split(program: Program) -> StageGraph:

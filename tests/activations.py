@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.graph.deferred import Deferred
 from fxpipe.run.actions.actions import Bound, Call
 from fxpipe.run.actions.executor import Executor
 from fxpipe.run.actions.recompute import RecomputedForward
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.lower import Compute, Instruction
+from fxpipe.stage.deferred import Deferred
 
 
 class _Saved:

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe import passes
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, is_compute
 from fxpipe.graph.stage_graph import Edge, StageGraph
+from fxpipe.like import TensorLike
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
 from fxpipe.trace import Request, capture

@@ -30,8 +30,8 @@ SLOW = """
     distributed/test_collective.py::test_what_fails_beside_a_gpu
     parameters/test_materialise_hf.py
     passes/test_partition_random.py
-    plan/test_auto.py
-    plan/test_balance.py
+    search/test_auto.py
+    search/test_balance.py
     plan/test_recomputation.py::test_auto
     plan/test_signatures.py
     plan/test_stage_compiler.py

@@ -70,7 +70,7 @@ NOT_ON_SIMULATED_GPUS = {
         plan/test_joint_graph.py::test_inductor_compiles_the_three_parts
         """,
     "attention on a simulated GPU is its plain formula, whose backward has four products": """
-        plan/test_node_costs.py::test_attention_counts_its_two_products_and_five_in_backward
+        search/test_node_costs.py::test_attention_counts_its_two_products_and_five_in_backward
         """,
     "a process that is spawned imports torch before it imports what simulates a GPU": """
         distributed/test_launch.py::test_launch_returns_the_results_by_rank

@@ -28,7 +28,7 @@ from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Sco
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair, Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.plain_data import decode, encode_for_all
+from fxpipe.plain_data import decode, encode_for_all
 from tests import device
 
 T = TypeVar("T")

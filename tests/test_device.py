@@ -14,13 +14,13 @@ import fxpipe
 from fxpipe.batch.description import describe
 from fxpipe.device import by_shared_name, shared_name, with_shared_names
 from fxpipe.errors import RunError
-from fxpipe.graph.modes import Ambient
-from fxpipe.graph.plain_data import decode, encode
 from fxpipe.options import Options
+from fxpipe.plain_data import decode, encode
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.seeds import RandomState
+from fxpipe.stage.modes import Ambient
 from tests.gpus import Gpus
 
 OnRank = Callable[[int], torch.device]

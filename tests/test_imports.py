@@ -26,11 +26,15 @@ ROOT = Path(__file__).parents[1]
 FLOORS = """
     device small_file torch_compat
     errors notebook packed precision progress seeds hardware labels validation
-    options
+    options plain_data
+    like
+    stage
     graph schedules
     distributed passes trace
     batch
-    parameters plan checkpoint.files
+    trace.checks
+    parameters search checkpoint.files
+    plan
     sharding checkpoint
     run
     compiler
@@ -43,8 +47,8 @@ SHOWS_ITSELF = "fxpipe/schedules/schedule.py"
 IMPORTS_LAZILY = "fxpipe/__init__.py"
 """It tells a type checker names that it imports when they are first used."""
 
-PASSES_MAY_IMPORT = {"errors", "graph", "torch_compat", "passes"}
-MAY_IMPORT_PASSES = {"passes", "plan", "compiler", "__init__"}
+PASSES_MAY_IMPORT = {"errors", "graph", "plain_data", "stage", "torch_compat", "passes"}
+MAY_IMPORT_PASSES = {"passes", "search", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
     "fxpipe/trace/state/snapshot.py": "random states, in memory",
     "fxpipe/distributed/processes.py": "over pipes between a process and its own children",

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.graph.like import cast_batch
+from fxpipe.like import cast_batch
 from fxpipe.precision import Precision, cast_parameters
 from tests.device import DEVICE
 

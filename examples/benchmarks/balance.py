@@ -24,16 +24,16 @@ from torch import Tensor, fx, nn
 
 from fxpipe import passes
 from fxpipe.errors import FxpipeError
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program
+from fxpipe.like import TensorLike
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program
-from fxpipe.plan.balance.choose import balance
-from fxpipe.plan.balance.node_costs import NodeCosts, costs_from_shapes
-from fxpipe.plan.balance.search import connected
-from fxpipe.plan.balance.segments import between, partition
-from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
 from fxpipe.schedules import with_costs
+from fxpipe.search.block_graph import BlockGraph, work_of_program
+from fxpipe.search.choose import balance
+from fxpipe.search.moves import connected
+from fxpipe.search.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.search.segments import between, partition
+from fxpipe.search.simulated_layouts import Judge, StageLayout
 from fxpipe.trace import Request, capture
 
 FAMILY = "1f1b"

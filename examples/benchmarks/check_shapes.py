@@ -17,7 +17,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.graph.stage_calls import check_shapes, shapes_of
+from fxpipe.stage.stage_calls import check_shapes, shapes_of
 
 MICROBATCHES, TOKENS, STEPS, CALLS = 4, 32, 30, 10_000
 

@@ -43,14 +43,14 @@ import fxpipe
 from fxpipe import passes
 from fxpipe.graph.program import Program, called_in
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program
-from fxpipe.plan.balance.choose import balance
-from fxpipe.plan.balance.memory import Account
-from fxpipe.plan.balance.node_costs import NodeCosts, costs_from_shapes
-from fxpipe.plan.balance.search import connected
-from fxpipe.plan.balance.segments import depth_first
-from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome
 from fxpipe.schedules import with_costs
+from fxpipe.search.block_graph import BlockGraph, work_of_program
+from fxpipe.search.choose import balance
+from fxpipe.search.memory import Account
+from fxpipe.search.moves import connected
+from fxpipe.search.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.search.segments import depth_first
+from fxpipe.search.simulated_layouts import Judge, LayoutOutcome
 from fxpipe.trace import Request, capture
 
 FAMILY, MICROBATCHES, RANKS_PER_NODE = "1f1b", 32, 8

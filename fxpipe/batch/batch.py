@@ -12,7 +12,7 @@ from fxpipe.batch.counts import Counts
 from fxpipe.batch.description import Description, described, example_of
 from fxpipe.batch.rows import row_count, split_rows
 from fxpipe.batch.rules import InRows, PartSizes, rule_of
-from fxpipe.graph.like import TensorLike
+from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, counted
 from fxpipe.torch_compat import pytree
 

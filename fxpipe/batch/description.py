@@ -14,8 +14,8 @@ from torch import Tensor
 from fxpipe.batch.objects import PLAIN, like_of
 from fxpipe.device import shared_name
 from fxpipe.errors import RunError, TraceError
-from fxpipe.graph.like import WORD, ObjectLike, ObjectValue, TensorLike
-from fxpipe.graph.plain_data import admitted
+from fxpipe.like import WORD, ObjectLike, ObjectValue, TensorLike
+from fxpipe.plain_data import admitted
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
 

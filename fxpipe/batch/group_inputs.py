@@ -12,12 +12,11 @@ from torch import Tensor
 from fxpipe.batch.batch import joined
 from fxpipe.batch.objects import PLAIN
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.transport import Transport
+from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
-from fxpipe.graph.like import ITEMS
-from fxpipe.graph.plain_data import digest_of
+from fxpipe.like import ITEMS
 from fxpipe.packed import BatchDim, rule_at
 from fxpipe.torch_compat import pytree
 
@@ -45,15 +44,21 @@ class GroupInputs:
     """The inputs of a step's gathered stages.
 
     ``rows``: the rows of each micro-batch. ``is_cut``: whether the micro-batches were cut from a batch, so that inputs
-    that are not split are equal. ``places``: the row dimensions of values, as far as they are known.
+    that are not split are equal. ``places``: the row dimensions of values, as far as they are known. ``replica_rows``:
+    each replica's rows of each micro-batch, if a stage sees them.
     """
 
     def __init__(
-        self, transport: Transport, batch_dim: BatchDim, rows: Sequence[int], is_cut: bool, places: Places
+        self,
+        transport: Transport,
+        batch_dim: BatchDim,
+        rows: Sequence[int],
+        is_cut: bool,
+        places: Places,
+        replica_rows: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._places = places
+        self._places, self._replica_rows = places, replica_rows
         self._transport, self._batch_dim, self._rows, self._is_cut = transport, batch_dim, rows, is_cut
-        self._everyone: dict[range, tuple[int, ...]] = {}
 
     def of_batch(self, name: str, parts: Sequence[Any], microbatches: range, mode: Mode | None) -> Any:
         """The value of a batch input for a group. An input that is not split must be equal in all micro-batches."""
@@ -102,7 +107,9 @@ class GroupInputs:
         mode: Mode | None,
     ) -> tuple[Any, Joined]:
         """Returns a group's concatenated parts, with all replicas' rows if ``mode`` is "global", and its ``Joined``."""
-        everyone = self._rows_of_everyone(microbatches) if mode == "global" else ()
+        everyone: Sequence[int] = ()
+        if mode == "global" and self._transport.data_size > 1:
+            everyone = [sum(rows[microbatch] for microbatch in microbatches) for rows in self._replica_rows]
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, dims, likes = list[Any](), list[int | None](), list[Tensor | None]()
         for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
@@ -114,7 +121,7 @@ class GroupInputs:
             # An expanded zero has the leaf's shape, type and device, and takes no memory.
             likes.append(leaf.new_zeros(()).expand(leaf.shape) if gets_gradient else None)
         # All replicas check before any replica starts a collective that the others would not join.
-        if everyone and self._transport.data_size > 1:
+        if everyone:
             self._check_alike(text, leaves, dims)
             pairs = zip(leaves, dims, strict=True)
             leaves = [leaf if dim is None else self._of_everyone(leaf, dim, everyone) for leaf, dim in pairs]
@@ -130,7 +137,7 @@ class GroupInputs:
             if like is None or dim is None:
                 columns.append(nothing)
                 continue
-            if joined.everyone and self._transport.data_size > 1:
+            if joined.everyone:
                 leaf = self._summed(leaf, like, dim, joined.everyone)
             columns.append(nothing if leaf is None else list(torch.split(leaf, list(joined.rows), dim)))
         if all(part is None for column in columns for part in column):
@@ -169,20 +176,13 @@ class GroupInputs:
 
     # over the replicas
 
-    def _rows_of_everyone(self, microbatches: range) -> tuple[int, ...]:
-        """Each replica's rows of a group; a collective call of the replicas, once for each group."""
-        if microbatches not in self._everyone:
-            mine = sum(self._rows[microbatch] for microbatch in microbatches)
-            self._everyone[microbatches] = self._transport.gather_int("data", mine)
-        return self._everyone[microbatches]
-
     def _check_alike(self, text: str, leaves: Sequence[Any], dims: Sequence[int | None]) -> None:
         """RunError on all replicas if their rows cannot be concatenated. A collective call of the replicas."""
         facts = [
             (leaf.dtype, leaf.requires_grad, beside(leaf, dim)) if dim is not None else None
             for leaf, dim in zip(leaves, dims, strict=True)
         ]
-        if len(set(self._transport.gather_int("data", digest_of(map(str, facts))))) > 1:
+        if differing(self._transport, "data", str(facts)):
             shapes = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
             raise RunError(
                 f"{text} is gathered over the replicas, which have it in other sizes beside its rows, or of another "

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.batch.description import Description, described
-from fxpipe.graph.like import ITEMS, TensorLike
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.like import ITEMS, TensorLike
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list
 

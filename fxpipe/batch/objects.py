@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.device import shared_name
-from fxpipe.graph.like import ObjectLike, ObjectValue
+from fxpipe.like import ObjectLike, ObjectValue
 from fxpipe.torch_compat import OpOverload, OpOverloadPacket, block_mask_rows
 from fxpipe.trace.state.contents import captured_by, open_reading_of, reading_of, walk
 

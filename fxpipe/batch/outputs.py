@@ -16,9 +16,9 @@ from fxpipe.batch.rules import InEntries, InPackedRows, InRows, is_entries
 from fxpipe.distributed.transport import Transport, differing, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import of_groups
-from fxpipe.graph.loss import Sum
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.progress import log
+from fxpipe.stage.loss import Sum
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.validation import is_mapping, shown
 
@@ -228,7 +228,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
 
     numbers = [number for leaf in leaves for number in numbers_in(leaf)]
     kinds = [str(number.dtype) if isinstance(number, Tensor) else type(number).__name__ for number in numbers]
-    if everyone := differing(transport, f"{spec} of {', '.join(kinds)}" if numbers else "none"):
+    if everyone := differing(transport, "data", f"{spec} of {', '.join(kinds)}" if numbers else "none"):
         raise RunError(
             f"the replicas' outputs have different numbers, which cannot be averaged: {'; '.join(everyone)}. "
             "Evaluate batches of one kind on all replicas"

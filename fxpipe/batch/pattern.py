@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fxpipe.batch.description import Description, for_any_words
-from fxpipe.graph.modes import Ambient
-from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.question import Answers
+from fxpipe.plain_data import admitted
+from fxpipe.stage.modes import Ambient
 from fxpipe.trace.request import target_of
 
 

@@ -9,7 +9,7 @@ from fxpipe.batch.counts import Counts
 from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.rules import NotSplit, lists_in, rule_of, sequences_in
 from fxpipe.errors import RunError
-from fxpipe.graph.like import TensorLike
+from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, counted, read_by, written
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_mapping, shown

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxpipe.batch.objects import PLAIN, has_numbers
 from fxpipe.errors import RunError, nearest
 from fxpipe.graph.gathering import concatenated
-from fxpipe.graph.like import TensorLike
+from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
 from fxpipe.torch_compat import block_mask_part, block_mask_rows, pytree
 from fxpipe.validation import is_mapping, shown

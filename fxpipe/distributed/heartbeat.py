@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fxpipe.distributed.activity import Call
-from fxpipe.graph.plain_data import decode, encode
+from fxpipe.plain_data import decode, encode
 from fxpipe.torch_compat import connection_of
 
 PERIOD = 0.5

@@ -39,7 +39,7 @@ from fxpipe.distributed.topology import Topology, served_device
 from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watchdog import EXTENSION, Watchdog, ends_later, say, watchdog
 from fxpipe.errors import RunError
-from fxpipe.graph.plain_data import check_length, decode, encode_for_all
+from fxpipe.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, group_of_members, reduce_scatter_single
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fxpipe.distributed.collective import Collective, OnceAwaited, PeerLost, Scope, Work, without_frames
 from fxpipe.errors import RunError, describe_error
-from fxpipe.graph.plain_data import digest_of
 
 Pair = tuple[int, int]
 """(sending, receiving) pipe rank."""
@@ -63,6 +62,7 @@ class Transport(Protocol):
 
     def gather(self, scope: str, item: Any) -> list[Any]:
         """Returns every rank's ``item``, by rank in the group: plain data of the ``plain_data`` module, on the host.
+        Equal items, and items that the same ranks have sent before, travel as a digest.
 
         RunError on all ranks of the group if an item is no plain data.
         """
@@ -199,10 +199,7 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
-def differing(transport: Transport, fact: Any) -> list[Any]:
-    """Returns each replica's ``fact`` if they differ, else an empty list; equal facts exchange only a hash.
-
-    A collective call of the data axis.
-    """
-    digests = transport.gather_int("data", digest_of([repr(fact)]))
-    return [] if len(set(digests)) == 1 else transport.gather("data", fact)
+def differing(transport: Transport, scope: str, fact: Any) -> list[Any]:
+    """Returns every rank's ``fact``, which is plain data, if they differ; else an empty list. A collective call."""
+    everyone = transport.gather(scope, fact)
+    return everyone if any(other != fact for other in everyone) else []

@@ -1,1 +1,1 @@
-"""Graph: ``Program`` and ``StageGraph``, which pass between packages, and the code that runs a stage."""
+"""Graph: ``Program`` and ``StageGraph``, the values that pass between packages, and their parts."""

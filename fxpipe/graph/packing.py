@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.graph.plain_data import admitted
+from fxpipe.plain_data import admitted
 from fxpipe.torch_compat import pytree
 
 _LINE = 64  # bytes of a cache line, to which torch aligns its memory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError
-from fxpipe.graph.modes import Autocast, within
+from fxpipe.stage.modes import Autocast, within
 from fxpipe.torch_compat import pytree
 
 Kind = Literal["truth", "number", "list"]

@@ -13,17 +13,17 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest, printable
-from fxpipe.graph.awaiting import reading
 from fxpipe.graph.boundary import Gathered, Mode, running
-from fxpipe.graph.loss import Counting
-from fxpipe.graph.modes import modes_restored
-from fxpipe.graph.opaque_call import unwritten
-from fxpipe.graph.plain_data import admitted
 from fxpipe.graph.program import Program, SizeOf
 from fxpipe.graph.ranks import Placement, ranks_of
-from fxpipe.graph.stage_calls import Backward, Forward
 from fxpipe.graph.topological import topological_order
 from fxpipe.notebook import Tabular, listed
+from fxpipe.plain_data import admitted
+from fxpipe.stage.awaiting import reading
+from fxpipe.stage.loss import Counting
+from fxpipe.stage.modes import modes_restored
+from fxpipe.stage.opaque_call import unwritten
+from fxpipe.stage.stage_calls import Backward, Forward
 from fxpipe.torch_compat import hook_tables, pytree, tensors_in
 from fxpipe.validation import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, RunError, nearest, noted, printable
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.graph.with_loss import plain_model
 from fxpipe.parameters.ownership import on_meta, replace_tensors
 from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
 from fxpipe.seeds import seed_from, seed_torch, seeded
+from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat import TorchDispatchMode, has_hooks, schema_of, storage_id
 from fxpipe.validation import shown
 

@@ -27,20 +27,20 @@ from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.like import ITEMS, ObjectValue
-from fxpipe.graph.modes import Ambient
-from fxpipe.graph.plain_data import admitted, digest_of, encode, number_of
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.like import ITEMS, ObjectValue
 from fxpipe.packed import read_for, written
-from fxpipe.plan.capture.capture_check import Sample
+from fxpipe.plain_data import admitted, encode, number_of
 from fxpipe.plan.capture.captures import LATER, MOST
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
+from fxpipe.stage.modes import Ambient
 from fxpipe.torch_compat import global_hook_tables
+from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.trace.request import target_of
 
 KINDS = 256
@@ -49,7 +49,7 @@ KINDS = 256
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """(args, kwargs)."""
 Key = tuple[int, ...]
-"""The numbers of all ranks' proposals, or of all replicas' rows."""
+"""The numbers of all ranks' proposals."""
 Rows = tuple[int, ...]
 """The rows of each micro-batch."""
 
@@ -116,6 +116,8 @@ class AgreedBatch:
     """Whether the plan computes a loss; an evaluation may run without a loss function."""
     wire_layouts: tuple[int, ...]
     """A number for each micro-batch. Micro-batches with equal numbers, in any kind, send messages of equal layouts."""
+    replica_rows: tuple[Rows, ...] = ()
+    """Each replica's rows of each micro-batch, if stages see other replicas' rows; otherwise empty."""
 
     @property
     def sizes(self) -> Rows:
@@ -135,7 +137,6 @@ class Agreement:
         self._take(planning.with_captures(reads=planning.captures.reads.after_compile()))
         self._kinds = itertools.count()
         self._reported: dict[Key, ReportedCall] = {}
-        self._rows: dict[Key, Rows] = {}
         self._settled: dict[tuple[Key, Rows | None], AgreedBatch] = {}
         """The known kinds, least recently used first, in the same order on all ranks of a pipe group. The second part
         of a key is each micro-batch's rows over all replicas, or None if the plan accepts any row counts."""
@@ -269,7 +270,7 @@ class Agreement:
         If forward asks a new question about the inputs, all ranks of the pipe group find the question, answer it, and
         settle again.
         """
-        everyone: Rows | None = None
+        replica_rows: tuple[Rows, ...] | None = None
         while True:
             # 1. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of numbers
             # needs a full exchange, and a set of equal numbers needs none.
@@ -280,8 +281,9 @@ class Agreement:
                 self._reported[key] = self._merged(proposals)
             # 2. The numbers select the kind of batch, together with all replicas' rows if the kind's plan sees them.
             reported = self._reported[key]
-            if everyone is None:  # all replicas gather the rows, once
-                everyone = self._rows_of_everyone(reported.batch.sizes)
+            if replica_rows is None:  # all replicas gather the rows, once
+                replica_rows = self._replica_rows(reported.batch.sizes)
+                everyone: Rows = tuple(map(sum, zip(*replica_rows, strict=True)))
             rows = everyone if (key, everyone) in self._settled else None
             agreed = self._settled.pop((key, rows), None)
             # 3. For a new kind, all ranks of the pipe group make captures and a plan at once.
@@ -297,7 +299,7 @@ class Agreement:
                 rows = everyone if agreed.pattern in self.planning.plans else None
             self._settled[key, rows] = agreed  # moves the kind to the most recently used end
             self._drop()
-            return agreed
+            return replace(agreed, replica_rows=replica_rows)
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
         """Merges the proposals into a batch; RunError on all ranks if calls differ or a rank has reported an error."""
@@ -334,22 +336,16 @@ class Agreement:
         found = tuple(tuple(sorted(answer.items())) for answer in answers)
         return replace(pattern, everyone=everyone, answers=found)
 
-    def _rows_of_everyone(self, sizes: Rows) -> Rows:
-        """Each micro-batch's rows summed over all replicas, if stages see them; otherwise empty.
+    def _replica_rows(self, sizes: Rows) -> tuple[Rows, ...]:
+        """Each replica's rows of each micro-batch, if stages see them; otherwise empty.
 
         A collective call of the data axis: all replicas make it, whether or not their captures depend on the rows.
         """
         if self._transport.data_size == 1 or not self.planning.first.graph.sees_replicas:
             return ()
-        # As for a proposal, each replica sends a number, and the rows themselves only for a new set of numbers.
-        key = self._transport.gather_int("data", digest_of(map(str, sizes)))
-        if key not in self._rows:
-            everyone = self._transport.gather("data", list(sizes))
-            is_even = len({*map(len, everyone)}) == 1  # all have as many micro-batches: else no group is common
-            self._rows[key] = tuple(map(sum, zip(*everyone, strict=True))) if is_even else ()
-            if len(self._rows) > KINDS:  # all replicas drop the same entry
-                del self._rows[next(iter(self._rows))]
-        return self._rows[key]
+        everyone = self._transport.gather("data", sizes)
+        is_even = len({*map(len, everyone)}) == 1  # all have as many micro-batches: else no group is common
+        return tuple(everyone) if is_even else ()
 
     def _sample(self, reported: ReportedCall, given: list[dict[str, Any]]) -> Sample | str:
         """The micro-batches on which a new kind is checked, if this process has the whole model."""

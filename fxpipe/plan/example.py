@@ -16,16 +16,16 @@ from fxpipe.batch.description import Description, bind, describe, required_names
 from fxpipe.batch.label_count import with_number
 from fxpipe.batch.pattern import GivenInputs, Pattern, pattern_of
 from fxpipe.errors import RunError, TraceError
-from fxpipe.graph.like import ObjectValue
-from fxpipe.graph.modes import Ambient, evaluating
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
+from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.packed import check_names
-from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.plan_state import PlanState
+from fxpipe.stage.modes import Ambient, evaluating
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace import Request
+from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.trace.request import target_of
 from fxpipe.validation import shown
 

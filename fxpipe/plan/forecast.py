@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.parameters.ownership import ownership
-from fxpipe.plan.balance.memory import Account, Held, dealt, rows_of
-from fxpipe.plan.capture.sizes import bytes_of_inputs
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.preview import Preview, RankPreview
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.simulate import peak_bytes
+from fxpipe.search.memory import Account, Held, dealt, rows_of
+from fxpipe.trace.checks.sizes import bytes_of_inputs
 
 
 @dataclass(frozen=True)

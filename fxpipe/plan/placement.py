@@ -7,10 +7,10 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from fxpipe.errors import PartitionError, nearest
-from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.ranks import Placement, as_placement, named, ranks_of
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.balance.segments import between, partition, segments_of
+from fxpipe.search.segments import between, partition, segments_of
+from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import BATCH_STATISTICS
 
 Place = int | Sequence[int]

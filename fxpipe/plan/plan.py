@@ -10,12 +10,12 @@ from functools import cached_property
 from fxpipe.batch.pattern import Pattern
 from fxpipe.device import with_shared_names
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.opaque_call import has_opaque_calls
-from fxpipe.graph.plain_data import digest_of
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.plain_data import digest_of
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step
+from fxpipe.stage.opaque_call import has_opaque_calls
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,15 @@ from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.like import ObjectValue
-from fxpipe.graph.opaque_call import has_opaque_calls
 from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import Stage, StageGraph
+from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
-from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.capturing import Capturing
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
-from fxpipe.plan.capture.sizes import outline
 from fxpipe.plan.placement import check_replicated, place
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
@@ -40,7 +37,10 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import prove
+from fxpipe.stage.opaque_call import has_opaque_calls
 from fxpipe.trace import Request
+from fxpipe.trace.checks.capture_check import Sample
+from fxpipe.trace.checks.sizes import outline
 
 WORTH_IT = 0.01
 """The least fraction of a step's time that a new table must save to replace the present table; less is noise."""

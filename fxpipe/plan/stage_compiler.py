@@ -21,11 +21,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from fxpipe.distributed.activity import phase
 from fxpipe.errors import RunError
-from fxpipe.graph.deferred import Deferred
-from fxpipe.graph.modes import ambient_autocast, within
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
 from fxpipe.passes.effects import operator_name
+from fxpipe.stage.deferred import Deferred
+from fxpipe.stage.modes import ambient_autocast, within
 from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
 
 Function = Callable[..., Any]

@@ -27,7 +27,7 @@ from fxpipe.schedules.simulate import peak_bytes
 from fxpipe.schedules.verify import check as check_table
 
 if TYPE_CHECKING:
-    from fxpipe.plan.balance.simulated_layouts import Staged
+    from fxpipe.search.simulated_layouts import Staged
 
 Marked = tuple[bool, ...]
 """Whether each stage is recomputed."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from fxpipe.device import is_accelerator
-from fxpipe.distributed.transport import Transport, member
+from fxpipe.distributed.transport import Transport, differing, member
 from fxpipe.errors import RunError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import all_tensors
@@ -116,10 +116,10 @@ def check_rows(transport: Transport, plan: Plan, zero: int) -> None:
     Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas.
     """
     gathers = plan.graph.sees_replicas
-    if (zero < 2 and not gathers) or transport.data_size == 1:
+    if zero < 2 and not gathers:
         return
     digests = plan.row_digests if zero == 2 or gathers else plan.pass_digests
-    if len(set(transport.gather_int("data", digests[transport.pipe_rank or 0]))) > 1:
+    if differing(transport, "data", digests[transport.pipe_rank or 0]):
         what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
         raise RunError(
             f"{what} in the order of the table, but the replicas run tables of their own; this one's has "

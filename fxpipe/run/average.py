@@ -15,8 +15,8 @@ from torch import Tensor
 from fxpipe.distributed.transport import broadcast, overwrite
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import is_dtensor, local
-from fxpipe.plan.balance.memory import dealt
 from fxpipe.run.forward_backward import ForwardBackward
+from fxpipe.search.memory import dealt
 from fxpipe.validation import is_number, shown
 
 

@@ -19,7 +19,7 @@ from fxpipe.distributed.collective import Work
 from fxpipe.distributed.transport import Pair, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.packing import Meta, PlainMeta, allocate, pack, unpack
-from fxpipe.graph.plain_data import check_length, decode, encode
+from fxpipe.plain_data import check_length, decode, encode
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import bytes_of

@@ -17,7 +17,6 @@ from fxpipe.distributed.activity import NOTHING, Alike, announced
 from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.graph.with_loss import plain_model
 from fxpipe.notebook import preformatted
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
 from fxpipe.plan.agreement import Call
@@ -36,6 +35,7 @@ from fxpipe.sharding.clip import clip_grad_norm_, grad_norms
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.gradients import Piece
 from fxpipe.sharding.parameter_groups import first_names, names_of
+from fxpipe.stage.with_loss import plain_model
 from fxpipe.validation import Expected, check, is_flag, is_number, is_whole, list_of, shown
 
 

@@ -14,7 +14,7 @@ from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.stopwatch import ACTIONS, Course, Elapsed, Lap, Reduced, Stopwatch, clock_of
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.plain_data import admitted
+from fxpipe.plain_data import admitted
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline

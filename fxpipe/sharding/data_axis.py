@@ -12,8 +12,8 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport
 from fxpipe.errors import TopologyError
 from fxpipe.parameters.ownership import Ownership
-from fxpipe.plan.balance.memory import dealt
 from fxpipe.precision import Precision
+from fxpipe.search.memory import dealt
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.elsewhere import Elsewhere
 from fxpipe.labels import label
 from fxpipe.sharding.data_axis import BucketLayout, GradientSums, Slot
 from fxpipe.sharding.gradients import Piece, held
+from fxpipe.stage.elsewhere import Elsewhere
 from fxpipe.torch_compat import ZERO
 
 

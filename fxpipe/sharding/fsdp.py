@@ -36,8 +36,6 @@ from torch.distributed.tensor import DTensor
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Waits
-from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.parameters.ownership import Ownership, replace_tensors
@@ -45,6 +43,8 @@ from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
+from fxpipe.stage.awaiting import Waits
+from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
 
 

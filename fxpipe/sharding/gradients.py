@@ -27,12 +27,12 @@ from fxpipe.distributed.collective import Collective, Scope
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport, in_flat_buffers
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.progress import log
 from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums
+from fxpipe.stage.awaiting import Waits
 from fxpipe.torch_compat import FOREACH_NORM, given_to_total_norm, plain_results, recast
 
 

@@ -22,14 +22,14 @@ from torch import Tensor, fx, nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Waits
-from fxpipe.graph.stage_calls import check_shapes
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, ranks_of
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.reducer import Reducer, Shared
+from fxpipe.stage.awaiting import Waits
+from fxpipe.stage.stage_calls import check_shapes
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.patching import backward_hooks
 from fxpipe.trace.record.opaque import Checkpointed

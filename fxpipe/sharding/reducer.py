@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import Waits
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
@@ -29,6 +28,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
+from fxpipe.stage.awaiting import Waits
 
 FIRST_BUCKET = 2**20
 """Bytes. The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""

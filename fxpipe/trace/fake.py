@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.like import ITEMS, WORD, ObjectLike, TensorLike
+from fxpipe.like import ITEMS, WORD, ObjectLike, TensorLike
 from fxpipe.torch_compat import (
     CAPTURE_LOGS,
     DataDependentOutputException,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
-from fxpipe.graph.listed import Listed
-from fxpipe.graph.modes import Autocast
 from fxpipe.graph.question import Answer, Answers
-from fxpipe.graph.with_loss import loss_module
+from fxpipe.stage.listed import Listed
+from fxpipe.stage.modes import Autocast
+from fxpipe.stage.with_loss import loss_module
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 

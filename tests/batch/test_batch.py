@@ -15,7 +15,7 @@ from fxpipe.batch.batch import Batch, joined, joined_description
 from fxpipe.batch.counts import counts_of
 from fxpipe.batch.description import describe
 from fxpipe.batch.rows import row_count, whole_lists
-from fxpipe.graph.like import TensorLike
+from fxpipe.like import TensorLike
 
 PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}
 

@@ -114,7 +114,7 @@ def over_replicas(rows: list[tuple[int, ...]], along: int, has_gradient: list[bo
     transport = StrictTransport(seat, topology)
     transport.open([], [], {SCOPE: topology.groups("data")})
     mine, sizes = rows[seat.rank], [sum(one) for one in rows]
-    group = GroupInputs(transport, along, mine, True, NOT_KNOWN)
+    group = GroupInputs(transport, along, mine, True, NOT_KNOWN, rows)
     own = whole(sum(sizes), along).split(sizes, along)[seat.rank].requires_grad_()
     joined, how = group.of_stage("v", "a", own.split(list(mine), along), range(len(mine)), "global")
     gradient = (1 + seat.rank) * joined.detach() if has_gradient[seat.rank] else None
@@ -157,7 +157,7 @@ def in_other_sizes(values: list[Any], is_input: bool) -> str:
     topology = Topology([("data", len(values))])
     transport = StrictTransport(seat, topology)
     transport.open([], [], {SCOPE: topology.groups("data")})
-    group = GroupInputs(transport, 0, (3,), True, {("v", 0): (0,)})
+    group = GroupInputs(transport, 0, (3,), True, {("v", 0): (0,)}, [(3,)] * len(values))
     take = partial(group.of_batch, "v") if is_input else partial(group.of_stage, "v", "a")
     with pytest.raises(RunError) as caught:
         take([values[seat.rank]], range(1), "global")

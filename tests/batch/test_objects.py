@@ -22,7 +22,7 @@ import fxpipe
 from fxpipe.batch.description import describe
 from fxpipe.batch.objects import like_of
 from fxpipe.errors import FxpipeError, TraceError
-from fxpipe.graph.like import ObjectLike, ObjectValue
+from fxpipe.like import ObjectLike, ObjectValue
 from tests.strict_transport import run_strict
 
 TWO = fxpipe.Topology([("pipe", 2)])

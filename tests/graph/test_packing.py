@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
-from fxpipe.graph.plain_data import decode, encode
+from fxpipe.plain_data import decode, encode
 
 HERE = torch.get_default_device()
 DTYPES = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.graph.elsewhere import Elsewhere
+from fxpipe.stage.elsewhere import Elsewhere
 from fxpipe.trace.state.snapshot import Snapshot
 
 TWO = fxpipe.Topology([("pipe", 2)])

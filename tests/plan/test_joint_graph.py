@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounter
 
 import fxpipe
 from fxpipe import RunError, Topology, stage_boundary
-from fxpipe.graph.deferred import Deferred
 from fxpipe.plan.stage_compiler import in_halves
+from fxpipe.stage.deferred import Deferred
 from tests.device import DEVICE
 from tests.harness import replica_of
 from tests.pool import Pool

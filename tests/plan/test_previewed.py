@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import Hardware, Preview, RunError, Topology, stage_boundary
-from fxpipe.plan.balance.choose import Balanced
+from fxpipe.search.choose import Balanced
 from fxpipe.trace import NEED_SHAPES, TRACERS
 from tests.activations import counted as activations_counted
 from tests.pool import Pool
@@ -369,7 +369,7 @@ def test_the_bubble_of_the_search_is_that_of_the_table(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fxpipe.plan.balance.search.MORE_ACTIONS", 2000)
+    monkeypatch.setattr("fxpipe.search.moves.MORE_ACTIONS", 2000)
     told = preview(model=model(), boundaries="auto", **options)
     assert f"bubble {told.bubble:.1%}" in str(told)
     (chosen,) = re.findall(r"^chosen .*?([\d.]+%)", capfd.readouterr().err, re.MULTILINE)

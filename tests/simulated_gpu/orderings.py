@@ -83,7 +83,7 @@ _TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
         ("if not on_host:\n            work.wait()", "if not on_host:\n            pass", "zero 0"),
     ],
     "distributed/traffic.py": [("result = self._work.wait()", "result = None", "zero 0")],
-    "graph/awaiting.py": [
+    "stage/awaiting.py": [
         ("_wait(self._waits, self._waits if unknown else map(id, value.parameters()))", "pass", "zero 1"),
         ("_wait(self._waits, [id(value)])", "pass", "zero 1"),
     ],

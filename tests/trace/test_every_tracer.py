@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import TraceError
-from fxpipe.graph.modes import ambient_autocast
+from fxpipe.stage.modes import ambient_autocast
 from fxpipe.trace import NEED_SHAPES
 from tests.capturing import assert_trains_alike, capture_by, run_stages, staged
 from tests.device import DEVICE

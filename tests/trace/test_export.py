@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxpipe import TraceError, passes, stage_boundary
-from fxpipe.graph.like import ObjectLike, TensorLike
-from fxpipe.graph.modes import Modes
 from fxpipe.graph.program import where
+from fxpipe.like import ObjectLike, TensorLike
 from fxpipe.passes.chain import chain
+from fxpipe.stage.modes import Modes
 from fxpipe.torch_compat import known_truth
 from fxpipe.trace.export.operators import guards_of
 from tests.capturing import capture_by, run_stages, staged

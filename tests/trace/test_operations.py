@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe import passes
-from fxpipe.graph.like import TensorLike
+from fxpipe.like import TensorLike
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
 from fxpipe.trace import NEED_SHAPES, TRACERS, Request

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import FxpipeError, PartitionError, Topology, TraceError
-from fxpipe.graph.opaque_call import opaque_calls
+from fxpipe.stage.opaque_call import opaque_calls
 from tests import models
 from tests.harness import Engines, Run, Steps, assert_run, assert_steps, reference, stepped, steps_of
 from tests.layered import WIDTH, Layer, Layers, assert_trains, compiled, vectors

@@ -135,7 +135,7 @@ WAYS: dict[str, tuple[Axes, dict[str, Any]]] = {
     "tensor": (PIPE_TENSOR, {"parallelize": tensor_parallel}),
 }
 QUICK = ("zero=3", 3), ("FSDP2", 4)
-CASES = [(way, m, (number + place) % 2 == 1) for number, way in enumerate(WAYS) for place, m in enumerate((1, 4, 3))]
+CASES = [(way, m, (number + turn) % 2 == 1) for number, way in enumerate(WAYS) for turn, m in enumerate((1, 4, 3))]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from itertools import chain
 from typing import TypeVar
 
 from fxpipe.errors import PartitionError, TraceError
-from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import held
+from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import is_compiled, pytree
 from fxpipe.trace import Request, Uncaptured, accepted
 from fxpipe.trace.cuts.cuts_by_name import resolve

@@ -14,16 +14,16 @@ from fxpipe.batch.pattern import Pattern
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
-from fxpipe.graph.like import ObjectValue
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.like import ObjectValue
 from fxpipe.options import Options
-from fxpipe.plan.balance.choose import Balanced, Balancing
 from fxpipe.plan.capture.questions import Questions
-from fxpipe.plan.capture.sizes import FAMILIES, Family
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.trace import NEED_SHAPES, Cut
+from fxpipe.trace.checks.sizes import FAMILIES, Family
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.observed import SeenCalls
 from fxpipe.trace.opaque.regions import Region

@@ -21,25 +21,25 @@ from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.like import ObjectValue
-from fxpipe.graph.modes import evaluating
-from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program
 from fxpipe.graph.question import Unanswered
+from fxpipe.like import ObjectValue
 from fxpipe.notebook import listed
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance.choose import Balanced
-from fxpipe.plan.balance.node_costs import CostUnknown
 from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
-from fxpipe.plan.capture.capture_check import NOT_CHECKED, Sample, check
 from fxpipe.plan.capture.captures import Captured, Captures, Observed
-from fxpipe.plan.capture.on_fakes import shapes_of
-from fxpipe.plan.capture.row_check import rows_meet, warn_of_rows
-from fxpipe.plan.capture.sizes import Family, changing, entries_between, outline, sizes_between, unlike
 from fxpipe.progress import progress
+from fxpipe.search.choose import Balanced
+from fxpipe.search.node_costs import CostUnknown
+from fxpipe.stage.modes import evaluating
+from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import compiled_parts, pytree
 from fxpipe.trace import Request
+from fxpipe.trace.checks.capture_check import NOT_CHECKED, Sample, check
+from fxpipe.trace.checks.on_fakes import shapes_of
+from fxpipe.trace.checks.row_check import rows_meet, warn_of_rows
+from fxpipe.trace.checks.sizes import Family, changing, entries_between, outline, sizes_between, unlike
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import aside

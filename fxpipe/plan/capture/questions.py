@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from fxpipe.errors import RunError
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program
 from fxpipe.graph.question import Answer, Answers, Question, Unanswered
+from fxpipe.like import TensorLike
 from fxpipe.passes import alias_groups, erase_boundaries, mark_copies
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request

@@ -23,10 +23,10 @@ from fxpipe.graph.boundary import Gathered
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.packed import BatchDim
-from fxpipe.plan.capture.capture_check import Sample
 from fxpipe.plan.capture.captures import Captured, Captures
 from fxpipe.plan.capture.capturing import Capturing
-from fxpipe.plan.capture.on_fakes import shapes_of
+from fxpipe.trace.checks.capture_check import Sample
+from fxpipe.trace.checks.on_fakes import shapes_of
 
 
 def like(graph: StageGraph, first: StageGraph) -> StageGraph:

@@ -20,12 +20,8 @@ from fxpipe.batch.group_inputs import Joined
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import awaiting
 from fxpipe.graph.gathering import added
-from fxpipe.graph.loss import read_loss, root_weight
-from fxpipe.graph.modes import Autocast, within
 from fxpipe.graph.ranks import named
-from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, bytes_in
 from fxpipe.labels import label
 from fxpipe.parameters.dtensors import local
@@ -37,6 +33,10 @@ from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute, Instruction, Receive, Release, Send, is_forward
 from fxpipe.seeds import seeded
+from fxpipe.stage.awaiting import awaiting
+from fxpipe.stage.loss import read_loss, root_weight
+from fxpipe.stage.modes import Autocast, within
+from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import profiler_runs, pytree, storage_id, version_of
 
 Call = Callable[[], object]

@@ -16,10 +16,6 @@ import torch
 from fxpipe.batch.group_inputs import GroupInputs, Joined
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
-from fxpipe.graph.deferred import Deferred
-from fxpipe.graph.loss import StepLoss
-from fxpipe.graph.modes import Autocast
-from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, Stage
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.run.actions.recompute import EffectsOf, RecomputedForward
@@ -29,6 +25,10 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.lower import Message, sharing
 from fxpipe.sharding.gradients import Gradients
+from fxpipe.stage.deferred import Deferred
+from fxpipe.stage.loss import StepLoss
+from fxpipe.stage.modes import Autocast
+from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import shown
 

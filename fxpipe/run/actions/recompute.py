@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fxpipe.device import to_host
 from fxpipe.errors import RunError
-from fxpipe.graph.opaque_call import opaque_calls
-from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
+from fxpipe.stage.opaque_call import opaque_calls
+from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import BATCH_STATISTICS, pytree, tensors_in, version_of
 from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
 from fxpipe.trace.state.snapshot import Snapshot, State

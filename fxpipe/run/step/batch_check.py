@@ -15,8 +15,8 @@ from torch import Tensor
 from fxpipe.device import to_host
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.graph.plain_data import digest_of
 from fxpipe.parameters.dtensors import local
+from fxpipe.plain_data import digest_of
 from fxpipe.progress import warn
 from fxpipe.torch_compat import pytree
 

@@ -23,13 +23,10 @@ from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import of_groups
-from fxpipe.graph.like import cast_batch
-from fxpipe.graph.loss import LossKind, StepLoss, Sum, loss_in
-from fxpipe.graph.modes import Autocast, evaluating
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
+from fxpipe.like import cast_batch
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
-from fxpipe.plan.capture.sizes import with_sizes
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import check_rows
@@ -44,7 +41,10 @@ from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, 
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
+from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
+from fxpipe.stage.modes import Autocast, evaluating
 from fxpipe.torch_compat import has_hooks, version_of
+from fxpipe.trace.checks.sizes import with_sizes
 
 MOST_BOUND = 32
 """The most bound calls that are cached per plan: a call for each set of micro-batches that have weight."""
@@ -274,7 +274,7 @@ class Steps:
         # A stage that sees the rows of all replicas runs its backward if the micro-batch of any replica has weight.
         runs = [share != 0 for share in shares]
         may_differ = known.plan.graph.sees_replicas and self._options.loss_weight is not None
-        if may_differ and not all(self.transport.gather_int("data", int(all(runs)))):
+        if may_differ:
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return known.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
@@ -295,7 +295,9 @@ class Steps:
         return StepInput(
             given,
             shares,
-            GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places),
+            GroupInputs(
+                self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places, agreed.replica_rows
+            ),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
             self._per_item(agreed.plan, given, shares) if training else None,
@@ -397,8 +399,8 @@ class Steps:
             ordered, shares = [results[place] for place in places], [shares[place] for place in places]
             sizes, made_by = of_groups(agreed.sizes, plan.group), plan.graph[plan.graph.output_stage].gathered
             is_of_all = made_by is not None and made_by.modes == {"global"}
-            if is_of_all:
-                sizes = tuple(map(sum, zip(*transport.gather("data", list(sizes)), strict=True)))
+            if is_of_all and agreed.replica_rows:
+                sizes = of_groups(tuple(map(sum, zip(*agreed.replica_rows, strict=True))), plan.group)
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
             joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)

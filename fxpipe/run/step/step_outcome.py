@@ -19,10 +19,10 @@ from fxpipe.distributed.activity import here
 from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
-from fxpipe.graph.like import ITEMS
-from fxpipe.graph.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.like import ITEMS
 from fxpipe.plan.agreement import AgreedBatch
+from fxpipe.stage.loss import LossKind, StepLoss, metric_dtype
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
@@ -115,7 +115,7 @@ def conclude(
         transport.start([summed], "the losses").wait()  # queued after the gradients that these ranks sum
         step = StepLoss.of_rows(kind, rows) if transport.pipe_rank == output_rank else None
     if step is not None:
-        if transport.data_size > 1 and (others := differing(transport, (is_sum, names, counted))):
+        if others := differing(transport, "data", (is_sum, names, counted)):
             raise RunError(
                 "the replicas' losses come with different metrics, or as a fxpipe.Sum on one and as a mean on another, "
                 f"or with a count that inputs decide on one alone: (is a Sum, metrics, count) are {shown(others)}; "
@@ -276,7 +276,7 @@ class ItemNumbers:
             return batches
         is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
         given = [batch[ITEMS] for batch in batches if batch.get(ITEMS) is not None]
-        if len(set(self._transport.gather_int("data", is_asked + (is_asked and bool(given))))) > 1:
+        if differing(self._transport, "data", (is_asked, is_asked and bool(given))):
             raise RunError(
                 f"the loss of some replicas divides by {ITEMS} and that of others does not, or it was given to some; "
                 "pass the same inputs on all"

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxpipe.errors import PartitionError, TraceError, nearest, noted
 from fxpipe.graph.boundary import Gather, checked_gather
-from fxpipe.graph.with_loss import plain_model
+from fxpipe.stage.with_loss import plain_model
 from fxpipe.trace.opaque.regions import WHOLE, Region
 from fxpipe.trace.request import Cut, GatheredCut, Side
 from fxpipe.validation import is_whole, shown

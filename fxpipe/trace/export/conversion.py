@@ -20,9 +20,9 @@ from torch.fx import Node
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
-from fxpipe.graph.modes import Autocast, Modes
-from fxpipe.graph.opaque_call import TENSOR
 from fxpipe.graph.program import Effects, Program, SizeGuard
+from fxpipe.stage.modes import Autocast, Modes
+from fxpipe.stage.opaque_call import TENSOR
 from fxpipe.torch_compat import (
     ASSERTIONS,
     DUAL_NUMBERS,

@@ -18,11 +18,11 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.modes import within
-from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, opaque_calls
 from fxpipe.graph.program import Program
+from fxpipe.like import TensorLike
 from fxpipe.schedules.no_gc import paused
+from fxpipe.stage.modes import within
+from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, opaque_calls
 from fxpipe.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -15,11 +15,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.errors import RunError, TopologyError, TraceError
 from fxpipe.graph.boundary import recording
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.modes import within
-from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure, unwritten
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
+from fxpipe.like import TensorLike
+from fxpipe.stage.modes import within
+from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure, unwritten
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching

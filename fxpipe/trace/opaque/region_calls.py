@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.graph.program import Effects
+from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import Key, aside, handled, patched, refuse

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.listed import can_be_joined
-from fxpipe.graph.opaque_call import Structure
+from fxpipe.like import TensorLike
+from fxpipe.stage.listed import can_be_joined
+from fxpipe.stage.opaque_call import Structure
 from fxpipe.torch_compat import pytree
 
 WHOLE = "whole"

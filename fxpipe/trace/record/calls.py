@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.like import TensorLike
 from fxpipe.torch_compat import (
     CHECKPOINT_GENERATOR,
     DISTRIBUTION_CHECKS,

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.modes import enter_modes, leave_modes
 from fxpipe.graph.program import Effects, graph_module
-from fxpipe.graph.stage_calls import check_shapes, shapes_of
+from fxpipe.stage.modes import enter_modes, leave_modes
+from fxpipe.stage.stage_calls import check_shapes, shapes_of
 from fxpipe.trace.record.opaque import Checkpointed
 from fxpipe.trace.record.tape import Checkpoint, ModesNow, NamedSource, Operation, TapeValue, Touched, mapped, tensors
 from fxpipe.trace.state.snapshot import storage_of

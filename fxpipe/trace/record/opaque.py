@@ -8,7 +8,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
-from fxpipe.graph.modes import modes_restored
+from fxpipe.stage.modes import modes_restored
 
 
 class Applied(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.like import TensorLike
+from fxpipe.like import TensorLike
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.trace.fake import outside

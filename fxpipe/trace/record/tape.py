@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.device import kinds
-from fxpipe.graph.modes import Autocast, Modes
 from fxpipe.graph.program import Effects
+from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in
 from fxpipe.trace.state.snapshot import storage_of
 

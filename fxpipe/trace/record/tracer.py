@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import recording
-from fxpipe.graph.modes import within
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
+from fxpipe.stage.modes import within
 from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model, refuse_objects

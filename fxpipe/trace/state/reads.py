@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
-from fxpipe.graph.with_loss import plain_model
+from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat import version_of
 from fxpipe.trace.patching import ASIDE, patched
 from fxpipe.trace.state.contents import alike, contents, described_values

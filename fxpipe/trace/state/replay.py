@@ -13,11 +13,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import checkpoint as checkpointing
 
 from fxpipe.device import generators_of, is_accelerator
-from fxpipe.graph.like import cast_batch
-from fxpipe.graph.modes import within
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_graph import all_tensors
+from fxpipe.like import cast_batch
 from fxpipe.seeds import RandomState
+from fxpipe.stage.modes import within
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, tensors_in
 from fxpipe.trace.patching import checkpoints_as, noting, patched
 from fxpipe.trace.request import Request

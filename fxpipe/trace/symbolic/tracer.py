@@ -20,10 +20,10 @@ from torch.fx.proxy import TraceError as FxTraceError
 
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
-from fxpipe.graph.like import ObjectLike
-from fxpipe.graph.modes import Modes, ambient_autocast, within
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
+from fxpipe.like import ObjectLike
 from fxpipe.seeds import RandomState
+from fxpipe.stage.modes import Modes, ambient_autocast, within
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions

@@ -20,8 +20,9 @@ from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
-from fxpipe.plan.balance.block_graph import BlockGraph
-from fxpipe.plan.balance.segments import (
+from fxpipe.schedules import Limited
+from fxpipe.search.block_graph import BlockGraph
+from fxpipe.search.segments import (
     Cuts,
     Line,
     Order,
@@ -33,8 +34,7 @@ from fxpipe.plan.balance.segments import (
     partition,
     segments_of,
 )
-from fxpipe.plan.balance.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
-from fxpipe.schedules import Limited
+from fxpipe.search.simulated_layouts import Judge, LayoutOutcome, Rerun, StageLayout
 
 CRUMB = 0.01
 """A part that takes at most this fraction of the seconds of its segment's largest part is no stage of its own."""

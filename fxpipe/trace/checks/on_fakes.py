@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.graph.program import Program, is_assertion
+from fxpipe.like import TensorLike
 from fxpipe.schedules.no_gc import paused
 from fxpipe.seeds import random_apart
+from fxpipe.stage.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.torch_compat import pytree, uncompiled
 from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.fake import FakeModel, fake_model

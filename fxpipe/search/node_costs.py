@@ -21,16 +21,16 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.errors import PartitionError, TraceError
-from fxpipe.graph.modes import Autocast, modes_restored, within
-from fxpipe.graph.opaque_call import opaque_calls
 from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
-from fxpipe.plan.balance.memory import Account, Held, rows_of
-from fxpipe.plan.capture.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.schedules.no_gc import paused
+from fxpipe.search.memory import Account, Held, rows_of
+from fxpipe.stage.modes import Autocast, modes_restored, within
+from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import TorchDispatchMode, packet_of, schema_of, tensors_in, without_onednn
 from fxpipe.trace import NEED_SHAPES
+from fxpipe.trace.checks.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.replay import checkpoints_noted, checkpoints_that_keep
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.graph.loss import StepLoss, read_loss
+from fxpipe.stage.loss import StepLoss, read_loss
 from tests.strict_transport import run_strict
 
 HERE = torch.get_default_device()

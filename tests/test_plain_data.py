@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.packing import Meta, TensorMeta, pack
-from fxpipe.graph.plain_data import MOST_BYTES, check_length, decode, encode, encode_for_all
+from fxpipe.like import TensorLike
+from fxpipe.plain_data import MOST_BYTES, check_length, decode, encode, encode_for_all
 from fxpipe.schedules.action import Action, Op
 from tests.thinned import ALL
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.graph.stage_calls import check_shapes
+from fxpipe.stage.stage_calls import check_shapes
 
 
 class Towers(nn.Module):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from fxpipe.batch.batch import joined
-from fxpipe.graph.loss import MicrobatchLoss
 from fxpipe.graph.program import Program, where
 from fxpipe.packed import BatchDim, counted
-from fxpipe.plan.capture.on_fakes import Shapes
 from fxpipe.progress import is_teller, warn
+from fxpipe.stage.loss import MicrobatchLoss
+from fxpipe.trace.checks.on_fakes import Shapes
 from fxpipe.trace.state.replay import Batch, is_close, unit
 
 

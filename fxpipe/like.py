@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.graph.plain_data import admitted
+from fxpipe.plain_data import admitted
 from fxpipe.torch_compat import pytree
 
 ITEMS = "num_items_in_batch"

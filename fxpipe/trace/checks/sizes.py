@@ -12,10 +12,10 @@ import torch
 
 from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.pattern import Pattern
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import SizeGuard
 from fxpipe.graph.question import Answers
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.like import TensorLike
 from fxpipe.precision import Precision
 from fxpipe.trace.request import Place
 from fxpipe.validation import is_list

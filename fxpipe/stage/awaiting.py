@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxpipe.graph.deferred import runs_hooks
+from fxpipe.stage.deferred import runs_hooks
 
 Waits = Mapping[int, Callable[[], object]]
 """The identity of a parameter under way → a function that returns once the parameter may be read, at each call."""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from fxpipe.device import is_accelerator
 from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
-from fxpipe.graph.loss import MicrobatchLoss, read_loss
-from fxpipe.graph.modes import within
-from fxpipe.graph.stage_calls import Saved
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
-from fxpipe.plan.capture.row_check import rows_interact, warn_of_rows
+from fxpipe.stage.loss import MicrobatchLoss, read_loss
+from fxpipe.stage.modes import within
+from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, pytree, tensors_in
 from fxpipe.trace import Request
+from fxpipe.trace.checks.row_check import rows_interact, warn_of_rows
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import LEFT_BEHIND

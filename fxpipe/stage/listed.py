@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.graph.like import TensorLike
+from fxpipe.like import TensorLike
 from fxpipe.torch_compat import pytree
 
 

@@ -15,23 +15,23 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import passes
 from fxpipe.errors import PartitionError
-from fxpipe.graph.like import TensorLike
 from fxpipe.graph.program import Program, called_in, is_compute
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.topological import topological_order
 from fxpipe.hardware import REFERENCE, Hardware
+from fxpipe.like import TensorLike
 from fxpipe.passes.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
-from fxpipe.plan.balance import choose
-from fxpipe.plan.balance.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
-from fxpipe.plan.balance.choose import Balanced, balance, coarsened, whole_modules
-from fxpipe.plan.balance.memory import Account
-from fxpipe.plan.balance.node_costs import HeldParameter, NodeCost, NodeCosts, costs_from_shapes
-from fxpipe.plan.balance.search import search
-from fxpipe.plan.balance.segments import Line, depth_first, entries, partition
-from fxpipe.plan.balance.segments import balanced as cuts_of
-from fxpipe.plan.balance.simulated_layouts import Judge, StageLayout
 from fxpipe.schedules import with_costs
+from fxpipe.search import choose
+from fxpipe.search.block_graph import Block, BlockGraph, BlockValue, work_of_program, work_of_stages
+from fxpipe.search.choose import Balanced, balance, coarsened, whole_modules
+from fxpipe.search.memory import Account
+from fxpipe.search.moves import search
+from fxpipe.search.node_costs import HeldParameter, NodeCost, NodeCosts, costs_from_shapes
+from fxpipe.search.segments import Line, depth_first, entries, partition
+from fxpipe.search.segments import balanced as cuts_of
+from fxpipe.search.simulated_layouts import Judge, StageLayout
 from fxpipe.trace import Request, capture
 from tests.capturing import run_stages
 from tests.device import DEVICE
@@ -630,7 +630,7 @@ def test_backwards_in_halves_are_simulated_where_stages_can_run_them(
     halves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy has I and W where it may hold few bytes, and knows what W keeps."""
-    monkeypatch.setattr("fxpipe.plan.balance.search.MORE_ACTIONS", 2000)
+    monkeypatch.setattr("fxpipe.search.moves.MORE_ACTIONS", 2000)
     program = program_of(Chain(6))
     costs = costs_from_shapes(program, {"x": like(4, 8)}, hardware=FLOPS, halves=halves)
     found = balance(program, 3, 8, costs, with_costs("greedy", memory=5000.0)).outcome.schedule

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.awaiting import ReadsMore
-from fxpipe.graph.elsewhere import HeldElsewhere
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.listed import ListOfTensors, can_be_joined, joined
+from fxpipe.like import TensorLike
+from fxpipe.stage.awaiting import ReadsMore
+from fxpipe.stage.elsewhere import HeldElsewhere
+from fxpipe.stage.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree, tensors_in, version_of
 
 PLAIN_LEAF = (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe import RunError
-from fxpipe.graph.deferred import Deferred, deferring
+from fxpipe.stage.deferred import Deferred, deferring
 
 
 class Scaled(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError, stage_boundary
-from fxpipe.plan.capture import capture_check
+from fxpipe.trace.checks import capture_check
 from tests.device import DEVICE
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, Layers, linear, vectors

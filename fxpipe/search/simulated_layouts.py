@@ -10,12 +10,12 @@ from functools import cache, cached_property, partial
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.options import Recompute
-from fxpipe.plan.balance.block_graph import BlockGraph
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.solve import solved, worthwhile
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.simulate import least_makespan, lower_bound, peak_bytes
+from fxpipe.search.block_graph import BlockGraph
 
 
 @dataclass(frozen=True)

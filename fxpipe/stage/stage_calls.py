@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fxpipe.errors import RunError, printable
-from fxpipe.graph.deferred import Deferred
+from fxpipe.stage.deferred import Deferred
 from fxpipe.torch_compat import gradient_edge, plain_apply, pytree, run_backward
 
 

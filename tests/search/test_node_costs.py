@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpipe import passes
 from fxpipe.errors import PartitionError
-from fxpipe.graph.like import TensorLike
-from fxpipe.graph.modes import Autocast
 from fxpipe.graph.program import Program
 from fxpipe.hardware import Hardware
+from fxpipe.like import TensorLike
 from fxpipe.passes.chain import chain
-from fxpipe.plan.balance.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.search.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.stage.modes import Autocast
 from fxpipe.trace import Request, capture
 from tests.device import DEVICE
 

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from fxpipe.plan.balance.block_graph import BlockGraph
+from fxpipe.search.block_graph import BlockGraph
 
 Order = tuple[int, ...]
 Cuts = tuple[int, ...]

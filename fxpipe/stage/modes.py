@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxpipe.device import ATTENTION, kinds
-from fxpipe.graph.plain_data import admitted
+from fxpipe.plain_data import admitted
 from fxpipe.torch_compat import default_device
 
 

@@ -14,7 +14,7 @@ from fxpipe.graph.program import Program, is_compute, made_by
 from fxpipe.passes.alias_groups import nodes_of_written
 from fxpipe.passes.blocks import blocks
 from fxpipe.passes.effects import acts
-from fxpipe.plan.balance.node_costs import NodeCost, NodeCosts, total
+from fxpipe.search.node_costs import NodeCost, NodeCosts, total
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,18 @@ from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
-from fxpipe.plan.balance.block_graph import BlockGraph, work_of_program, work_of_stages
-from fxpipe.plan.balance.memory import Account
-from fxpipe.plan.balance.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
-from fxpipe.plan.balance.search import GAIN, RUNNERS_UP, Found, connected, search
-from fxpipe.plan.balance.segments import Line, depth_first, entries, segments_of
-from fxpipe.plan.balance.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
-from fxpipe.plan.capture.sizes import bytes_of_inputs
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.search.block_graph import BlockGraph, work_of_program, work_of_stages
+from fxpipe.search.memory import Account
+from fxpipe.search.moves import GAIN, RUNNERS_UP, Found, connected, search
+from fxpipe.search.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
+from fxpipe.search.segments import Line, depth_first, entries, segments_of
+from fxpipe.search.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
+from fxpipe.trace.checks.sizes import bytes_of_inputs
 from fxpipe.trace.state.replay import checkpoints_that_keep
 
 FINER = 0.4

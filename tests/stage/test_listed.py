@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.graph.listed import ListOfTensors
+from fxpipe.stage.listed import ListOfTensors
 
 ENTRIES = [torch.full((rows, 2), float(rows)) for rows in (1, 2, 3)]
 

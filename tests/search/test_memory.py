@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Precision, Topology, stage_boundary
 from fxpipe.options import Options
-from fxpipe.plan.balance.memory import Account, Held, dealt
+from fxpipe.search.memory import Account, Held, dealt
 from tests.activations import counted as activations_counted
 from tests.counted_bytes import Counted, alive, counted
 from tests.pool import Pool
