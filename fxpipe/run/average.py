@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from fxpipe.distributed.activity import announced
 from fxpipe.distributed.transport import broadcast, overwrite
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import is_dtensor, local
-from fxpipe.run.forward_backward import ForwardBackward
+from fxpipe.run.forward_backward import ForwardBackward, steps_of
+from fxpipe.run.step.step import Steps
 from fxpipe.search.memory import dealt
 from fxpipe.validation import is_number, shown
 
@@ -36,7 +39,8 @@ class Average:
     def __init__(self, forward_backward: ForwardBackward, decay: float | Callable[[int], float]) -> None:
         self._forward_backward, self._decay, self.updates = forward_backward, decay, 0
         self._decay_of(1)  # checks a number
-        self._sums, present = forward_backward._reducer.sums, self._present("fxpipe.Average()")
+        steps, present = self._present()
+        self._sums = steps.state.reducer.sums
         sizes = {name: values.numel() for name, values in present.items() if not is_dtensor(values)}
         self._rank_of = dict(zip(sizes, dealt([*sizes.values()], self._sums.shards), strict=True))
         self._averages = {
@@ -51,37 +55,38 @@ class Average:
             raise RunError(f"decay is {shown(decay)}; it is a number from 0 to 1, or a function that returns one")
         return float(decay)
 
-    def _present(self, called: str) -> dict[str, Tensor]:
-        """Returns name → the present values of each parameter that has an average; RunError inside of ``applied``."""
-        self._forward_backward._check_trained(called)
-        named = self._forward_backward.named_parameters()
-        return {name: p.detach() for name, p in named if p.is_floating_point() or p.is_complex()}
+    def _present(self) -> tuple[Steps, dict[str, Tensor]]:
+        """Returns the run's steps, and name → the present values of each parameter that has an average."""
+        steps, named = steps_of(self._forward_backward, saves=False), self._forward_backward.named_parameters()
+        return steps, {name: p.detach() for name, p in named if p.is_floating_point() or p.is_complex()}
 
     def update(self) -> None:
         """Takes the present parameters into the average; call it after ``optimizer.step()``, on all ranks."""
-        present, decay = self._present("average.update()"), self._decay_of(self.updates) if self.updates else 0.0
+        _, present = self._present()
+        decay = self._decay_of(self.updates) if self.updates else 0.0
         averages = [local(average) for average in self._averages.values()]
         if averages:
             values = [local(present[name]).to(average.dtype) for name, average in self._averages.items()]
-            torch._foreach_lerp_(averages, values, 1 - decay)
+            get_ema_multi_avg_fn(decay)(averages, values, self.updates)  # type: ignore[no-untyped-call]
         self.updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The context in which the parameters are their averages, for ``evaluate`` and ``state_dict``; a collective
         call of all ranks. It refuses to train, step, save and load."""
-        present, forward_backward = self._present("average.applied()"), self._forward_backward
+        steps, present = self._present()
         own = {name: local(values).clone() for name, values in present.items()}
-        forward_backward._is_averaged = True
+        steps.is_averaged = True
         try:
-            with forward_backward._collective("average.applied"):
+            with announced("average.applied"), steps.failing.together():
+                steps.failing.check_open()
                 _write(present, self._averages)
                 for rank in range(self._sums.shards) if self._sums.shards > 1 else ():
                     dealt_to = [present[name] for name, holder in self._rank_of.items() if holder == rank]
-                    broadcast(dealt_to, forward_backward._transport, "gather", rank)
+                    broadcast(dealt_to, steps.transport, "gather", rank)
             yield
         finally:
-            forward_backward._is_averaged = False
+            steps.is_averaged = False
             _write(present, own)
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,7 +62,6 @@ class ForwardBackward:
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
         self._running = self._logged_drift = self._has_stepped = False
-        self._is_averaged = False  # whether the parameters have their averages, in ``Average.applied``
         self._steps = Steps(transport, planning, state, self._exchange, self._failing)
 
     # properties and parameters
@@ -133,7 +132,7 @@ class ForwardBackward:
             RunError: ``cls`` is LBFGS or SparseAdam; or a name or pattern of a group fits no parameter of the model.
         """
         _check_flag(offload=offload)
-        self._check_trained("forward_backward.optimizer()")
+        self._steps.check_trained()
         if elementwise is not None:
             _check_flag(elementwise=elementwise)
         # Tied parameters have several names: a group may use any of them.
@@ -251,7 +250,6 @@ class ForwardBackward:
             return self._steps.evaluate((args, kwargs), outputs)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
-        self._check_trained("forward_backward()")
         with self._alone():
             self._steps.recorder.begin()
             called = f"forward_backward, step {self._steps.number}{self._steps.which}"
@@ -294,11 +292,6 @@ class ForwardBackward:
         digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
         return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
 
-    def _check_trained(self, called: str, error: type[FxpipeError] = RunError) -> None:
-        """Raises an error inside of ``with average.applied():``, for a call that needs the trained parameters."""
-        if self._is_averaged:
-            raise error(f"{called} inside of `with average.applied():`, where parameters are averages; call it outside")
-
     @contextlib.contextmanager
     def _alone(self, called: str = "forward_backward") -> Iterator[None]:
         """RunError for a nested call, which would use the values and messages of the call that is running."""
@@ -322,7 +315,7 @@ class ForwardBackward:
 
     def _stepping(self, called: str) -> contextlib.AbstractContextManager[None]:
         """``_alone`` for an optimizer's step. RunError, or a log line, if replicas would step by unsummed gradients."""
-        self._check_trained(called)
+        self._steps.check_trained()
         if not self._has_stepped:
             self._has_stepped = True
             # Parameters that no group selects belong to no optimizer and would never change.
@@ -448,7 +441,7 @@ class ForwardBackward:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of it; CheckpointError if the state does not fit."""
-        self._check_trained("load_state_dict()", CheckpointError)
+        self._steps.check_trained(CheckpointError)
         load_into(self._planning.module, self.module, state)
         originals, precision = self._state.originals, self._planning.options.precision
         originals.update({name: state[name].clone() for name in originals if name in state})
@@ -521,16 +514,18 @@ _ELSEWHERE = {
 """Attribute of a model or a tensor → a hint at the replacement."""
 
 
-def steps_of(forward_backward: ForwardBackward) -> Steps:
-    """The ``Steps`` of ``forward_backward``, for ``fxpipe.save`` and ``load``. CheckpointError while a call runs."""
+def steps_of(forward_backward: ForwardBackward, saves: bool = True) -> Steps:
+    """The ``Steps`` of ``forward_backward``. CheckpointError while a call runs, or the parameters are averages; or, if
+    it ``saves``, for state that a checkpoint would lose."""
     if not isinstance(forward_backward, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(forward_backward)}; it is what fxpipe.compile returned")
     if forward_backward._running or any(optimizer.stepping for optimizer in forward_backward._optimizers):
         raise CheckpointError(
-            "it is saved or loaded while a call of it runs, or a step of its optimizer: from a hook, a signal handler, "
-            "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
-            "is set"
+            "it is saved, loaded or averaged while a call of it runs, or a step of its optimizer: from a hook, a "
+            "signal handler, a function that it calls or another thread; set a flag there, and save behind "
+            "optimizer.step() where it is set"
         )
-    forward_backward._check_trained("save or load", CheckpointError)
-    tensors_of(forward_backward._planning.module)  # refuses state that a checkpoint would lose
+    forward_backward._steps.check_trained(CheckpointError)
+    if saves:
+        tensors_of(forward_backward._planning.module)
     return forward_backward._steps

@@ -40,8 +40,9 @@ from fxpipe.errors import CheckpointError, printable
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import names_in_model, own_buffers
 from fxpipe.precision import converts
+from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
-from fxpipe.run.saving import continues, path_of, wait_for_saves, wait_for_writes
+from fxpipe.run.saving import claim, continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, seed_all, seed_of
@@ -73,14 +74,16 @@ def load(
         scheduler: an object whose ``load_state_dict`` is called with the saved state.
         loader: likewise; on another number of replicas, its attribute ``any_replicas`` must be ``True``.
         average: a ``fxpipe.Average``, if one was saved.
-        required: whether a folder without checkpoints is an error. False: ``load`` loads nothing and returns step 0, so
-            that the same program can start a run and restart it after a failure.
+        required: whether a folder without checkpoints is an error. False, for a program that starts a run and restarts
+            it after a failure: without a checkpoint ``load`` returns step 0, and the folder is locked for this process
+            from then on, as ``save`` locks it. Evaluation takes True, which locks nothing.
 
     Returns:
         ``extra``, with the number of steps made under "step".
 
     Raises:
-        CheckpointError: the folder has no whole checkpoint, or none that fits; on all ranks.
+        CheckpointError: the folder has no whole checkpoint, or none that fits; with ``required=False`` also if another
+            process writes to the folder, or this process cannot. On all ranks.
     """
     steps = steps_of(forward_backward)
     gathering = TransportGathering(steps.transport)
@@ -93,6 +96,8 @@ def load(
         steps.failing.check_open()
         wait_for_saves(forward_backward)
         path, ranks = path_of(folder), len(steps.transport.ranks("all"))
+        if not required:  # a training run begins: what would make its first save fail is found now
+            agreed(gathering, path, lambda: claim(forward_backward, path.absolute()) if gathering.rank == 0 else None)
         newest = _newest_whole(path, gathering, ranks, required)
         if newest is None:
             if gathering.rank == 0:  # only the first rank lists the folder
@@ -109,6 +114,7 @@ def load(
         agreed(gathering, path, lambda: loading.finish(bool(asked)))
         if gathering.rank == 0:
             continues(forward_backward, path.parent)
+            log(f"fxpipe: loaded {path}")
         return loading.extra
 
 

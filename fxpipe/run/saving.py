@@ -38,6 +38,7 @@ from fxpipe.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, sava
 from fxpipe.distributed.activity import announced
 from fxpipe.errors import CheckpointError, describe_error
 from fxpipe.parameters.ownership import own_buffers
+from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
@@ -191,14 +192,20 @@ class _Saver:
             _writing.pop(pending, None)
             raise CheckpointError(f"the checkpoint before this one could not be written: {error}") from error
 
+    def claim(self, folder: Path) -> None:
+        """On the first rank: makes the run's folder, and locks the folder for this process."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{folder} cannot be written to by this process; give a folder that save() can write")
+        if self.lock is None or not self.lock.is_of(folder):  # a forked process keeps its parent's lock object
+            self.lock = lock_of(folder, _run_id())
+
     def begin(self, folder: Path, step: int) -> dict[str, Any]:
         """On the first rank: makes the ``.partial`` folder."""
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
         wait_for_writes(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.lock is None or not self.lock.is_of(folder):  # a forked process keeps its parent's lock object
-            self.lock = lock_of(folder, _run_id())
+        self.claim(folder)
         newest = run_folder.newest(folder)
         # Numbers only grow: another run wrote a checkpoint with a larger number than this run's last.
         if newest > self.known.get(folder, 0):  # keep= would count, and delete, the other run's checkpoints
@@ -212,6 +219,13 @@ class _Saver:
 
 
 _SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()
+
+
+def claim(forward_backward: ForwardBackward, folder: Path) -> None:
+    """On the first rank: locks the folder that this run will save to. CheckpointError if another process writes to the
+    folder, or this process cannot."""
+    if not run_folder.is_checkpoint(folder):
+        _SAVERS.setdefault(forward_backward, _Saver()).claim(folder)
 
 
 def continues(forward_backward: ForwardBackward, folder: Path) -> None:
@@ -315,6 +329,7 @@ class _Job:
             run_folder.keep_newest(final.parent, self.keep)
         except OSError as error:
             warnings.warn(f"{final} is complete, but latest or older ones were not changed: {error}", stacklevel=2)
+        log(f"fxpipe: saved {final}")
         return final
 
 

@@ -17,10 +17,10 @@ import torch
 
 import fxpipe
 from fxpipe.checkpoint.files import run_folder
-from fxpipe.checkpoint.files.run_folder import lock_of
+from fxpipe.checkpoint.files.run_folder import FolderLock, lock_of
 from fxpipe.errors import CheckpointError
 from fxpipe.run import saving
-from tests.pool import forking
+from tests.pool import Pool, forking
 from tests.run.test_loading import Trained, Two
 from tests.thinned import every
 
@@ -146,6 +146,57 @@ def test_another_runs_checkpoints_are_not_mixed_with_new_ones(tmp_path: Path) ->
     assert names(tmp_path) == ["latest", "lock", "step-009000"]
     assert fxpipe.load(tmp_path, run.model, run.optimizer, scheduler=run.scheduler, required=False)["step"] == 9000
     run.save(tmp_path, 9001)
+
+
+holders: list[FolderLock] = []
+
+
+def hold(folder: Path) -> None:
+    """Another job, which writes to the folder until ``let_go``."""
+    holders.append(lock_of(folder, "another"))
+
+
+def let_go() -> None:
+    holders.clear()
+
+
+def test_a_run_that_begins_finds_another_job_at_once(pool: Pool, tmp_path: Path) -> None:
+    """It would have found it at its first save, hours later, or have stopped the job that was there first."""
+    pool.run(hold, tmp_path, ranks=1)
+    run = Trained()
+    with pytest.raises(CheckpointError, match=r"is written to by process \d+ on .* \(run another\)"):
+        fxpipe.load(tmp_path, run.model, run.optimizer, required=False)
+    pool.run(let_go, ranks=1)
+    assert fxpipe.load(tmp_path, run.model, run.optimizer, required=False)["step"] == 0
+    with pytest.raises(AssertionError, match=f"written to by process {os.getpid()}"):
+        pool.run(hold, tmp_path, ranks=1)
+
+
+def test_an_evaluation_reads_beside_a_job_that_writes(pool: Pool, tmp_path: Path) -> None:
+    Trained().save(tmp_path, 3)
+    gc.collect()  # the first run ends
+    pool.run(hold, tmp_path, ranks=1)
+    run = Trained(1)
+    assert fxpipe.load(tmp_path, run.model)["step"] == 3
+    pool.run(let_go, ranks=1)
+
+
+def test_a_run_that_begins_finds_a_folder_that_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, file = Trained(), tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        fxpipe.load(file, run.model, required=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a file system that is mounted read-only
+    with pytest.raises(CheckpointError, match="cannot be written to by this process; give a folder that save"):
+        fxpipe.load(tmp_path / "run", run.model, required=False)
+
+
+def test_what_is_saved_and_loaded_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Trained()
+    run.save(tmp_path, 20)
+    fxpipe.load(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    said = [line for line in capfd.readouterr().err.splitlines() if "step-000020" in line]
+    assert said == [f"fxpipe: {did} {tmp_path / 'step-000020'}" for did in ("saved", "loaded")]
 
 
 def test_two_models_of_one_program_do_not_mix_their_checkpoints(tmp_path: Path) -> None:
