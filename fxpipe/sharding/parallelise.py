@@ -384,7 +384,7 @@ class ParallelGradients(Reducer):
         parallel: Parallel,
     ) -> None:
         super().__init__(shared, alone, transport, sums, capacity, tied)
-        self._sharded = parallel.sharded
+        self._sharded, self.shards_parameters = parallel.sharded, bool(parallel.sharded)
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxpipe
-from fxpipe import Topology
+from fxpipe import RunError, Topology
 from fxpipe.parameters.dtensors import is_dtensor, local
 from tests.harness import replica_of
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
+from tests.thinned import every
 
 WIDTH, ROWS, STEPS = 8, 12, 3
 Axes = list[tuple[str, int]]
@@ -126,6 +127,32 @@ def trained(
     assert is_dtensor(forward_backward.module.get_parameter("encoder.1.up.weight"))
     mine = [local(parameter).detach().clone() for parameter in forward_backward.parameters()]
     return (losses, norms, evaluated, forward_backward.state_dict(full=True)), mine
+
+
+@in_a_new_world
+def other_tables(**options: Any) -> list[str]:
+    """Errors of a step and of an evaluation in which the second replica has one row, which one rank encodes."""
+    topology = Topology(PIPE_DATA)
+    placement: dict[str, Any] = {"encoder": "all", "body": 0, "head": 1}
+    options = {"example_args": (batch(0, 0),), "microbatches": 4, "placement": placement, "timeout": 20, **options}
+    forward_backward = fxpipe.compile(model(), topology, **options)
+    replica, errors = replica_of(topology), []
+    parts = [((part,), {}) for part in batch(0, replica)[: 1 if replica else 2].split(1)]
+    for call in (
+        lambda: forward_backward.step_microbatches(parts),
+        lambda: forward_backward.evaluate(batch(0, replica)[: 1 if replica else ROWS], outputs="loss"),
+    ):
+        with pytest.raises(RunError) as error:
+            call()
+        errors.append(str(error.value))
+    forward_backward(batch(1, replica))
+    return errors
+
+
+@pytest.mark.parametrize("options", every(2, [{"zero": 3}, {"parallelize": all_sharded}]), ids=str)
+def test_replicas_of_which_one_does_not_run_a_sharded_stage_on_a_rank_are_refused(pool: Pool, options: Any) -> None:
+    for errors in pool.run(partial(other_tables, **options)):
+        assert all("in the order of the table, but the replicas run tables of their own" in error for error in errors)
 
 
 WAYS: dict[str, tuple[Axes, dict[str, Any]]] = {

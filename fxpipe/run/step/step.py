@@ -155,7 +155,7 @@ class Steps:
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
-            check_rows(self.transport, plan, self._gradients.sums.zero)
+            check_rows(self.transport, plan, self._gradients.sums.zero, self._gradients.shards_parameters, True)
         with self.failing.together():
             # the plan's losses have a single form, or may have another form for each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
@@ -208,8 +208,9 @@ class Steps:
         asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(asked + self.which):
             agreed, batches = self._agree([call], True, training=False, wants_loss=outputs == "loss")
+            with self.failing.together(FxpipeError):
+                check_rows(self.transport, agreed.plan, 0, self._gradients.shards_parameters, training=False)
             with self.failing.together():
-                check_rows(self.transport, agreed.plan, 0)
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
