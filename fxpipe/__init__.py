@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fxpipe.distributed.traffic import Traffic
     from fxpipe.graph.stage_graph import StageGraph
     from fxpipe.hardware import Hardware
+    from fxpipe.numerics.comparison import bisect
+    from fxpipe.numerics.plain import record_plain
     from fxpipe.parameters.materialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
     from fxpipe.plan.preview import Preview
@@ -73,6 +75,7 @@ __all__ = [
     "TraceError",
     "Traffic",
     "Weights",
+    "bisect",
     "compare",
     "compile",
     "init",
@@ -81,6 +84,7 @@ __all__ = [
     "load",
     "passes",
     "preview",
+    "record_plain",
     "reset_parameters",
     "save",
     "schedules",
@@ -99,6 +103,7 @@ _LATER = {
     "Sum": "stage.loss",
     "Traffic": "distributed.traffic",
     "Weights": "parameters.weights",
+    "bisect": "numerics.comparison",
     "compile": "compiler",
     "init": "distributed.processes",
     "init_weights_of": "parameters.materialise",
@@ -106,6 +111,7 @@ _LATER = {
     "load": "run.loading",
     "passes": "passes",
     "preview": "compiler",
+    "record_plain": "numerics.plain",
     "reset_parameters": "parameters.materialise",
     "save": "run.saving",
 }

@@ -69,6 +69,11 @@ examples:
   python -m fxpipe checkpoint verify run
   python -m fxpipe checkpoint export run exported --config config.json
 """
+_BISECT = """\
+examples:
+  python -m fxpipe bisect runs/a runs/b
+  python -m fxpipe bisect runs/plain runs/pipeline --rtol 1e-5
+"""
 _DOCTOR = """\
 at most two minutes; a part that fails names itself, and the others go on. A bug report should hold what this prints
 
@@ -271,6 +276,15 @@ def _checkpoint(args: argparse.Namespace) -> None:
     print(printable(text))
 
 
+# --- bisect ---
+
+
+def _bisect(args: argparse.Namespace) -> None:
+    from fxpipe.numerics.comparison import bisect  # needs torch
+
+    print(printable(str(bisect(args.first, args.second, rtol=args.rtol))))
+
+
 # --- doctor ---
 
 
@@ -341,6 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         ("topology", _topology, _add_topology, "print a topology's groups of ranks", _TOPOLOGY),
         ("preview", _preview, _add_preview, "what a model would hold and take on each rank", _PREVIEW),
         ("checkpoint", _checkpoint, _add_checkpoint, "show, verify or export what is saved", _CHECKPOINT),
+        ("bisect", _bisect, _add_bisect, "the first number in which two recorded runs differ", _BISECT),
         ("doctor", _doctor, _add_doctor, "measure links, devices and a small pipeline where it is started", _DOCTOR),
     ):
         command = commands.add_parser(
@@ -414,6 +429,12 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", nargs="?", metavar="OUT", help="of export: the folder to write model.safetensors into")
     parser.add_argument("--config", metavar="JSON", help="of export: the config.json of from_pretrained, to go along")
     parser.add_argument("--prefix", default="", help="of export: only names that begin with it, and without it")
+
+
+def _add_bisect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="FOLDER", help="a folder of forward_backward.record_values or record_plain")
+    parser.add_argument("second", metavar="FOLDER", help="that of the run to compare")
+    parser.add_argument("--rtol", type=float, default=0.0, metavar="R", help="differences up to R are close; 0")
 
 
 def _add_graph(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ from fxpipe.distributed.stopwatch import clock_of
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
-from fxpipe.errors import RunError, TopologyError
+from fxpipe.errors import DoesNotFit, RunError, TopologyError
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
@@ -222,8 +223,9 @@ def preview(
     ``memory_per_rank`` count AdamW's state, as in ``compile``.
 
     Raises:
-        TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile``; RunError, too, if torch has
-            no such optimizer, or the plan needs a figure that ``hardware`` lacks.
+        TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile``; but where no plan fits
+            ``memory_per_rank``, the nearest plan is returned, and ``fits`` is False. RunError if torch has no such
+            optimizer, or the plan needs a figure that ``hardware`` lacks.
     """
     options = Options.of(locals(), check_capture=False)
     # The optimizer determines the state's numbers per parameter, and whether ranks may step parts of a parameter.
@@ -240,8 +242,13 @@ def preview(
         )
     model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
     device = device_of([*_tensors_of(model), *tensors_in((example_args, example_kwargs))], torch.device("cpu"))
-    planning = previewed(PlanState.empty(model, options, topo, device), options)
-    return preview_of(planning, stepping)
+    state = PlanState.empty(model, options, topo, device)
+    try:
+        return preview_of(previewed(state, options), stepping)
+    except DoesNotFit as error:  # the table of the nearest plan says which rank has too much, and of what
+        nearest = dataclasses.replace(options, memory_per_rank=error.least_bytes)
+        state = PlanState.empty(model, nearest, topo, device)
+        return dataclasses.replace(preview_of(previewed(state, nearest), stepping), memory=options.memory_per_rank)
 
 
 def _tensors_of(model: nn.Module | StageGraph) -> Iterable[Tensor]:

@@ -50,6 +50,15 @@ class ScheduleError(FxpipeError):
     """A schedule is unknown, malformed, deadlocks, or breaks a dependency."""
 
 
+class DoesNotFit(PartitionError, ScheduleError):
+    """No plan that was tried fits the memory of a rank. ``least_bytes``: what the nearest plan takes on its fullest
+    rank."""
+
+    def __init__(self, text: str, least_bytes: float = 0.0) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
+
+
 class TopologyError(FxpipeError):
     """The grid of ranks does not add up, or does not fit the processes that run."""
 

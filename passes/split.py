@@ -18,6 +18,7 @@ from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import (
     Program,
     SizeOf,
+    boundary_values,
     gather_of,
     graph_module,
     is_boundary,
@@ -71,7 +72,15 @@ def split(program: Program) -> StageGraph:
     last = stages[whole.output_stage]
     given = None if last.gathered else [name for name in last.inputs if isinstance(name, str)]
     counts = counting(program, given)
-    graph = StageGraph(tuple(stages), program.inputs, program.module, origin=origin, written=written, counting=counts)
+    graph = StageGraph(
+        tuple(stages),
+        program.inputs,
+        program.module,
+        origin=origin,
+        written=written,
+        counting=counts,
+        boundary_values=boundary_values(program),
+    )
     return graph.with_backward()
 
 

@@ -34,6 +34,7 @@ FLOORS = """
     batch
     trace.checks
     parameters search checkpoint.files
+    numerics
     plan
     sharding checkpoint
     run

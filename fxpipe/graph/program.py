@@ -147,6 +147,16 @@ def before_boundary(node: Node) -> Node:
     return value
 
 
+def boundary_values(program: Program) -> dict[str, str]:
+    """Returns the name of each value that crosses a boundary → the first boundary and the value's number there, as
+    "boundary 2, value 0". Boundaries count in the order in which forward reaches them."""
+    names: dict[str, str] = {}
+    for number, marker in enumerate(filter(is_boundary, program.nodes)):
+        for index, value in enumerate(marker.args[0]):  # type: ignore[arg-type]
+            names.setdefault(made_by(value).name, f"boundary {number}, value {index}")
+    return names
+
+
 def made_by(node: Node) -> Node:
     """Returns the node that computes a value: the value before all boundaries that it passed through."""
     return made_by(before_boundary(node)) if is_boundary_value(node) else node

@@ -166,6 +166,8 @@ class StageGraph(Tabular):
     """The names of parameters and buffers that forward wrote during a capture, in training or evaluation."""
     counting: Counting | None = None
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
+    boundary_values: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """The name of each value that crosses a ``stage_boundary`` → the boundary, as "boundary 2, value 0"."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from fxpipe.batch.pattern import Pattern
-from fxpipe.errors import PartitionError, ScheduleError, nearest
+from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
 from fxpipe.graph.ranks import Placement, replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options
@@ -232,10 +232,11 @@ def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marke
                 ranked.append(((over > 0, cost, over), marked))
         if not ranked:
             rank = max(range(len(peaks)), key=peaks.__getitem__)
-            raise ScheduleError(
+            raise DoesNotFit(
                 f"rank {rank} takes {peaks[rank]:,.0f} bytes even where all its stages that this helps are recomputed, "
                 f"memory_per_rank={memory:,.0f}; use more pipe ranks, smaller micro-batches, or a schedule that "
-                "holds fewer of them"
+                "holds fewer of them",
+                peaks[rank],
             )
         _, flags = min(ranked, key=itemgetter(0))
     # 2. A later mark may have made an earlier mark needless.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
+from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.plan_state import PlanState
@@ -405,6 +407,30 @@ class ForwardBackward:
     @property
     def _planning(self) -> PlanState:
         return self._steps.agreement.planning
+
+    @contextlib.contextmanager
+    def record_values(self, folder: str | os.PathLike[str], *, full: bool = False) -> Iterator[None]:
+        """Records the numbers of the calls inside, for ``fxpipe.bisect`` to find where two runs part.
+
+        Recorded are the inputs, the values that pass between stages and their gradients for each micro-batch, the
+        losses, each parameter's gradient after the reduction, and each parameter after the optimizer's step: type,
+        shape, a 64-bit hash of the bits, norm, largest value, the number of inf and nan, and 4 random projections. Each
+        rank appends to a file of its own, and waits for its device at the end of each call. The keys do not depend on
+        ranks, schedule, placement or ``zero``. ``evaluate`` is not recorded. Call it on every rank.
+
+        Args:
+            folder: the folder of the files, the same on every rank.
+            full: write the tensors, too, so that differences are exact.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        _check_flag(full=full)
+        transport = self._transport
+        ranks = 1 if transport.pipe_rank is None else len(transport.ranks("all"))
+        recorder = ValueRecorder(folder, transport.rank, ranks, transport.data_rank, full)
+        with self._steps.recording_values(recorder):
+            yield
 
     # gradients
 

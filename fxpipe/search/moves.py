@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
-from fxpipe.errors import PartitionError, ScheduleError
+from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
@@ -310,9 +310,10 @@ def _estimated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
 def _no_fit(judge: Judge) -> PartitionError | ScheduleError:
     if judge.refused is not None and judge.least_bytes == float("inf"):
         return judge.refused
-    return PartitionError(
+    return DoesNotFit(
         f"no balance fits into {judge.memory:,.0f} bytes a rank; the least that one was found to take is "
-        f"{judge.least_bytes:,.0f} bytes on its fullest rank. Use more pipe ranks, smaller micro-batches, or recompute"
+        f"{judge.least_bytes:,.0f} bytes on its fullest rank. Use more pipe ranks, smaller micro-batches, or recompute",
+        judge.least_bytes,
     )
 
 

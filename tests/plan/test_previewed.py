@@ -116,10 +116,22 @@ def test_a_limit_counts_zero_and_precision_too() -> None:
     options: dict[str, Any] = {"boundaries": "auto", "example_args": (torch.randn(8, WIDTH),)}
     limit = 2 * 12 * layer
     assert preview(topology, zero=1, memory_per_rank=limit, **options).fits
-    with pytest.raises(fxpipe.PartitionError, match=rf"no balance fits into {limit:,} bytes a rank"):
-        preview(topology, memory_per_rank=limit, **options)
-    with pytest.raises(fxpipe.PartitionError, match="no balance fits into"):
-        preview(Topology([("pipe", 2)]), zero=1, memory_per_rank=limit, **options)
+    for data, zero in ((8, 0), (1, 1)):  # 16 bytes a parameter
+        plan = preview(Topology([("pipe", 2), ("data", data)]), zero=zero, memory_per_rank=limit, **options)
+        assert (plan.fits, plan.memory) == (False, limit)
+        assert max(rank.parameters + rank.gradients + rank.optimizer for rank in plan.ranks) == 2 * 16 * layer
+        assert f"{max(rank.total for rank in plan.ranks) / limit:.0%}" in str(plan)
+
+
+def test_where_nothing_fits_compile_raises_and_preview_shows_the_nearest_plan() -> None:
+    options: dict[str, Any] = {"boundaries": "auto", "microbatches": 2, "memory_per_rank": 1000}
+    with pytest.raises(fxpipe.PartitionError, match=r"no balance fits into 1,000 bytes a rank; .* is [\d,]+ bytes"):
+        fxpipe.compile(Layers(), ALONE, example_args=(torch.randn(ROWS, WIDTH),), **options)
+    plan = preview(**options)
+    unlimited = preview(**options | {"memory_per_rank": None})
+    most, fewest = (max(rank.total for rank in each.ranks) for each in (unlimited, plan))
+    assert plan.fits is False
+    assert fewest <= most
 
 
 class Buffered(Layers):

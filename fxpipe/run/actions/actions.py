@@ -24,6 +24,7 @@ from fxpipe.graph.gathering import added
 from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import Edge, bytes_in
 from fxpipe.labels import label
+from fxpipe.numerics.recording import GRADIENT, LOSS, MOST_OUTPUTS, VALUE, ValueRecorder
 from fxpipe.parameters.dtensors import local
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
@@ -205,6 +206,17 @@ class _BoundAction:
         """The stage's inputs, for the note on an error."""
         return ()
 
+    def _record(self, recorder: ValueRecorder, kind: str, values: Sequence[Any]) -> None:
+        """Records the values of the stage's outgoing edges, or their gradients: a value with several edges once, with
+        the sum of the gradients that arrive for it."""
+        by_name: dict[str, Any] = {}
+        for edge, value in zip(self.stage.outputs, values, strict=False):
+            is_summed = kind == GRADIENT and edge.value in by_name
+            by_name[edge.value] = added(by_name[edge.value], value) if is_summed else value
+        for number, (name, value) in enumerate(by_name.items()):
+            boundary = self.executor.graph.boundary_values.get(name, "")
+            recorder.add(kind, name, self.action.microbatch, self.action.stage * MOST_OUTPUTS + number, value, boundary)
+
     def bound_run(self) -> Run:
         """The stage's forward, under its own seed and autocast regions, if it has any."""
         executor, action, stage = self.executor, self.action, self.stage
@@ -292,6 +304,8 @@ class ForwardAction(_BoundAction):
             step.extremes.add_outputs(stage, microbatch, outputs[: len(self._slots)])
         for slot, value in zip(self._slots, outputs, strict=False):  # the model's result has no slot
             slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
+        if step.values is not None:
+            self._record(step.values, VALUE, outputs)
         if step.proves:
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
             executor.made.bytes_of.update(sizes)
@@ -314,6 +328,8 @@ class ForwardAction(_BoundAction):
         added = executor.made.loss.add(part, share, microbatch)
         if added is not None and executor.step.extremes is not None:
             executor.step.extremes.add_loss(self.action.stage, microbatch, added)
+        if executor.step.values is not None:
+            executor.step.values.add(LOSS, LOSS, microbatch, 0, part.value)
         if saved is not None:
             saved.take_root(part.value, root_weight(part, share, executor.step.per_item))
 
@@ -365,6 +381,8 @@ class BackwardAction(_BoundAction):
         returned: Sequence[Any] = [None] * len(self.stage.inputs)
         saved, left.saved = left.saved, None
         assert saved is not None
+        if executor.step.values is not None:
+            self._record(executor.step.values, GRADIENT, arrived)
         if self.stage.returns_result:
             arrived.append(True)
         # A loss without weight here still has a backward in stages that other replicas' losses need.

@@ -17,6 +17,7 @@ from fxpipe.batch.group_inputs import GroupInputs, Joined
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.graph.stage_graph import Edge, Stage
+from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.run.actions.recompute import EffectsOf, RecomputedForward
 from fxpipe.run.exchange import Exchange, Port
@@ -42,8 +43,9 @@ class StepInput:
     micro-batch's part of the step's weight; where the loss is of a group, the group's part. ``groups``: makes the
     inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first micro-batch) → seed. ``number``: the
     step's number, from 0. ``per_item``: 1 / the items that the step's ``Sum`` counts, on the ranks that make the loss,
-    where inputs alone decide the count. ``extremes``: records whether the stages' outputs are finite. ``proves``:
-    whether the step compares a recomputation with its forward, and measures the sizes of values."""
+    where inputs alone decide the count. ``extremes``: records whether the stages' outputs are finite. ``values``:
+    records fingerprints of values and gradients, if asked. ``proves``: whether the step compares a recomputation with
+    its forward, and measures the sizes of values."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -52,6 +54,7 @@ class StepInput:
     number: int
     per_item: torch.Tensor | None
     extremes: Extremes | None
+    values: ValueRecorder | None
     proves: bool
 
 

@@ -5,8 +5,9 @@ agree on the batch → weigh the micro-batches → play this rank's row → comb
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -26,6 +27,7 @@ from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
 from fxpipe.like import cast_batch
+from fxpipe.numerics.recording import PARAMETER, PARAMETER_GRADIENT, ValueRecorder
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
@@ -37,6 +39,7 @@ from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
+from fxpipe.run.step.recorded import parts_of_gradients, parts_of_parameters
 from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
@@ -136,6 +139,7 @@ class Steps:
             Executor, exchange=exchange, device=state.device, parameters=state.reducer, effects=self._effects
         )
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum; None before the first step
+        self.values: ValueRecorder | None = None
 
     def check_trained(self, error: type[FxpipeError] = RunError) -> None:
         """Raises an error inside of ``with average.applied():``, for a call that needs the trained parameters."""
@@ -165,6 +169,9 @@ class Steps:
             hooked = self._hooked(plan, scales)
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, scales)
             bound = self._bound(known, agreed, shares)
+            if self.values is not None:
+                self._record_parameters(self.values)
+                self.values.begin(self.number, batches)
             step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
             self._effects.begin()
             passed("preparing")
@@ -182,6 +189,9 @@ class Steps:
             self._check_unwritten(hooked)
             passed("reduction")
             self._unsummed = not self.sync
+            if self.values is not None and self.sync:
+                self.values.add_parts(PARAMETER_GRADIENT, parts_of_gradients(self.module, self._gradients.pieces()))
+                self.values.write()
             bytes_of = None
             if is_new and not known.is_sized:
                 known.is_sized = True
@@ -196,6 +206,28 @@ class Steps:
         if broken:  # all ranks raise this with nothing under way, so training can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
         return outcome, bytes_of
+
+    # recorded values
+
+    @contextlib.contextmanager
+    def recording_values(self, recorder: ValueRecorder) -> Iterator[None]:
+        """Records the numbers of the steps inside."""
+        recorder.step, self.values = self.number - 1, recorder
+        try:
+            self._record_parameters(recorder)
+            yield
+            self._record_parameters(recorder)
+        finally:
+            self.values = None
+            recorder.close()
+
+    def _record_parameters(self, recorder: ValueRecorder) -> None:
+        """Records the parameters, which optimizers have stepped since the last recorded call."""
+        if recorder.has_parameters:
+            return
+        self._gradients.settle()
+        recorder.add_parts(PARAMETER, parts_of_parameters(self.module, self._parameters))
+        recorder.write()
 
     @property
     def has_unsummed(self) -> bool:
@@ -310,6 +342,7 @@ class Steps:
             number,
             self._per_item(agreed.plan, given, shares) if training else None,
             self.watch.begin() if training else None,
+            self.values if training else None,
             proves,
         )
 

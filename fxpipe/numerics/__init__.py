@@ -1,0 +1,1 @@
+"""Numerics: records the numbers of a run, and finds where the numbers of two runs part."""

@@ -1,0 +1,245 @@
+"""Two recorded runs: what is equal is told equal on any ranks, and each fault that was put in is found at its place."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe import __main__ as command_line
+from fxpipe.errors import RunError
+from fxpipe.numerics.recording import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
+from tests.pool import Pool
+
+STEPS, MICROBATCHES = 2, 4
+
+
+class Net(nn.Module):
+    """Four stages, and a head whose weight is the first layer's."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 8, bias=False)
+        self.fault = fault
+        weight = self.layers[0].weight
+        self.head.weight = nn.Parameter(weight.detach().clone()) if fault == "untied" else weight
+        if fault == "weight":
+            with torch.no_grad():
+                self.layers[1].weight[2] += 1e-3
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = fxpipe.stage_boundary(x) if number else x
+            if self.fault == "bf16" and number == 1:
+                x = F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()).float()
+            else:
+                x = layer(x)
+            x = torch.tanh(F.dropout(x, 0.2) if self.fault == "dropout" and number == 1 else x)
+            if self.fault == "twice" and number == 1:
+                x = 2 * x - x.detach()  # the same bits, and twice the gradient
+        return F.cross_entropy(self.head(fxpipe.stage_boundary(x)), y)
+
+
+def batch(step: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + step)
+    return torch.randn(16, 8, generator=generator), torch.randint(0, 8, (16,), generator=generator)
+
+
+Axes = tuple[tuple[str, int], ...]
+
+
+def recorded(
+    folder: Path,
+    axes: Axes = (("pipe", 1),),
+    fault: str = "",
+    full: bool = False,
+    **options: Any,
+) -> None:
+    """Trains ``Net`` on this rank of ``axes``, and records the run."""
+    if any(size > 1 for _, size in axes):
+        fxpipe.init()
+    topology = fxpipe.Topology(axes)
+    replicas, replica = topology.data_size, topology.data_rank
+    eps = options.pop("eps", 1e-8)
+    seed = options.pop("seed", 0)
+    forward_backward = fxpipe.compile(Net(fault), topology, microbatches=MICROBATCHES // replicas, **options)
+    optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2, eps=eps)
+    with forward_backward.record_values(folder, full=full):
+        for step in range(STEPS):
+            x, y = (part.chunk(replicas)[replica] for part in batch(step, seed))
+            optimizer.zero_grad()
+            forward_backward(x, y)
+            optimizer.step()
+
+
+def plain(folder: Path, model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with fxpipe.record_plain(model, folder) as run:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for number, (x, y) in enumerate(zip(*(part.chunk(MICROBATCHES) for part in batch(step)), strict=True)):
+                with run.microbatch(number):
+                    (model(x, y) / MICROBATCHES).backward()
+            optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference")
+    recorded(folder)
+    return folder
+
+
+# per step: x, y, 3 values, 3 gradients and a loss a micro-batch; 6 parameters and their gradients; 6 at the beginning
+TENSORS = STEPS * (MICROBATCHES * 9 + 2 * 6) + 6
+
+
+def test_a_run_is_equal_to_itself_and_to_plain_pytorch(reference: Path, tmp_path: Path) -> None:
+    recorded(tmp_path / "again", full=True)
+    plain(tmp_path / "plain", Net())
+    again = fxpipe.bisect(reference, tmp_path / "again")
+    assert (again.first, again.equal) == (None, TENSORS)
+    assert str(again) == f"no difference: {TENSORS} tensors have equal bits"
+    # A tied weight's gradient is a sum over two stages here, and over the whole backward there.
+    against_plain = fxpipe.bisect(tmp_path / "plain", reference, rtol=1e-6)
+    assert (against_plain.first, against_plain.equal + against_plain.close) == (None, TENSORS - STEPS * MICROBATCHES)
+    assert (against_plain.only_in_first, against_plain.only_in_second) == ((), ("loss",))
+
+
+RUNS: dict[str, tuple[Axes, dict[str, Any]]] = {
+    "4 stages": ((("pipe", 4),), {"schedule": "zb_h1"}),
+    "recompute": ((("pipe", 2),), {"recompute": True, "tracer": "export", "example_args": batch(0)}),
+    "zero 1": ((("pipe", 2), ("data", 2)), {"zero": 1}),
+    "zero 2": ((("data", 2),), {"zero": 2}),
+    "zero 3": ((("data", 2),), {"zero": 3}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_ranks_schedules_and_zero_are_the_same_run(run: str, reference: Path, pool: Pool, tmp_path: Path) -> None:
+    axes, options = RUNS[run]
+    pool.run(partial(recorded, **options), tmp_path, axes, ranks=math.prod(size for _, size in axes))
+    # Replicas, and the owners of the tied weight, add gradients up in another order.
+    found = fxpipe.bisect(reference, tmp_path, rtol=1e-5)
+    assert found.first is None, str(found)
+    assert found.equal + found.close == TENSORS
+    exact = fxpipe.bisect(reference, tmp_path).first
+    assert exact is None or exact.entry.kind == PARAMETER_GRADIENT
+
+
+def drifted(folder: Path) -> None:
+    """Two replicas, of which the second changes a weight by itself."""
+    fxpipe.init()
+    topology = fxpipe.Topology([("data", 2)])
+    forward_backward = fxpipe.compile(Net(), topology, microbatches=2)
+    with forward_backward.record_values(folder):
+        for step in range(STEPS):
+            forward_backward(*(part.chunk(2)[topology.data_rank] for part in batch(step)))
+            if step == 0 and topology.data_rank:
+                with torch.no_grad():
+                    dict(forward_backward.named_parameters())["layers.2.bias"][3] += 0.5
+
+
+def test_a_rank_with_another_weight_is_named(reference: Path, pool: Pool, tmp_path: Path) -> None:
+    pool.run(drifted, tmp_path, ranks=2)
+    found = fxpipe.bisect(tmp_path, tmp_path)
+    assert found.first is not None
+    assert str(found.first).startswith(
+        f"step 0: the parameter `layers.2.bias` is not the same on ranks 0 and 1 of {tmp_path}: it differs by about "
+    )
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], tuple[int, int, str, str]]] = {
+    "a weight": (lambda folder: recorded(folder, fault="weight"), (-1, -1, PARAMETER, "layers.1.weight")),
+    "a stage in bf16": (lambda folder: recorded(folder, fault="bf16"), (0, 0, VALUE, "tanh_1")),
+    "a gradient scaled twice": (lambda folder: recorded(folder, fault="twice"), (0, 0, GRADIENT, "tanh")),
+    "an optimizer's epsilon": (lambda folder: recorded(folder, eps=1e-3), (0, -1, PARAMETER, "layers.0.weight")),
+    "a weight that is tied on one side": (
+        lambda folder: recorded(folder, fault="untied"),
+        (0, -1, PARAMETER_GRADIENT, "layers.0.weight"),
+    ),
+    "other rows": (lambda folder: recorded(folder, seed=1), (0, -1, PARAMETER_GRADIENT, "layers.0.weight")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_at_its_place(fault: str, reference: Path, tmp_path: Path) -> None:
+    record, place = FAULTS[fault]
+    record(tmp_path)
+    found = fxpipe.bisect(reference, tmp_path)
+    assert found.first is not None
+    entry = found.first.entry
+    assert (entry.step, entry.microbatch, entry.kind, entry.name) == place, str(found)
+    assert bool(found.other_rows) == (fault == "other rows")
+
+
+def test_another_seed_of_dropout_is_found_behind_it(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.random.fork_rng():
+            net = Net("dropout")
+        forward_backward = fxpipe.compile(net, fxpipe.Topology([("pipe", 1)]), microbatches=MICROBATCHES)
+        with forward_backward.record_values(tmp_path / str(seed)):
+            forward_backward(*batch(0))
+    found = fxpipe.bisect(tmp_path / "1", tmp_path / "2").first
+    assert found is not None
+    assert (found.entry.microbatch, found.entry.kind, found.entry.boundary) == (0, VALUE, "boundary 1, value 0")
+
+
+def test_what_is_printed(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path, fault="bf16", full=True)
+    assert command_line.main(["bisect", str(reference), str(tmp_path)]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    place = "step 0, micro-batch 0: the value `tanh_1` (boundary 1, value 0)"
+    assert re.fullmatch(rf"{re.escape(place)} differs by about 0\.00\d of its norm; 9 tensors .* equal bits", first), (
+        first
+    )
+    recorded(tmp_path / "exact", full=True)
+    exact = fxpipe.bisect(tmp_path / "exact", tmp_path).first
+    assert exact is not None
+    assert exact.is_exact
+    x = batch(0)[0].chunk(MICROBATCHES)[0]
+    values = []
+    for net in (Net(), Net("bf16")):
+        h = torch.tanh(net.layers[0](x))
+        layer = net.layers[1]
+        is_low = net.fault == "bf16"
+        out = F.linear(h.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()).float() if is_low else layer(h)
+        values.append(torch.tanh(out))
+    largest = (values[0].double() - values[1].double()).abs().max() / values[0].double().abs().max()
+    assert exact.relative == float(largest)
+
+
+def test_a_run_that_begins_again_in_its_folder_counts_alone(reference: Path, pool: Pool, tmp_path: Path) -> None:
+    recorded(tmp_path, fault="bf16")
+    recorded(tmp_path)
+    assert fxpipe.bisect(reference, tmp_path).equal == TENSORS
+    pool.run(recorded, tmp_path / "two", (("pipe", 2),), ranks=2)
+    with pytest.raises(RunError, match="has the values of a run on more ranks"):
+        recorded(tmp_path / "two")
+
+
+def test_folders_that_are_no_run(reference: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="has no recorded values; record_values"):
+        fxpipe.bisect(reference, tmp_path)
+    (tmp_path / "rank00000.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(RunError, match="line 1, is no recorded value"):
+        fxpipe.bisect(reference, tmp_path)
+
+
+def test_a_missing_rank_is_said(pool: Pool, tmp_path: Path) -> None:
+    pool.run(partial(recorded, zero=2), tmp_path, (("data", 2),), ranks=2)
+    (tmp_path / "rank00001.jsonl").unlink()
+    with pytest.raises(RunError, match=r"of the 64 elements of the .* in step 0: the file of a rank is missing"):
+        fxpipe.bisect(tmp_path, tmp_path)
