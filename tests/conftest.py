@@ -75,7 +75,6 @@ LONG = """
     faults/
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards
-    run/test_recompute.py::test_four_processes
     run/test_saving.py::test_killed
     sharding/test_parallelize.py::test_an_unmodified_llama
     simulated_gpu/test_scripts.py::test_a_script_may_end
@@ -114,6 +113,7 @@ LONG = """
     whole/test_questions.py::test_what_is_asked_behind_an_opaque
     whole/test_random_models.py
     whole/test_random_tables.py
+    whole/test_readme.py::test_a_command_of_a_page_prints_what_stands_below_it[data_axis.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
@@ -190,8 +190,10 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def scripts() -> Iterator[Scripts]:
-    """``scripts.run(arguments, folder)``: what a Python program prints, run in a process of its own."""
-    server = Scripts(PYTHONPATH=str(Path(__file__).parents[1]), OMP_NUM_THREADS="1", COLUMNS="120")
+    """``scripts.run(arguments, folder)``: what a Python program prints, run in a process of its own, whose hashes of
+    strings are not this process's."""
+    root = str(Path(__file__).parents[1])
+    server = Scripts(PYTHONPATH=root, OMP_NUM_THREADS="1", COLUMNS="120", PYTHONHASHSEED="1")
     try:
         yield server
     finally:
@@ -259,14 +261,27 @@ def _is_whole_suite(config: pytest.Config) -> bool:
 
 
 def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """So many parts of one length, as worksteal deals them out at first, each with some of the longest in front."""
+    """So many parts of one length, as worksteal deals them out at first, each with some of the longest in front.
+
+    All tests that need one server stand in front of one part, so that one worker starts it, and takes seconds once.
+    """
     if workers == 1:
         return items
-    files = [f"tests/{name}" for name in LONGEST.split()]
-    others, ordered = [item for item in items if not item.nodeid.startswith(tuple(files))], list[pytest.Item]()
+    first: dict[int | None, list[pytest.Item]] = {}
+    for item in items:
+        first.setdefault(_worker_of(item, workers), []).append(item)
+    others, ordered = first.pop(None, []), list[pytest.Item]()
     for worker in range(workers):
-        ordered += [item for item in items if item.nodeid.startswith(tuple(files[worker::workers]))]
+        ordered += first.get(worker, [])
         size = max((worker + 1) * len(items) // workers - len(ordered), 0)
         ordered += others[:size]
         del others[:size]
     return ordered + others
+
+
+def _worker_of(item: pytest.Item, workers: int) -> int | None:
+    """The worker that begins with a test, by its server or its file; None where any may run it at any time."""
+    fixtures = getattr(item, "fixturenames", ())
+    numbers = [number for number, server in enumerate(("gpus", "scripts", "gpu_scripts")) if server in fixtures]
+    numbers += [number for number, name in enumerate(LONGEST.split()) if item.nodeid.startswith(f"tests/{name}")]
+    return numbers[0] % workers if numbers else None

@@ -197,8 +197,8 @@ def whisper() -> nn.Module:
     return transformers.WhisperForConditionalGeneration(config)
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+def gpt2() -> nn.Module:
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(
         vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2, **drops
     )

@@ -114,14 +114,14 @@ def linear() -> nn.Linear:
 
 
 class Layers(nn.Module):
-    """A module with square layers of these ``names``."""
+    """A module with square layers of these ``names``, of ``width`` numbers each."""
 
-    names = ""
+    names, width = "", WIDTH
 
     def __init__(self) -> None:
         super().__init__()
         for name in self.names.split():
-            self.add_module(name, linear())
+            self.add_module(name, nn.Linear(self.width, self.width))
 
     if TYPE_CHECKING:
 
@@ -1130,5 +1130,3 @@ RANDOM: dict[str, Case] = {
     "dropout": Case(Dropouts, vectors),
     "noise in two stages": Case(Noise, vectors, stages=3, ranks=3),
 }
-
-EVERY: Mapping[str, Case] = CASES | PLAIN | RANDOM

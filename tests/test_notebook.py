@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxpipe
 from fxpipe.notebook import listed, preformatted
@@ -17,12 +17,11 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.show.html_page import MOST_CELLS
 from tests.graphs import FAMILIES, WORKED, chain
+from tests.models import Layers
 
 
-class TwoTower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = nn.Linear(4, 4), nn.Linear(4, 4)
+class TwoTower(Layers):
+    names, width = "image text", 4
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (fxpipe.stage_boundary(self.image(x)) - fxpipe.stage_boundary(self.text(y))).square().mean()

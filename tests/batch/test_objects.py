@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,10 @@ from fxpipe.batch.description import describe
 from fxpipe.batch.objects import like_of
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.like import ObjectLike, ObjectValue
+from tests.models import Layers
+from tests.scripts import Scripts
 from tests.strict_transport import run_strict
+from tests.thinned import pairwise
 
 TWO = fxpipe.Topology([("pipe", 2)])
 
@@ -117,18 +120,14 @@ def check(apply: Any, values: list[Any], runs: list[list[Any]], x: Tensor) -> No
                 torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("tracer", ["auto", "symbolic"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "tracer", "ranks"), pairwise(list(CASES), ["auto", "symbolic"], [1, 2]))
 def test_forward_is_given_the_object_itself(case: str, tracer: str, ranks: int) -> None:
     (apply, values), x = CASES[case], torch.randn(8, 4)
     run = partial(steps, apply, values, x, tracer=tracer)
     check(apply, values, run_strict(lambda rank: run(), 2) if ranks == 2 else [run()], x)
 
 
-@pytest.mark.parametrize("boundaries", [(), "auto"])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", WITH_EXAMPLE)
+@pytest.mark.parametrize(("case", "ranks", "boundaries"), pairwise(list(WITH_EXAMPLE), [1, 2], [(), "auto"]))
 def test_forward_branches_on_an_object_where_there_is_an_example(case: str, ranks: int, boundaries: Any) -> None:
     (apply, values), x = WITH_EXAMPLE[case], torch.randn(8, 4)
     run = partial(steps, apply, values, x, example_args=(x, values[0]), boundaries=boundaries)
@@ -254,19 +253,30 @@ def test_functions_are_known_by_what_they_do() -> None:
     assert first == again != other
 
 
-def test_stand_ins_are_the_same_in_every_process() -> None:
-    code = (
-        "from tests.batch.test_objects import *\n"
-        "print([like_of(one) for one in [{'a', 'b', 'c'}, lambda h: h in {'x', 'y', 'z'}, closing_over('v'), Red.SUM]])"
-    )
-    commands = [[sys.executable, "-c", code]] * 2
-    environments = [{"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed} for seed in ("1", "2")]
-    found = [
-        subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
-        for command, environment in zip(commands, environments, strict=True)
-    ]
-    assert found[0] == found[1]
-    assert "Red.SUM" in found[0]
+STAND_INS = """
+import enum
+from fxpipe.batch.objects import like_of
+
+Red = enum.Enum("Red", ["SUM"], module="user")
+
+def closing_over(value):
+    return lambda h: h * value
+
+objects = [set("abcdefgh"), lambda h: h in {"x", "y", "z", "u", "v", "w"}, closing_over("v"), Red.SUM, Red]
+print(hash("a"), *map(like_of, objects))
+"""
+
+
+def test_stand_ins_are_the_same_in_every_process(
+    tmp_path: Path, scripts: Scripts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order of a set and the addresses of objects are not."""
+    (tmp_path / "stand_ins.py").write_text(STAND_INS)
+    runpy.run_path(str(tmp_path / "stand_ins.py"), run_name="__main__")
+    outputs = [capsys.readouterr().out.split(" ", 1), scripts.run(["stand_ins.py"], tmp_path).split(" ", 1)]
+    assert outputs[0][0] != outputs[1][0]
+    assert outputs[0][1] == outputs[1][1]
+    assert "user.Red.SUM" in outputs[0][1]
 
 
 @pytest.mark.parametrize(
@@ -287,12 +297,10 @@ def test_what_holds_tensors_is_no_value(value: Any, is_data: bool) -> None:
     assert (found.kind, found.is_data) == (type(value).__name__, is_data)
 
 
-class Masked(nn.Module):
+class Masked(Layers):
     """Asks for an attribute of an object that holds the micro-batch, as models with optional masks do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "a b", 4
 
     def forward(self, batch: Any) -> Tensor:
         h = self.a(batch.x)
@@ -301,7 +309,6 @@ class Masked(nn.Module):
 
 
 def test_an_attribute_that_is_none_makes_a_kind_of_its_own() -> None:
-    torch.manual_seed(0)
     model = Masked()
     forward_backward = fxpipe.compile(model, TWO, boundaries=["b"], microbatches=2)
     for mask in (None, torch.rand(4, 4), None):

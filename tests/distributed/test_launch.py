@@ -120,7 +120,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: {"spawn": context}[method])
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.usefixtures("forked")
 def test_what_was_ended_can_be_started_again() -> None:
     assert launch(sum_after_a_second_start, 2) == [2.0, 2.0]
 

@@ -65,20 +65,6 @@ def test_a_send_does_not_end_before_its_receive_is_posted(seed: int) -> None:
 
 
 @every_seed
-def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(seed: int) -> None:
-    def body(rank: int, transport: Transport) -> list[float]:
-        outgoing = [number(10 * rank + place) for place in range(4)]
-        incoming = [torch.zeros(1) for _ in range(4)]
-        works = [transport.send((rank, 1 - rank), buffer) for buffer in outgoing]
-        works += [transport.receive((1 - rank, rank), buffer) for buffer in incoming]
-        for work in reversed(works):
-            work.wait()
-        return [buffer.item() for buffer in incoming]
-
-    assert on_pipe(body, seed=seed) == [[10, 11, 12, 13], [0, 1, 2, 3]]
-
-
-@every_seed
 def test_the_two_directions_of_a_pair_do_not_wait_for_each_other(seed: int) -> None:
     def body(rank: int, transport: Transport) -> float:
         mine, theirs = number(rank), torch.zeros(1)

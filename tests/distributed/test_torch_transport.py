@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxpipe
 from fxpipe.distributed import torch_transport
@@ -20,28 +20,19 @@ from fxpipe.errors import TopologyError
 from tests.device import BACKEND
 from tests.gpus import Gpus
 from tests.pool import Pool
+from tests.replicas import Kinds
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(fxpipe.stage_boundary(self.one(x))).square().mean()
-
-
 def trained_on(backend: str | None) -> Tensor:
     dist.init_process_group(backend)
-    return fxpipe.compile(Two(), TOPOLOGY, microbatches=2)(torch.ones(4, 4))
+    return fxpipe.compile(Kinds(), TOPOLOGY, microbatches=2)(torch.ones(4, 4))
 
 
 @pytest.mark.parametrize("backend", [None, BACKEND])
 def test_torch_distributed_may_have_been_started_in_any_way(pool: Pool, backend: str | None) -> None:
-    wanted = Two()(torch.ones(4, 4)).detach()
+    wanted = Kinds()(torch.ones(4, 4)).detach()
     for loss in pool.run(trained_on, backend, ranks=2):
         torch.testing.assert_close(loss, wanted)
 

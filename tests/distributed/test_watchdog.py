@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxpipe
 from fxpipe.distributed import watchdog as watching
@@ -26,18 +26,17 @@ from fxpipe.distributed.activity import Call, announced, first_difference, here
 from fxpipe.distributed.heartbeat import ProcessId, state_of, this_process
 from fxpipe.distributed.watchdog import ends_later
 from fxpipe.torch_compat import default_store
+from tests.models import Layers
 from tests.pool import Pool
 
 PIPE, DATA = fxpipe.Topology([("pipe", 2)]), fxpipe.Topology([("data", 2)])
 X = torch.ones(4, 4)
 
 
-class Two(nn.Module):
+class Two(Layers):
     """Two stages; ``before`` is called in the first one's forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "one two", 4
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(fxpipe.stage_boundary(self.one(x), name="text")).square().mean()

@@ -15,17 +15,16 @@ import fxpipe.plan.capture.auto_opaque
 from fxpipe import stage_boundary
 from fxpipe.batch.pattern import modules_of, parameters_in
 from tests.harness import assert_same, engine_of, gradients_of
+from tests.models import Layers
 
 WIDTH = 6
 TRACERS = ["export", "record"]
 
 
-class Flattening(nn.Module):
+class Flattening(Layers):
     """Its code depends on shapes and on a Python number; it drops out in training."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    names, width = "first second third", WIDTH
 
     def forward(self, batch: Mapping[str, Tensor], scale: float = 1.0, double: bool = False) -> Any:
         x = batch["x"]
@@ -134,12 +133,10 @@ def test_auto_tells_which_tracer_it_was_and_asks_for_an_example_where_symbolic_r
         fxpipe.compile(model(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
 
 
-class Shorter(nn.Module):
+class Shorter(Layers):
     """What passes between its stages depends on the length of a batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    names, width = "first second", WIDTH
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)

@@ -18,6 +18,7 @@ from fxpipe import StageGraph, passes, stage_boundary
 from fxpipe.plan.stage_compiler import StageCompiler, compiled_lazily
 from fxpipe.trace import TRACERS
 from tests.capturing import partitioned, run_stages
+from tests.thinned import pairwise
 
 
 class Writing(nn.Module):
@@ -135,9 +136,7 @@ TWO: dict[str, Any] = {"topo": fxpipe.Topology([("pipe", 2)]), "microbatches": 2
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("how", ["method", "wrapped"])
-@pytest.mark.parametrize("cuts", ["before", "auto"])
+@pytest.mark.parametrize(("cuts", "how", "tracer"), pairwise(["before", "auto"], ["method", "wrapped"], list(TRACERS)))
 def test_blocks_that_the_user_has_compiled_run_compiled(cuts: str, how: str, tracer: str) -> None:
     counted = CountedCalls()
     # "auto" cuts a plain block inside, and noise is a stage's own: so blocks that are one call are compared.

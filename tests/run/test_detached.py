@@ -15,25 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxpipe
 from fxpipe.run.step.step_outcome import detached
 from tests.device import DEVICE
 from tests.pool import Pool
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(fxpipe.stage_boundary(self.a(x))).square().mean()
+from tests.two_ranks import TWO, Two
 
 
 def step(**options: Any) -> tuple[fxpipe.ForwardBackward, Tensor]:
-    forward_backward = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2)]), microbatches=2, **options)
+    forward_backward = fxpipe.compile(Two(), TWO, microbatches=2, **options)
     return forward_backward, forward_backward(torch.ones(4, 4))
 
 

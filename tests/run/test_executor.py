@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 import fxpipe.run.step.step
 from fxpipe.run.actions.executor import NOT_MADE, Executor, LeftBehind
+from tests.two_ranks import Two
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
 
@@ -53,16 +54,7 @@ def batch() -> Tensor:
 
 
 def test_nothing_is_kept_of_a_micro_batch_without_weight(executors: list[Executor], batch: Tensor) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(fxpipe.stage_boundary(self.one(x))).square().mean()
-
-    model = Model()
-    forward_backward = fxpipe.compile(model, TOPOLOGY, microbatches=3, loss_weight=weight)
+    forward_backward = fxpipe.compile(Two(), TOPOLOGY, microbatches=3, loss_weight=weight)
     forward_backward(batch)
     assert len(executors) == 2
     assert all(slot is NOT_MADE for executor in executors for slot in executor.slots)

@@ -468,7 +468,6 @@ def test_what_is_frozen_for_some_steps_goes_on_as_in_plain_pytorch(
 ) -> None:
     """Where an optimizer makes a parameter's state when it first steps it, and ``load_state_dict`` fills every
     parameter's. ``trained``: whether the first layer is, before the save, in the step behind it, and in the last."""
-    torch.manual_seed(0)
     wanted = Two()
     optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.1)
     for number in range(4):

@@ -57,7 +57,6 @@ def summed(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("make", [Positions, Sum])
 def test_views_of_parameters_get_gradients_of_their_own(make: type[nn.Module], schedule: str) -> None:
-    torch.manual_seed(0)
     model = make().double()
     x = torch.randn(MICROBATCHES, 4, dtype=torch.float64)
     expected = summed(copy.deepcopy(model), x)
@@ -108,7 +107,6 @@ def scaled(sent: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def test_a_buffer_that_is_sent_is_as_it_was_then() -> None:
-    torch.manual_seed(0)
     start, x = Running(), torch.randn(MICROBATCHES, 4)
     plain = copy.deepcopy(start)
     expected = sum(scaled(plain(part)).detach() / MICROBATCHES for part in x.chunk(MICROBATCHES))
@@ -137,7 +135,6 @@ class Bias(nn.Module):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_what_a_loss_begins_with_is_no_parameters_gradient(kept: bool) -> None:
-    torch.manual_seed(0)
     model, x = Bias(), torch.randn(8, 4)
     wanted = summed(copy.deepcopy(model), x)
     forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=MICROBATCHES)

@@ -19,22 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import Schedule, StageGraph, Topology
-from fxpipe.parameters.dtensors import local
 from fxpipe.schedules.action import Op
-from tests.harness import Run, assert_run, assert_same, compiled, gradients_of, reference, trained
-from tests.models import CASES, EVERY, RANDOM, WIDTH
-from tests.pool import Pool
-from tests.sharding.test_parallelize import (
-    PIPE_DATA,
-    PIPE_TENSOR,
-    check_equal,
-    graph_of,
-    plain,
-    sharded_and_checkpointed,
-    tensor_parallel,
-)
-from tests.sharding.test_parallelize import trained as train_parallelized
-from tests.thinned import every, in_turn
+from tests.harness import assert_same, assert_trains, compiled, gradients_of, trained
+from tests.models import CASES, RANDOM, WIDTH
+from tests.thinned import in_turn
 
 
 def with_recomputation(schedule: Schedule) -> Schedule:
@@ -46,39 +34,9 @@ def with_recomputation(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, rows=tuple(map(tuple, rows)))
 
 
-def train_again(name: str, schedule: str, **options: Any) -> Run:
-    """As ``train_case``, with every stage recomputed."""
-    case = EVERY[name]
-    table = with_recomputation(compiled(case, schedule=schedule).schedule)
-    return trained(case, case.batches(), **options | {"schedule": table, "placement": None})
-
-
 BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
 
-# --- every model ---
-
-
-ALWAYS = ["BatchNorm", "dict loss", "tied", "frozen middle", "loss function", "callables"]
-
-
-@pytest.mark.parametrize("name", sorted({*ALWAYS, *every(8, list(CASES))}))
-def test_three_steps_equal_plain_pytorch(name: str) -> None:
-    case = CASES[name]
-    assert_run([train_again(name, "gpipe")], reference(case, case.batches())[0], case.tolerance)
-
-
-@pytest.mark.parametrize(("name", "schedule"), in_turn(list(RANDOM), ["gpipe", "1f1b"]))
-def test_what_is_drawn_is_drawn_again(name: str, schedule: str) -> None:
-    case = RANDOM[name]
-    wanted = trained(case, case.batches())
-    run = train_again(name, schedule)
-    for step, gradients in enumerate(wanted.gradients):
-        assert_same(run.losses[step], wanted.losses[step], "loss")
-        for parameter, gradient in gradients.items():
-            assert_same(run.gradients[step][parameter], gradient, parameter)
-
-
-# --- stages of all kinds ---
+# --- stages of all kinds; test_transparency trains models of all kinds with recomputation ---
 
 RUNS: Counter[str] = Counter()
 
@@ -389,60 +347,26 @@ def test_a_method_is_recomputed_with_what_its_module_was() -> None:
 # --- a step's other sides ---
 
 
-def both(build: Callable[[], Any], batch: Sequence[Tensor], ranks: int, **options: Any) -> list[list[Any]]:
-    """Two steps without recomputation and with all of it: losses, metrics, gradients, buffers."""
-    seen = []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        forward_backward = fxpipe.compile(
-            build(), Topology([("pipe", ranks)]), schedule="gpipe", recompute=recompute, **options
-        )
-        assert bool(forward_backward.stages.recomputed) == recompute
-        told: list[Any] = []
-        for _ in range(2):
-            told += [forward_backward(*batch), forward_backward.metrics]
-        seen.append([*told, gradients_of(forward_backward.named_parameters()), forward_backward.state_dict()])
-    return seen
-
-
-def assert_alike(seen: list[list[Any]]) -> None:
-    for wanted, got in zip(*map(pytree.tree_leaves, seen), strict=True):
-        assert_same(got, wanted, "with recomputation")
-
-
-class Dropped(nn.Module):
-    """Two stages with dropout; the loss is a ``Sum`` with a metric beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        h = fxpipe.stage_boundary(F.dropout(torch.tanh(self.one(x)), 0.3, self.training))
-        items = F.dropout(self.two(h), 0.3, self.training).square().mean(-1)
-        return {"loss": fxpipe.Sum(items.sum(), (x[:, 0] > 0).sum() + 1), "most": items.max()}
-
-
-def test_losses_counts_and_metrics_are_added_up_once() -> None:
-    assert_alike(both(Dropped, [BATCH], 2, microbatches=4))
-
-
 def test_a_micro_batch_without_weight_is_not_run_again() -> None:
-    batch = BATCH.clone()
+    batch, seen = BATCH.clone(), []
     batch[2:4] = 0
     RUNS.clear()
-
-    def build() -> StageGraph:
+    for recompute in (False, True):
         torch.manual_seed(0)
-        return three_stages(Amid("counts in an attribute"))
-
-    assert_alike(both(build, [batch, batch], 3, microbatches=4, loss_weight=lambda x, y: float(x.any())))
+        graph, options = three_stages(Amid("counts in an attribute")), {"loss_weight": lambda x, y: float(x.any())}
+        forward_backward = fxpipe.compile(
+            graph, Topology([("pipe", 3)]), schedule="gpipe", microbatches=4, recompute=recompute, **options
+        )
+        assert bool(forward_backward.stages.recomputed) == recompute
+        losses = [forward_backward(batch, batch) for _ in range(2)]
+        seen.append([losses, gradients_of(forward_backward.named_parameters()), forward_backward.state_dict()])
+    for wanted, got in zip(*map(pytree.tree_leaves, seen), strict=True):
+        assert_same(got, wanted, "with recomputation")
     assert RUNS["counts in an attribute"] == 2 * 4 + 2 * (4 + 3)
 
 
 def test_compiled_stages_are_recomputed() -> None:
-    compiler = partial(torch.compile, backend="aot_eager")
-    assert_alike(both(Dropped, [BATCH], 2, microbatches=4, stage_compiler=compiler))
+    assert_trains(CASES["chain"], recompute=True, stage_compiler=partial(torch.compile, backend="aot_eager"))
 
 
 def test_an_evaluation_runs_forwards_alone() -> None:
@@ -469,59 +393,3 @@ def test_an_r_may_come_long_before_its_gradient() -> None:
         assert_same(run.losses[step], loss, "loss")
         for name, gradient in wanted.gradients[step].items():
             assert_same(run.gradients[step][name], gradient, name)
-
-
-# --- processes ---
-
-
-def train_dropouts(zero: Any, recompute: bool, axes: list[tuple[str, int]], schedule: Any) -> Run:
-    """Four stages in turn on the pipe ranks."""
-    case, topology = RANDOM["dropout"], Topology(axes)
-    placement = (
-        dict(zip(compiled(case).stages.names, [0, 1, 0, 1], strict=True)) if topology.size("pipe") == 2 else None
-    )
-    options = {"topology": topology, "zero": zero, "schedule": schedule, "placement": placement, "check_batches": False}
-    run = trained(case, case.batches(), recompute=recompute, **options)
-    run.gradients = [{name: _part(gradient) for name, gradient in step.items()} for step in run.gradients]
-    return run
-
-
-def _part(gradient: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None else local(gradient)
-
-
-@pytest.mark.parametrize(
-    ("zero", "axes", "schedule"),
-    every(
-        4,
-        [
-            (0, [("pipe", 4)], "1f1b"),
-            (0, [("pipe", 2), ("data", 2)], "gpipe"),
-            (2, [("pipe", 2), ("data", 2)], "interleaved_1f1b"),
-            (1, [("pipe", 2), ("data", 2)], "1f1b"),
-            (3, [("pipe", 2), ("data", 2)], "gpipe"),
-        ],
-    ),
-)
-def test_four_processes_train_bit_for_bit_as_without(
-    zero: int, axes: list[tuple[str, int]], schedule: str, pool: Pool
-) -> None:
-    plain, again = (pool.run(train_dropouts, zero, recompute, axes, schedule) for recompute in (False, True))
-    for run, wanted in zip(again, plain, strict=True):
-        for step, loss in enumerate(wanted.losses):
-            assert_same(run.losses[step], loss, "loss")
-        for name, tensor in wanted.state.items():
-            assert_same(run.state[name], tensor, f"{name} after the last step")
-        for name, gradient in wanted.gradients[0].items() if zero in (0, 3) else ():  # else it has no part in it
-            assert_same(run.gradients[0][name], gradient, name)
-
-
-@pytest.mark.parametrize("parallelize", [sharded_and_checkpointed, tensor_parallel])
-def test_what_parallelize_made_of_a_stage_is_recomputed(parallelize: Any, pool: Pool) -> None:
-    axes = PIPE_TENSOR if parallelize is tensor_parallel else PIPE_DATA
-    results = pool.run(train_in_parallel, axes, parallelize)
-    check_equal(results, plain(graph_of, 1 if axes is PIPE_TENSOR else 2))
-
-
-def train_in_parallel(axes: list[tuple[str, int]], parallelize: Any) -> Any:
-    return train_parallelized(graph_of, axes, parallelize, recompute=True, schedule="gpipe")

@@ -9,7 +9,7 @@ import pytest
 from fxpipe.schedules import ScheduleName, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.schedule import Schedule, Timeline
-from tests.graphs import WORKED, branches, chain
+from tests.graphs import WORKED, Pairs, branches, chain
 from tests.thinned import ALL, every
 
 PIPELINES = range(2, 17) if ALL else (2, 3, 4, 7, 8, 16)
@@ -133,6 +133,26 @@ def test_branches_that_join_take_as_long_as_one_of_them(count: int, length: int,
 
 # --- tables drawn by hand ---
 
+CHAIN_OF_3 = """
+    0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+     .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+     .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+"""
+
+WORKED_EXAMPLE = """
+    0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+     .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+    2F0 2F1 2F2  .   .  2B0 2F3 2B1  .  2B2  .  2B3
+     .  3F0 3F1  .  3B0 3F2 3B1 3F3 3B2  .  3B3  .
+     .   .  4F0 4B0 4F1 4B1 4F2 4B2 4F3 4B3  .   .
+"""
+
+GPIPE_CHAIN_OF_3 = """
+    0F0 0F1 0F2  .   .   .   .  0B0 0B1 0B2
+     .  1F0 1F1 1F2  .   .  1B0 1B1 1B2  .
+     .   .  2F0 2F1 2F2 2B0 2B1 2B2  .   .
+"""
+
 INTERLEAVED = """
     0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
      .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
@@ -148,13 +168,21 @@ ZB_H1 = """
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "placement", "picture"),
-    [("interleaved_1f1b", 4, [0, 1, 0, 1], INTERLEAVED), ("zb_h1", 3, [0, 1, 2], ZB_H1)],
-    ids=["interleaved_1f1b", "zb_h1"],
+    ("name", "edges", "m", "placement", "picture"),
+    [
+        ("1f1b", chain(3), 4, None, CHAIN_OF_3),
+        ("1f1b", WORKED, 4, None, WORKED_EXAMPLE),
+        ("gpipe", chain(3), 3, None, GPIPE_CHAIN_OF_3),
+        ("interleaved_1f1b", chain(4), 4, [0, 1, 0, 1], INTERLEAVED),
+        ("zb_h1", chain(3), 4, None, ZB_H1),
+    ],
+    ids=["1f1b on a chain", "1f1b on the worked example", "gpipe", "interleaved_1f1b", "zb_h1"],
 )
-def test_the_table_is_the_papers(name: str, stages: int, placement: list[int], picture: str) -> None:
+def test_the_table_is_the_one_that_is_known(
+    name: str, edges: Pairs, m: int, placement: list[int] | None, picture: str
+) -> None:
     """In the picture a column is a unit of time, which every action takes."""
-    schedule = build(name, chain(stages), 4, placement)
+    schedule = build(name, edges, m, placement)
     drawn = [line.split() for line in picture.strip().splitlines()]
     spans = schedule.simulate(forward=1, backward=2 if name == "zb_h1" else 1).spans
     assert [[str(action) for action in row] for row in schedule.rows] == [[c for c in row if c != "."] for row in drawn]

@@ -14,11 +14,9 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
-from tests.graphs import FAMILIES, JOINED, WORKED, Bare, bare, chain, joined, random_bare
+from tests.graphs import FAMILIES, WORKED, Bare, bare, chain, random_bare
 from tests.thinned import every, seeds
 from tests.work import steps
-
-NAMES = ("image 0", "image 1", "text", "text.1", "loss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,26 +79,10 @@ def test_a_column_is_a_step_and_nothing_could_stand_further_left(name: str) -> N
                 assert step[action] == max((step[other] + 1 for other in before), default=0)
 
 
-def test_rows_are_ranks_with_the_names_of_their_stages_and_columns_are_numbered() -> None:
-    schedule = build("1f1b", WORKED, 3, placement=[0, 1, 0, 1, 2], names=NAMES)
-    printed = read(str(schedule))
-    assert printed.headers == ["rank", "stages", *map(str, range(len(printed.cells[0])))]
-    assert printed.stages == ["0: image 0, 2: text", "1: image 1, 3: text.1", "4: loss"]
-
-
 def test_stages_without_names_are_numbers() -> None:
     assert read(str(build("1f1b", chain(3), 2, placement=[0, 0, 1]))).stages == ["0, 1", "2"]
     bare = Schedule(build("1f1b", chain(2), 1).rows, ((0, 1),), (0, 1), (True, True), 1)
     assert read(str(bare)).stages == ["0", "1"]
-
-
-def test_the_last_lines_give_bubble_makespan_and_peaks() -> None:
-    """Of the worked example at m = 8 the design says: 30, and 3, 2, 3, 2, 1; so 24 of 30 are busy."""
-    assert read(str(build("1f1b", WORKED, 8, names=NAMES))).figures == [
-        "1f1b: 5 stages on 5 ranks, 8 micro-batches",
-        "bubble 20.0%, makespan 30 F (lower bound 30 F) at B = 2 F",
-        "peak in flight: image 0 3, image 1 2, text 3, text.1 2, loss 1",
-    ]
 
 
 def test_peaks_are_told_of_stages_that_are_differentiated() -> None:
@@ -457,9 +439,3 @@ def test_printing_takes_as_many_times_the_work_as_there_are_more_micro_batches_o
     assert steps(str, more_microbatches) <= 4.5 * steps(str, few)
     few, more_stages = build("1f1b", chain(4), 64), build("1f1b", chain(16), 64)
     assert steps(str, more_stages) <= 6 * steps(str, few)  # a longer warm-up adds columns
-
-
-def test_a_group_is_one_cell() -> None:
-    first, _, *rows = table(joined(JOINED), full=True).splitlines()[:7]
-    assert rows[4].split() == ["4", "4", "4F0-3", "4B0-3"]
-    assert rows[4].index("4F0-3") == first.index(" 5 ") + 1

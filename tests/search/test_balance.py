@@ -35,6 +35,7 @@ from fxpipe.search.simulated_layouts import Judge, StageLayout
 from fxpipe.trace import Request, capture
 from tests.capturing import run_stages
 from tests.device import DEVICE
+from tests.models import Layers
 from tests.thinned import ALL, every
 
 SLOW_LINK = Hardware(link=1e6, latency=0.0)
@@ -115,12 +116,10 @@ class Towers(nn.Module):
         return (x @ y.t()).square().mean()
 
 
-class InPlace(nn.Module):
+class InPlace(Layers):
     """Writes that a cut must not separate from what reads around them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+    names, width = "a b c d", 8
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -146,10 +145,8 @@ class Statistics(nn.Module):
         return self.shared(self.shared(x) * 2).square().mean()
 
 
-class Shapes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+class Shapes(Layers):
+    names, width = "a b c", 8
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -193,7 +190,6 @@ SEVERAL_USES = {"decoder"}
 
 @pytest.mark.parametrize(("name", "ranks"), every(4, list(itertools.product(MODELS, [3, 2, 1]))))
 def test_a_balanced_model_computes_what_the_model_computes(name: str, ranks: int) -> None:
-    torch.manual_seed(0)
     plain, cut_up = MODELS[name](), MODELS[name]()
     cut_up.load_state_dict(plain.state_dict())
     found = balanced(cut_up, ranks)

@@ -485,8 +485,11 @@ def noting(events: list[str], event: str, call: Callable[[], object]) -> Callabl
     return lambda: [events.append(event), call()]
 
 
-@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"])
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "zb_h1"}], ids=str)
+@pytest.mark.parametrize(
+    ("tracer", "options"),
+    in_turn(["symbolic", "export", "record"], [{}, {"recompute": True}, {"schedule": "zb_h1"}]),
+    ids=str,
+)
 def test_blocks_are_waited_for_in_order_and_reduced_in_reverse(
     pool: Pool, tracer: str, options: dict[str, Any]
 ) -> None:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.gradients import Gradients, WhoUsed
 from fxpipe.sharding.reducer import Reducer
-from tests.strict_transport import connect, run_strict
 
 # (zero, ranks of a shard group) → whether they have different pieces
 WAYS = {(0, 2): False, (1, 2): True, (1, 1): False, (3, 2): True}
@@ -73,25 +71,6 @@ def test_a_call_that_failed_and_set_nothing_aside_leaves_what_it_has_added() -> 
     a.grad = torch.ones(2)
     gradients.drop()
     assert a.grad.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_parameter_is_used_where_any_replica_or_owner_uses_it(seed: int) -> None:
-    topology = Topology([("pipe", 2), ("data", 2)])
-
-    def body(rank: int) -> set[str]:
-        transport = connect(topology)
-        transport.device = torch.device("meta")  # which has no numbers: the host finds out without a device
-        transport.open([], [(0, 1)], {"flags": topology.groups("data")})
-        used = {
-            "tied": ((0, 1), rank == 3),
-            "own": ((), rank == 1),
-            "idle": ((), False),
-            "idle, tied": ((0, 1), False),
-        }
-        return WhoUsed(used, transport).wait()
-
-    assert run_strict(body, 4, seed) == [{"tied", "own"}, {"tied", "own"}, {"tied"}, {"tied"}]
 
 
 def test_a_process_alone_waits_for_no_device() -> None:

@@ -340,6 +340,14 @@ def test_training_equals_plain_pytorch(pool: Pool, axes: Axes, parallelize: Any,
     assert ("DTensor" in found) == (parallelize is not nothing)
 
 
+@pytest.mark.parametrize(
+    ("axes", "parallelize"), [(PIPE_DATA, sharded_and_checkpointed), (PIPE_TENSOR, tensor_parallel)]
+)
+def test_what_it_made_of_a_stage_is_recomputed(pool: Pool, axes: Axes, parallelize: Any) -> None:
+    results = pool.run(partial(trained, recompute=True, schedule="gpipe"), graph_of, axes, parallelize)
+    check_equal(results, plain(graph_of, Topology(axes).size("data")))
+
+
 def in_bfloat16(stage: nn.Module, mesh: Any) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     fully_shard(stage, mesh=mesh["data"], mp_policy=policy)

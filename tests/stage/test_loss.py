@@ -194,7 +194,6 @@ def test_counts_out_of_a_graph_and_metrics_of_all_types(engine: Callable[[Callab
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_a_micro_batchs_weight_is_to_the_bit_that_of_a_loss_multiplied_by_it(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
     loss_fn = lambda output, target: (output - target).square().mean()  # noqa: E731
     x, y = torch.randn(11, 4).to(dtype), torch.randn(11, 1).to(dtype)

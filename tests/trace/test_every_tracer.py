@@ -21,7 +21,7 @@ from fxpipe.trace import NEED_SHAPES
 from tests.capturing import assert_trains_alike, capture_by, run_stages, staged
 from tests.device import DEVICE
 from tests.harness import Run, assert_run, assert_same, local, reference, replica_of, trained
-from tests.models import CASES, RANDOM, WIDTH, Callables, Case, Inputs, linear
+from tests.models import CASES, RANDOM, WIDTH, Callables, Case, Inputs, Layers, linear
 from tests.pool import Pool
 from tests.thinned import ALL, every, in_turn
 from tests.trace.test_small_models import CASES as SMALL
@@ -133,7 +133,6 @@ class Cached(nn.Module):
 def test_what_a_capture_leaves_in_a_cache_of_the_users_is_not_met_later(
     tracer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     model, topology, given = Cached(), fxpipe.Topology([("pipe", 2)]), torch.randn(10, 3)
     plain = Cached()
     plain.load_state_dict(model.state_dict())
@@ -146,12 +145,10 @@ def test_what_a_capture_leaves_in_a_cache_of_the_users_is_not_met_later(
         assert {type(cached(rows // 2)), type(model.columns())} == {Tensor}
 
 
-class Tries(nn.Module):
+class Tries(Layers):
     """Asks torch for what fails, as code does that finds out whether shapes go together."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.above = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "below above", 4
 
     def forward(self, x: Tensor) -> Tensor:
         h = fxpipe.stage_boundary(self.below(x))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fxpipe import stage_boundary
 from tests.capturing import assert_equal, assert_trains_alike, called, capture_by, staged
 from tests.device import DEVICE
+from tests.models import Layers
 
 WIDTH = 6
 Batch = dict[str, Any]
@@ -31,12 +32,10 @@ def vectors(seed: int) -> Batch:
     return {"x": random_of(4, WIDTH, seed=seed), "y": random_of(4, WIDTH, seed=seed + 10)}
 
 
-class Two(nn.Module):
+class Two(Layers):
     """Two layers with something between them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    names, width = "a b", WIDTH
 
     def loss(self, h: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.b(h).float(), y)

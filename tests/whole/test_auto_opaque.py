@@ -72,7 +72,6 @@ def step() -> Steps:
 
 
 def test_parts_that_pick_rows_are_opaque_by_themselves(pool: Pool) -> None:
-    torch.manual_seed(0)
     assert_steps(pool.run(step, ranks=2), Picks(), [vectors(n) for n in (1, 2)], 2)
 
 

@@ -138,7 +138,6 @@ def asked(tracer: Any, around: str, given: Tensor) -> list[Tensor]:
 def test_what_forward_asks_torch_is_what_is_set_around_the_call(
     engine: str, tracer: str, around: str, engines: Engines
 ) -> None:
-    torch.manual_seed(0)
     plain, given, wanted = Asking(), batch()[0], []
     for entered in (contextlib.nullcontext, AMBIENT[around]):
         with entered():

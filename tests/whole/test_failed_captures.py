@@ -103,7 +103,6 @@ def nothing_left() -> None:
 
 @pytest.mark.parametrize("phase", [None, *PHASES])
 def test_what_one_rank_cannot_capture_leaves_nothing_on_any(monkeypatch: pytest.MonkeyPatch, phase: str | None) -> None:
-    torch.manual_seed(0)
     plain = ReadsLater()
     state = copy.deepcopy(plain.state_dict())
     plain.late = 3.0

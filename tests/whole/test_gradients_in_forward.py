@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import TraceError, stage_boundary
 from tests.layered import assert_trains
+from tests.models import Layers
 from tests.thinned import in_turn
 from tests.two_ranks import TWO
 
@@ -127,12 +128,10 @@ def test_cuts_that_are_found_leave_a_gradient_inside_forward_in_one_stage() -> N
     assert_trains(lambda: Field("h", "none"), batches(), "auto", tolerance=1e-6, tracer="symbolic")
 
 
-class Energy(nn.Module):
+class Energy(Layers):
     """Energy and force of its own, in a submodule."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "b c", 4
 
     def forward(self, h: Tensor) -> Tensor:
         energy = self.c(torch.tanh(self.b(h)))

@@ -18,7 +18,7 @@ from fxpipe import RunError, Topology, TraceError, stage_boundary
 from tests.device import DEVICE
 from tests.harness import assert_same
 from tests.layered import assert_trains, vectors
-from tests.models import Inputs
+from tests.models import Inputs, Layers
 from tests.replicas import refusals
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn
@@ -27,10 +27,8 @@ from tests.two_ranks import TWO, WIDTH
 every_tracer = pytest.mark.parametrize("tracer", ["export", "record"])
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+class Scaled(Layers):
+    names, width = "a c", 4
 
     def forward(self, x: Tensor, how: Any) -> Tensor:
         h = stage_boundary(self.a(x))
@@ -48,7 +46,6 @@ def _factor(by: Any) -> float:
     [((2, 2.0), "export"), ((True, 1), "record"), ((torch.float64, torch.float16), "export"), ((0.0, -0.0), "record")],
 )
 def test_python_values_that_compare_equal_are_kinds_of_their_own(values: tuple[Any, Any], tracer: str) -> None:
-    torch.manual_seed(0)
     model, x = Scaled(), torch.randn(4, 4)
     plain = copy.deepcopy(model)
     forward_backward = fxpipe.compile(
@@ -58,12 +55,10 @@ def test_python_values_that_compare_equal_are_kinds_of_their_own(values: tuple[A
         assert_same(forward_backward(x, how={"by": value}), plain(x, {"by": value}).detach(), f"loss for {value!r}")
 
 
-class Norm(nn.Module):
+class Norm(Layers):
     """As in many language models: computes in float32, and goes back to the type that it was given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
+    names, width = "a c", 8
 
     def forward(self, x: Tensor) -> Tensor:
         h = stage_boundary(self.a(x))
@@ -75,7 +70,6 @@ class Norm(nn.Module):
 
 @every_tracer
 def test_types_that_forward_asks_for_are_those_of_precision(tracer: str) -> None:
-    torch.manual_seed(0)
     model, x = Norm(), torch.randn(6, 8)
     plain = copy.deepcopy(model).to(torch.bfloat16)
     forward_backward = fxpipe.compile(
@@ -93,12 +87,10 @@ def batches() -> list[Inputs]:
     return [{"x": torch.randn(4, 4)} for _ in range(2)]
 
 
-class Watched(nn.Module):
+class Watched(Layers):
     """A value on its way to the next stage is read last inside of a region without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "a c", 4
 
     def forward(self, x: Tensor) -> Tensor:
         turned = self.a(x).T  # which the symbolic tracer records where it is first used
@@ -113,12 +105,10 @@ def test_a_value_that_is_handed_off_amid_no_grad_keeps_its_gradient(tracer: str)
     assert_trains(Watched, batches(), tracer=tracer, microbatches=1)
 
 
-class Teacher(nn.Module):
+class Teacher(Layers):
     """Its layer is called with another one's parameters."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.t = nn.Linear(4, 4), nn.Linear(4, 4)
+    names, width = "a t", 4
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.func.functional_call(self.a, dict(self.t.named_parameters()), (x,))
@@ -171,7 +161,6 @@ class Selecting(nn.Module):
     ids=["repeated", "above", "padded to the most"],
 )
 def test_a_size_that_depends_on_values_is_refused(how: Callable[[Tensor, Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
     batch = (torch.randn(64, 4), torch.randint(1, 5, (64,)))
     # a rehearsal on a GPU makes up no integers but 0, and the check of the capture finds what depends on them
     found = "looks at the values of a tensor" + "|where the model runs, they fail" * (DEVICE == "cuda")
@@ -302,10 +291,8 @@ class Vocabulary:
         self.scale = scale
 
 
-class WithVocabulary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+class WithVocabulary(Layers):
+    names, width = "one two", 4
 
     def forward(self, x: Tensor, vocabulary: Any) -> Tensor:
         return (self.two(stage_boundary(self.one(x))) * vocabulary.scale).square().mean()
@@ -321,7 +308,6 @@ def with_vocabulary(given: bool, tracer: str = "symbolic") -> Tensor:
 
 @pytest.mark.parametrize("tracer", ["symbolic", "record"])
 def test_an_object_is_what_each_rank_has(tracer: str) -> None:
-    torch.manual_seed(0)
     wanted = WithVocabulary()(torch.ones(8, 4), Vocabulary(3.0)).detach()
     for loss in run_strict(lambda rank: with_vocabulary(True, tracer), 2):
         torch.testing.assert_close(loss, wanted)

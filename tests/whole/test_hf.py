@@ -41,7 +41,6 @@ from tests.hf import (
     SGD,
     HFCase,
     drop_what_is_only_rounding,
-    gpt2,
     layers,
     mixtral,
     request_of,
@@ -165,24 +164,6 @@ def test_labels_are_counted_over_replicas(pool: Pool) -> None:
 
 
 # --- dropout ---
-
-
-def test_dropout_in_one_stage_equals_a_loop_reseeded_per_micro_batch() -> None:
-    case = replace(MODELS["GPT-2"], build=lambda: gpt2(dropout=0.1), stages=1, ranks=1, boundaries=())
-    batch = case.batch()
-    model = case.model()
-    forward_backward = fxpipe.compile(
-        copy.deepcopy(model), fxpipe.Topology([("pipe", 1)]), microbatches=4, tracer="record", example_kwargs=batch
-    )
-    loss = forward_backward(**batch)
-
-    def seeded(place: int, part: Inputs) -> Tensor:
-        torch.manual_seed(forward_backward.seed(0, place, 0))
-        return model(**part, num_items_in_batch=case.labels_of(batch))["loss"]  # type: ignore[no-any-return]
-
-    wanted, _ = accumulate(lambda place, part: seeded(place, part) * 4, cut(batch, 4))
-    assert_same(loss, wanted, "loss", 1e-6)
-    assert_gradients(gradients_of(forward_backward.named_parameters()), model)
 
 
 def smoothed(output: Any, target: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from fxpipe import PartitionError
 from fxpipe.trace import NEED_SHAPES
 from tests.layered import WIDTH, Layer, assert_trains, compiled, vectors
 from tests.models import Inputs
+from tests.thinned import in_turn
 
 DEPTH = 6
 
@@ -56,20 +57,19 @@ def keeping(number: int, *left_out: int) -> Inputs:
 LEFT_OUT = [keeping(0), keeping(1, 3), keeping(2, 0, 2, 5), keeping(3, *range(DEPTH)), keeping(4, 3, 4, 5), keeping(5)]
 
 
-@pytest.mark.parametrize("tracer", sorted(NEED_SHAPES))
-@pytest.mark.parametrize(
-    ("make", "cuts", "stages"),
-    [
-        (Deep, ["layers.3"], 2),
-        (Deep, {"layers.*": "before"}, 7),
-        (Deep, {"layers.1": "after", "layers.4": "both"}, 4),
-        (Looped, ["late"], 2),
-        (Deep, "auto", None),
-    ],
-)
-def test_layers_that_a_batch_leaves_out(
-    make: Callable[[], nn.Module], cuts: Any, stages: int | None, tracer: str
-) -> None:
+CUT: list[tuple[Callable[[], nn.Module], Any, int | None]] = [
+    (Deep, ["layers.3"], 2),
+    (Deep, {"layers.*": "before"}, 7),
+    (Deep, {"layers.1": "after", "layers.4": "both"}, 4),
+    (Looped, ["late"], 2),
+    (Deep, "auto", None),
+]
+"""A model, its cuts, and how many stages they make of it."""
+
+
+@pytest.mark.parametrize(("model", "tracer"), in_turn(CUT, sorted(NEED_SHAPES)))
+def test_layers_that_a_batch_leaves_out(model: Any, tracer: str) -> None:
+    make, cuts, stages = model
     assert_trains(make, LEFT_OUT, cuts, stages, tracer=tracer)
 
 

@@ -17,6 +17,7 @@ from fxpipe.trace import TRACERS
 from tests.harness import replica_of
 from tests.pool import Pool
 from tests.strict_transport import run_strict
+from tests.thinned import in_turn
 
 ROWS, STEPS = 8, 4
 Batch = tuple[Tensor, Tensor]
@@ -118,9 +119,8 @@ FUNCTIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", FUNCTIONS)
-@pytest.mark.parametrize("tracer", TRACERS)
-def test_its_parameters_are_trained_as_in_plain_pytorch(tracer: str, how: str) -> None:
+@pytest.mark.parametrize(("how", "tracer"), in_turn(list(FUNCTIONS), list(TRACERS)))
+def test_its_parameters_are_trained_as_in_plain_pytorch(how: str, tracer: str) -> None:
     check([run_of(ONE_PROCESS, STEPS, {"loss_fn": FUNCTIONS[how](Weighted()), "tracer": tracer})], 1)
 
 

@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe import FxpipeError, PartitionError, RunError, Topology, TraceError
 from tests import harness
 from tests.harness import Engines, accumulate, assert_gradients, assert_same, compiled, cut, gradients_of, reference
-from tests.models import WIDTH, Case, Inputs, linear, vectors
+from tests.models import WIDTH, Case, Inputs, Layers, linear, vectors
 from tests.pool import Pool
 from tests.thinned import in_turn
 
@@ -136,12 +136,10 @@ def test_a_stage_with_a_region_is_not_compiled_and_that_is_told(capfd: pytest.Ca
     assert "'region' holds an opaque region" in capfd.readouterr().err
 
 
-class Divides(nn.Module):
+class Divides(Layers):
     """Behind a region it divides words into heads, whose number torch finds: a condition of its own is an "or"."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.region, self.head = linear(), linear()
+    names = "region head"
 
     def forward(self, x: Tensor) -> Tensor:
         words = self.head(x + self.region(x))
@@ -527,12 +525,10 @@ def test_what_nobody_asks_may_be_otherwise_each_time(what: str, tracer: str) -> 
     assert_trains(two(lambda: Unlike(what)), [POSITIVE, both], tracer=tracer)
 
 
-class Picks(nn.Module):
+class Picks(Layers):
     """A method that calls another submodule for other values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.image, self.video, self.head = linear(), linear(), linear(), linear()
+    names = "before image video head"
 
     def features(self, x: Tensor) -> Tensor:
         found: Tensor = self.image(x) if x.sum().item() > 0 else self.video(x)

@@ -32,7 +32,7 @@ from tests.harness import (
     strict,
     trained,
 )
-from tests.models import WIDTH, Case, linear, vectors
+from tests.models import WIDTH, Case, Layers, linear, vectors
 from tests.pool import Pool
 from tests.thinned import in_turn
 
@@ -343,12 +343,10 @@ def test_its_parameters_are_gathered_and_reduced_whatever_branches_replicas_take
 # --- in evaluation ---
 
 
-class Judges(nn.Module):
+class Judges(Layers):
     """A loss in training; in evaluation what a region makes of the prediction, as a detector's boxes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = linear(), linear()
+    names = "inner head"
 
     def boxes(self, x: Tensor) -> list[dict[str, Tensor]]:
         return [{"box": row * (2 if row.sum().item() > 0 else 3)} for row in x.unbind()]
@@ -376,12 +374,10 @@ def test_a_region_may_be_called_in_evaluation_alone(pool: Pool) -> None:
             assert_same(got["box"], one["box"], "box", 1e-6)
 
 
-class WithAuxiliary(nn.Module):
+class WithAuxiliary(Layers):
     """Its region returns a loss of its own in training, and None in evaluation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = linear(), linear()
+    names = "inner head"
 
     def region(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         h = self.inner(x) if x.sum().item() > -1e9 else x
@@ -441,12 +437,10 @@ def test_a_stage_gathers_what_comes_out_of_a_region(tracer: str, runs_on_shapes:
 # --- gradients that are needed at times ---
 
 
-class Sometimes(nn.Module):
+class Sometimes(Layers):
     """As a text model that sees images: zeros, which need no gradient, where there is nothing to see."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.see, self.behind, self.head = linear(), linear(), linear(), linear()
+    names = "before see behind head"
 
     def region(self, x: Tensor) -> Tensor:
         return self.see(x) if float(x.sum()) > 0 else torch.zeros(x.shape)

@@ -196,7 +196,6 @@ def test_random_images_and_lengths_take_few_captures(captured: list[Any]) -> Non
 
 
 def test_packed_inputs_of_a_stage_that_gathers_are_put_in_a_row() -> None:
-    torch.manual_seed(0)
     plain, batch = packed.Contrasting(), packed.documents(packed.LENGTHS)
     del batch["labels"]
     loss = plain(**batch)

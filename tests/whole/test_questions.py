@@ -175,7 +175,6 @@ def test_what_is_asked_behind_a_batch_norm_does_not_depend_on_it() -> None:
 
 
 def test_there_is_a_capture_for_an_outcome_of_a_micro_batch_not_for_each_of_a_batch() -> None:
-    torch.manual_seed(0)
     fb = compiled(Masked(), BATCHES[0], CUTS)
     for one in BATCHES:
         fb(**one)

@@ -16,7 +16,7 @@ from tests.harness import accumulate
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn, pairwise
 
-STEPS, ROWS, TWO = 5, 8, fxpipe.Topology([("pipe", 2)])
+STEPS, ROWS, TWO = 3, 8, fxpipe.Topology([("pipe", 2)])
 Batch = tuple[Tensor, Any]
 
 
@@ -194,9 +194,12 @@ def test_batches_of_other_sizes_hold_for_any_strings_too(way: Any, ranks: int, m
     assert_no_captures_of_later_ones(kind, batches, later, ranks, made, options)
 
 
-def test_the_tenth_capture_names_the_input_whose_strings_change(capsys: pytest.CaptureFixture[str]) -> None:
-    batches = [batch(Captioned, step) for step in range(6)]
+def test_one_of_many_captures_names_the_input_whose_strings_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capturing, "MANY", 4)
+    batches = [batch(Captioned, step) for step in range(3)]
     trained(Captioned, batches, boundaries={"above": "before"}, tracer="export")
     told = capsys.readouterr().err
-    assert "10 captures by now: strings or numbers of Python's in 'texts' change" in told
+    assert "4 captures by now: strings or numbers of Python's in 'texts' change" in told
     assert "pad batches" not in told

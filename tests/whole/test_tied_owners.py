@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Topology, stage_boundary
 from tests.harness import gradients_of, replica_of
-from tests.replicas import PAIR, SQUARE, Kinds, Parts, assert_parts, compiled_alone, every_zero, parts, refusals
+from tests.replicas import PAIR, SQUARE, Kinds, Parts, assert_parts, compiled_alone, parts, refusals
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn
 
@@ -121,30 +121,6 @@ def test_owners_of_large_tied_weights_may_have_others_of_their_own(zero: int, wh
     ranks = run_strict(body, topology.world_size)
     assert_parts([found for found, _ in ranks], gradients_of(plain.named_parameters()))
     assert all(finite for _, finite in ranks)
-
-
-class Scaled(nn.Module):
-    def __init__(self, scale: nn.Parameter) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-@every_zero
-def test_callables_on_different_ranks_may_share_a_parameter(zero: int) -> None:
-    def body(rank: int) -> Parts:
-        scale = nn.Parameter(torch.full((4,), 3.0))
-        stages: dict[str, Any] = {"one": Scaled(scale), "two": Scaled(scale), "loss": lambda y: y.mean()}
-        graph = fxpipe.StageGraph.from_callables(stages, [("one", "two"), ("two", "loss")], {"one": ["x"]})
-        placement = {"one": 0, "two": 1, "loss": 1}
-        step = fxpipe.compile(graph, SQUARE, placement=placement, microbatches=1, zero=zero)
-        step(torch.full((2, 4), 1.0 + replica_of(SQUARE)))
-        return parts(step)
-
-    # the mean over rows and columns of s² x, x = 1 for one replica and 2 for the other, has the gradient 2 s x / 4
-    assert_parts(run_strict(body, 4), {"one.scale": torch.full((4,), 2 * 3.0 * 1.5 / 4)})
 
 
 class TiedOverTwo(nn.Module):
