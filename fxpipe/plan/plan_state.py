@@ -248,7 +248,7 @@ class PlanState:
         read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read)
         placed = partial(replace, placement=placement, labels=labels)
-        check_replicated(placed(every), self.options)
+        check_replicated(placed(every))
         return each_once(graphs, lambda graph: self._ready(placed(graph)))
 
     def _ready(self, graph: StageGraph) -> StageGraph:

@@ -343,8 +343,7 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            several = self.options.zero != 3 and self.options.parallelize is None
-            balanced = balance(*arguments, self.options.memory_per_rank, self.options.recompute, several)
+            balanced = balance(*arguments, self.options.memory_per_rank, self.options.recompute, several=True)
         if balanced.others:
             log(str(balanced))
         return balanced

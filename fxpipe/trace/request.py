@@ -128,6 +128,8 @@ class Request:
     """Whether the program must be valid for any strings in containers among the inputs."""
     holding: Mapping[str, Sequence[bool]] = field(default_factory=lambda: MappingProxyType({}))
     """The name of an input whose containers are constants of the program → whether each of its leaves is, too."""
+    is_kept: Callable[[str, nn.Module], bool] = lambda path, module: False
+    """Whether a tracer that keeps modules keeps this submodule as one call also in a model without boundaries."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Makes the context of each call of the model."""
 

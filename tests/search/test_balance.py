@@ -669,6 +669,17 @@ def test_an_encoder_is_on_all_ranks_where_that_gains_more_than_three_percent() -
     assert all(isinstance(place, int) for place in chain.placement)
 
 
+@pytest.mark.parametrize(
+    "options", [{"zero": 3}, {"parallelize": lambda stage, mesh: None}], ids=["zero=3", "function"]
+)
+def test_an_encoder_whose_parameters_are_sharded_is_on_all_ranks_likewise(options: dict[str, Any]) -> None:
+    batch = (torch.zeros(32, 8), torch.zeros(32, 8))
+    defaults: dict[str, Any] = {"boundaries": "auto", "microbatches": 8, "example_args": batch, "hardware": FLOPS}
+    found = fxpipe.compile(Lens(4, nn.Identity()), fxpipe.Topology([("pipe", 2)]), **defaults, **options)
+    assert found.stages.placement == ((0, 1), 0, 1)
+    assert found.stages.names[0] == "encoder"
+
+
 def test_a_long_encoder_on_all_ranks_is_several_stages_which_fill_shorter_gaps() -> None:
     """An encoder of 24 s in 8 blocks, beside an embedding in front of four language blocks of 3 s each."""
     edges = [(block, block + 1) for block in (*range(7), *range(9, 12))] + [(7, 9), (8, 9)]

@@ -76,7 +76,7 @@ class Calls:
         self.in_call: set[str] = set()
         """The names of the attributes that forward sets before it reads them."""
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
-        self._root = request.module
+        self._root, self._is_kept = request.module, request.is_kept
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
         # the tensors before the run: other tensors later show a functional_call
         self._tensors = all_tensors(self._root)
@@ -165,7 +165,8 @@ class Calls:
 
     def _may_be_kept(self, path: str, module: nn.Module) -> bool:
         size = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
-        return path not in self._plan.descend and (self._plan.limit is None or size <= self._plan.limit)
+        limit = self._plan.limit
+        return path not in self._plan.descend and (limit is None or size <= limit or self._is_kept(path, module))
 
     def _keep_whole(self, frame: Frame, module: nn.Module, result: Any, touched: Touched) -> Any:
         """Records an opaque call as one operation, and returns its result."""
