@@ -12,7 +12,7 @@ import argparse
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -95,43 +95,6 @@ class Feed:
         self.epoch, self.taken = state["epoch"], state["taken"]
 
 
-class Average:
-    """An exponential moving average of this rank's parameters, in float32."""
-
-    def __init__(self, forward_backward: fxpipe.ForwardBackward, decay: float) -> None:
-        self.forward_backward, self.decay = forward_backward, decay
-        self.values = {name: p.detach().float().clone() for name, p in forward_backward.named_parameters()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        for name, parameter in self.forward_backward.named_parameters():
-            self.values[name].lerp_(parameter.float(), 1 - self.decay)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The model has the averages for as long, and then its own values again."""
-        own = {name: p.detach().clone() for name, p in self.forward_backward.named_parameters()}
-        self.write(self.values)
-        try:
-            yield
-        finally:
-            self.write(own)
-
-    @torch.no_grad()
-    def write(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self.forward_backward.named_parameters():
-            parameter.copy_(values[name])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's, the same on every rank, so that any other layout of ranks can take its part."""
-        with self.in_place():  # what it gives are the parameters themselves, as of any module
-            return {name: value.clone() for name, value in self.forward_backward.state_dict(full=True).items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, value in self.values.items():
-            value.copy_(state[name])
-
-
 def evaluate(
     forward_backward: fxpipe.ForwardBackward, topo: fxpipe.Topology, dataset: TensorDataset, device: torch.device
 ) -> tuple[float, float]:
@@ -164,12 +127,11 @@ def main() -> None:
     forward_backward = fxpipe.compile(Classifier(args.calls).to(device), topo, microbatches=4, zero=1)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-2)
     scheduler = CosineAnnealingLR(optimizer, T_max=args.steps)
-    average = Average(forward_backward, decay=0.9)
+    average = fxpipe.Average(forward_backward, decay=0.9)
     feed, held_out = Feed(topo, images(2000, seed=1), rows=64), images(500, seed=2)
-    extra = fxpipe.load(args.folder, forward_backward, optimizer, scheduler=scheduler, loader=feed, required=False)
+    saved = {"scheduler": scheduler, "loader": feed, "average": average}
+    extra = fxpipe.load(args.folder, forward_backward, optimizer, **saved, required=False)
     step, best, waited = extra["step"], extra.get("best", math.inf), extra.get("waited", 0)
-    if step > 0:
-        average.load_state_dict(extra["average"])
     writer = SummaryWriter(args.folder / "metrics") if rank == 0 else None
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1),
@@ -196,7 +158,7 @@ def main() -> None:
                 profiler.step()
             if step % 20:
                 continue
-            with average.in_place():
+            with average.applied():
                 held_out_loss, accuracy = evaluate(forward_backward, topo, held_out, device)
             waited = 0 if held_out_loss < best else waited + 1
             best = min(held_out_loss, best)
@@ -210,9 +172,8 @@ def main() -> None:
                 forward_backward,
                 optimizer,
                 step=step,
-                scheduler=scheduler,
-                loader=feed,
-                extra={"best": best, "waited": waited, "average": average.state_dict()},
+                **saved,
+                extra={"best": best, "waited": waited},
                 block=False,
             )
     if writer:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fxpipe.parameters.weights import Weights
     from fxpipe.plan.preview import Preview
     from fxpipe.precision import Precision
+    from fxpipe.run.average import Average
     from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.run.loading import load
     from fxpipe.run.saving import save
@@ -51,6 +52,7 @@ __all__ = [
     "SCHEDULES",
     "TRACERS",
     "Action",
+    "Average",
     "CheckpointError",
     "Costs",
     "ForwardBackward",
@@ -92,6 +94,7 @@ __all__ = [
 # Name → the module that defines the name and imports torch.
 _LATER = {
     "TRACERS": "trace",
+    "Average": "run.average",
     "ForwardBackward": "run.forward_backward",
     "Hardware": "hardware",
     "Precision": "precision",

@@ -244,17 +244,17 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
         if error.name is None or not name.startswith(error.name):
             raise
         raise RunError(f"there is no module {error.name!r} in {os.getcwd()} or on Python's path") from None
-    made = getattr(module, function, None)
-    if not callable(made):
+    make = getattr(module, function, None)
+    if not callable(make):
         raise RunError(f"{name} has no function {function!r}{nearest(function, vars(module))}")
     try:
-        found = made()
+        value = make()
     except OSError as error:  # the user's error must not look like an error of an option's file
         raise RunError(f"{what} failed: {type(error).__name__}: {error}") from error
-    model, batch, options = (*found, None, None)[:3] if isinstance(found, tuple) else (found, None, None)
+    model, batch, options = (*value, None, None)[:3] if isinstance(value, tuple) else (value, None, None)
     if not isinstance(batch, (tuple, list, Mapping, NoneType)) or not isinstance(options, (Mapping, NoneType)):
         raise RunError(
-            f"{what} returned {shown(found)}; return (model, (x, y)), (model, {{'x': x}}), the model alone, or options "
+            f"{what} returned {shown(value)}; return (model, (x, y)), (model, {{'x': x}}), the model alone, or options "
             "of fxpipe.preview behind the batch: (model, batch, {'boundaries': ...})"
         )
     return model, batch, options or {}

@@ -16,9 +16,9 @@ from torch import Tensor
 @functools.cache
 def kinds() -> tuple[str, ...]:
     """The types of device that this process can compute on: "cpu", and "cuda", "xpu", … if an accelerator exists."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     # Metal lacks float64, in which losses are summed, and a backend of torch.distributed.
-    return ("cpu",) if found is None or found.type == "mps" else ("cpu", found.type)
+    return ("cpu",) if accelerator is None or accelerator.type == "mps" else ("cpu", accelerator.type)
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -56,13 +56,13 @@ def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.devic
 def generators_of(devices: Iterable[torch.device]) -> dict[str, torch.Generator]:
     """torch's default generators by name: the CPU's and the generators of the accelerators among ``devices``. All ranks
     use the same names."""
-    found = {"torch": torch.default_generator}
-    for place, device in enumerate(filter(is_accelerator, devices)):
+    generators = {"torch": torch.default_generator}
+    for number, device in enumerate(filter(is_accelerator, devices)):
         module = torch.get_device_module(device)
         module.init()  # makes the generators
         index = current().index if device.index is None else device.index
-        found[f"{device.type}{place or ''}"] = module.default_generators[index]
-    return found
+        generators[f"{device.type}{number or ''}"] = module.default_generators[index]
+    return generators
 
 
 def shared_name(device: torch.device) -> str:
@@ -83,12 +83,12 @@ def with_shared_names(text: str) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of CUDA and ROCm in torch's build, and of NCCL and the driver if these exist."""
-    found = {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
+    by_name = {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}
     with suppress(AttributeError):  # a build without it
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        by_name["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     with suppress(OSError):
-        found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    return found
+        by_name["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return by_name
 
 
 _KERNELS = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")

@@ -49,8 +49,8 @@ class Doctor:
     """A rank's checks. Ranks exchange their figures over the transport ``_control``, which no check uses otherwise."""
 
     def __init__(self, pipe: int | None, ranks_per_node: int | None) -> None:
-        self._device, place = init(TIMEOUT), torchrun_place(os.environ) or slurm_place(os.environ)
-        world = place.world_size if place else pipe or _ALONE
+        self._device, process = init(TIMEOUT), torchrun_place(os.environ) or slurm_place(os.environ)
+        world = process.world_size if process else pipe or _ALONE
         pipe = pipe or next(size for size in range(_MOST_PIPE, 0, -1) if world % size == 0)
         self._topology = Topology.fit(world, pipe=pipe, ranks_per_node=ranks_per_node)
         self._control = connect(self._topology, 2 * TIMEOUT)  # other ranks may still wait in a part that failed here
@@ -73,59 +73,59 @@ class Doctor:
         hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])
         print(hardware if links else f"links need several processes, as torchrun starts them\n{hardware}")
         if path is not None:
-            known = {name: value for name, value in vars(hardware).items() if value is not None}
-            figures = {DEVICE: name_of_this_device(), **known}
-            found = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
-            write_whole(path, json.dumps(found, indent=1) + "\n")
+            values = {name: value for name, value in vars(hardware).items() if value is not None}
+            figures = {DEVICE: name_of_this_device(), **values}
+            report = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
+            write_whole(path, json.dumps(report, indent=1) + "\n")
         if failed := [name for name, part in parts.items() if any(part["errors"])]:
             raise RunError(f"failed: {', '.join(failed)}")
 
     def _run(self, name: str, part: Callable[[Figures], None]) -> dict[str, Any]:
-        start, found, error = time.perf_counter(), Figures(), ""
+        start, figures, error = time.perf_counter(), Figures(), ""
         with announced(f"doctor: {name}"):
             try:
-                part(found)
+                part(figures)
             except Exception as failure:
                 error = describe_error(failure)
-            ranks, errors = zip(*self._control.gather("all", (found, error)), strict=True)
+            ranks, errors = zip(*self._control.gather("all", (figures, error)), strict=True)
         if name == self.plain.__name__ and any(errors):
             self._plain = None  # on all ranks, so that no rank compiles alone
         return {"seconds": time.perf_counter() - start, "ranks": ranks, "errors": errors}
 
-    def versions(self, found: Figures) -> None:
+    def versions(self, figures: Figures) -> None:
         facts = facts_of(self._topology, {}).items()
-        found |= {name.removeprefix("the version of "): str(fact) for name, fact in facts}
-        found |= versions()
+        figures |= {name.removeprefix("the version of "): str(fact) for name, fact in facts}
+        figures |= versions()
 
-    def nodes(self, found: Figures) -> None:
+    def nodes(self, figures: Figures) -> None:
         """Names of hosts and devices. A node is a host, unless the command says how many ranks a node has."""
         hosts = self._control.gather("all", platform.node())  # first: all ranks must call gather
-        found |= {"host": platform.node(), "device": getattr(self._module, "get_device_name", platform.machine)()}
+        figures |= {"host": platform.node(), "device": getattr(self._module, "get_device_name", platform.machine)()}
         count = hosts.count(hosts[0])
         if self._topology.ranks_per_node is None and count < len(hosts):
             if hosts != [host for host in hosts[::count] for _ in range(count)]:
                 raise RunError(f"write --ranks-per-node: hosts have not equally many ranks each, in a row: {hosts}")
             self._topology = Topology(self._topology.axes, count)
-        found["ranks in a node"] = self._topology.ranks_per_node or self._topology.world_size
+        figures["ranks in a node"] = self._topology.ranks_per_node or self._topology.world_size
 
-    def device(self, found: Figures) -> None:
+    def device(self, figures: Figures) -> None:
         units = {"bandwidth": "GB/s", "launch": "µs", "memory": "GB"}
         measured = [(name, units.get(name, "TFLOP/s"), value) for name, value in measure().items()]
-        found |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
+        figures |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
 
-    def links(self, found: Figures) -> None:
+    def links(self, figures: Figures) -> None:
         """Speeds of links. A failure closes this part's own transport on all ranks, and leaves ``_control`` open."""
         topology, free = self._topology, getattr(self._module, "mem_get_info", None)
         pairs, before = list(pairwise(range(topology.size("pipe")))), free()[0] if free else 0
         transport = connect(topology, TIMEOUT)
         with failing_together(transport, transport.abort):
             transport.open([*pairs, *(pair[::-1] for pair in pairs)], ())
-            found["process groups"] = len(transport.process_groups())
-            found |= {"their memory [GB]": (before - free()[0]) / 1e9} if free else {}
-            found |= link_speeds(transport, topology.ranks_per_node or topology.world_size, self._numbers)
+            figures["process groups"] = len(transport.process_groups())
+            figures |= {"their memory [GB]": (before - free()[0]) / 1e9} if free else {}
+            figures |= link_speeds(transport, topology.ranks_per_node or topology.world_size, self._numbers)
         transport.close()
 
-    def plain(self, found: Figures) -> None:
+    def plain(self, figures: Figures) -> None:
         """Plain PyTorch's loss and gradients, with a layer per stage, for all replicas' micro-batches in turn."""
         width, count, replicas = self._width, self._microbatches, self._topology.data_size
         loss = torch.zeros((), device=self._device)
@@ -141,11 +141,11 @@ class Doctor:
                 loss += part.detach()
             if replica == self._topology.data_rank:
                 self._batch = batch
-        found["loss"] = loss.item()
+        figures["loss"] = loss.item()
         self._plain = model, {"loss": loss, **{name: parameter.grad for name, parameter in model.named_parameters()}}
         model.zero_grad(set_to_none=True)
 
-    def pipeline(self, found: Figures) -> None:
+    def pipeline(self, figures: Figures) -> None:
         """Compares a pipeline's loss and gradients with the loss and gradients of ``plain``."""
         if self._plain is None:
             raise RunError("there is nothing to compare with")
@@ -156,11 +156,11 @@ class Doctor:
         real = {"loss": step(**self._batch)} | {name: parameter.grad for name, parameter in step.named_parameters()}
         pairs = [(tensor, expected[name]) for name, tensor in real.items()]
         worst = torch.stack([(tensor - other).abs().max() / other.abs().max() for tensor, other in pairs]).max().item()
-        found["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
+        figures["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
         if not worst <= (1e-5 if self._topology.data_size > 1 else 0.0):  # NaN, too; replicas are summed in any order
             raise RunError("loss or gradients are not those of plain PyTorch")
 
-    def overlap(self, found: Figures) -> None:
+    def overlap(self, figures: Figures) -> None:
         """Compares a step of the pipeline with the schedule, simulated at the costs that the step measured."""
         if self._step is None:
             raise RunError("no pipeline was compiled")
@@ -175,19 +175,19 @@ class Doctor:
         watch("default")
         waited = (each for each in warned if "synchronizing" in str(each.message))
         waits = [f"{Path(each.filename).name}:{each.lineno}" for each in waited]
-        found["host waits"] = ", ".join(waits) or "none, as far as the device tells"
+        figures["host waits"] = ", ".join(waits) or "none, as far as the device tells"
         exposed = sum(row.exposed for row in step.traffic().rows if row.scope in DATA_AXIS)
         timeline = step.timeline()
         costs, simulate = timeline.costs, timeline.schedule.simulate
-        found["makespan [ms]"] = timeline.makespan * 1e3
+        figures["makespan [ms]"] = timeline.makespan * 1e3
         if rank is not None:  # a single process runs all ranks in turns: nothing overlaps
             planned = simulate(costs).makespan
-            found |= {"forward, median stage [ms]": median(costs.forward) * 1e3, "hop [ms]": costs.comm * 1e3}
-            found |= {"planned at these [ms]": planned * 1e3, "longer [%]": (timeline.makespan / planned - 1) * 100}
+            figures |= {"forward, median stage [ms]": median(costs.forward) * 1e3, "hop [ms]": costs.comm * 1e3}
+            figures |= {"planned at these [ms]": planned * 1e3, "longer [%]": (timeline.makespan / planned - 1) * 100}
             # The bubble is a rank's waiting time in a plan whose messages take no time.
             share = compare(simulate(replace(costs, comm=0.0)), timeline).shares[rank]
-            found["exposed: messages [ms]"] = max(share.waiting - share.planned_waiting, 0.0) * 1e3
-            found["exposed: gradients [ms]"] = exposed * 1e3
+            figures["exposed: messages [ms]"] = max(share.waiting - share.planned_waiting, 0.0) * 1e3
+            figures["exposed: gradients [ms]"] = exposed * 1e3
 
 
 def _by_rank(ranks: Sequence[Figures]) -> Mapping[str, Mapping[int, Any]]:
@@ -212,15 +212,15 @@ def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence
 
 def _hardware(ranks: Sequence[Figures]) -> Hardware:
     """The medians over ranks, to four digits. If no two ranks share a node, ``link`` is the speed between nodes."""
-    found = {}
+    measured = {}
     for name, values in _by_rank(ranks).items():
         what, _, unit = name.removesuffix("]").partition(" [")
         if unit in _UNITS:
-            found[what] = float(f"{median(values.values()) * _UNITS[unit]:.4g}")
+            measured[what] = float(f"{median(values.values()) * _UNITS[unit]:.4g}")
     sources = {field.name: [field.name] for field in fields(Hardware)}
     links = "message inside", "all_reduce inside", "message between"
     sources["link"] = [f"{link} nodes: bandwidth" for link in links]
     sources["link_between"] = [f"{kind} between nodes: bandwidth" for kind in ("all_reduce", "message")]
     sources["latency"] = [f"message {where} nodes: latency" for where in ("inside", "between")]
-    known = {figure: [name for name in names if name in found] for figure, names in sources.items()}
-    return Hardware(**{figure: found[names[0]] for figure, names in known.items() if names})
+    available = {figure: [name for name in names if name in measured] for figure, names in sources.items()}
+    return Hardware(**{figure: measured[names[0]] for figure, names in available.items() if names})

@@ -88,8 +88,8 @@ def describe_error(error: BaseException) -> str:
     return printable(shortened("\n".join(lines)))
 
 
-def nearest(name: object, known: Iterable[object]) -> str:
-    """The end of a message about an unknown ``name``: the most similar of the ``known`` names, or the first names.
+def nearest(name: object, choices: Iterable[object]) -> str:
+    """The end of a message about an unknown ``name``: the most similar of the ``choices``, or the first names.
 
     >>> nearest("1F1b", ["gpipe", "1f1b"])
     '; did you mean "1f1b"?'
@@ -98,7 +98,7 @@ def nearest(name: object, known: Iterable[object]) -> str:
 
     Case is ignored, and a name that is no text is compared by its text. Without known names the result is empty.
     """
-    names = list(dict.fromkeys(map(str, known)))
+    names = list(dict.fromkeys(map(str, choices)))
     # "1F1B" is "1f1b" to a user, and difflib compares letter by letter.
     by_folded = {other.casefold(): other for other in names[:_MOST_COMPARED]}
     close = difflib.get_close_matches(f"{name!s:.100}".casefold(), list(by_folded), n=1)

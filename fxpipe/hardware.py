@@ -108,14 +108,14 @@ class Hardware:
         file, here = Path(path), name_of_this_device()
         if not file.exists():
             write_whole(file, json.dumps({DEVICE: here, **measure()}, indent=1) + "\n")
-        found = _figures_in(file)
-        there = found.pop(DEVICE, here)
+        stored = _figures_in(file)
+        there = stored.pop(DEVICE, here)
         if there != here:
             raise RunError(
                 f"{os.fspath(path)} was measured on {shown(there)}, and this is {here}; name another file, or write "
                 "fxpipe.Hardware.read(path) for that one's figures"
             )
-        return Hardware(**{**found, **figures})
+        return Hardware(**{**stored, **figures})
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Hardware:
@@ -125,9 +125,9 @@ class Hardware:
             RunError: the file holds no figures.
             OSError: the file cannot be read.
         """
-        found = _figures_in(path)
-        found.pop(DEVICE, None)
-        return Hardware(**found)
+        figures = _figures_in(path)
+        figures.pop(DEVICE, None)
+        return Hardware(**figures)
 
     @staticmethod
     def of(given: Hardware | str | None) -> Hardware:
@@ -210,14 +210,14 @@ DEVICE = "device"
 def _figures_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a file's figures and, if the file has it, the device's name."""
     try:
-        found: Any = json.loads(read_small(path, _MOST_BYTES))
+        content: Any = json.loads(read_small(path, _MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise RunError(f"{os.fspath(path)} is no JSON: {error}") from None
-    found = found.get("hardware", found) if isinstance(found, dict) else found  # in the doctor's file
-    if not isinstance(found, dict):
-        raise RunError(f"{os.fspath(path)} holds {shown(found)}; it is a dict figure -> number")
-    _check_names(found.keys() - {DEVICE}, os.fspath(path))
-    return found
+    content = content.get("hardware", content) if isinstance(content, dict) else content  # in the doctor's file
+    if not isinstance(content, dict):
+        raise RunError(f"{os.fspath(path)} holds {shown(content)}; it is a dict figure -> number")
+    _check_names(content.keys() - {DEVICE}, os.fspath(path))
+    return content
 
 
 def _check_names(names: Iterable[str], what: str) -> None:
@@ -244,19 +244,19 @@ def measure() -> dict[str, float]:
     """Measures this process's device: the GPU, or else the CPU with torch's threads."""
     device = current()
     size, count = ON_A_GPU if is_accelerator(device) else ON_A_CPU
-    found = {}
+    figures = {}
     # Arithmetic bounds a large product, memory bounds a copy, and the launch bounds an addition to a single element.
     for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
         numbers = torch.Generator(device).manual_seed(0)  # leaves the user's random state unchanged
         matrix, other = (torch.randn(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
-        found[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, matrix, other), device)
+        figures[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, matrix, other), device)
     # A copy reads each byte once and writes it once.
     source, target = (torch.ones(count, device=device) for _ in range(2))
-    found["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)
-    found["launch"] = _seconds_of(partial(target[:1].add_, 1.0), device, calls=100)
+    figures["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)
+    figures["launch"] = _seconds_of(partial(target[:1].add_, 1.0), device, calls=100)
     if is_accelerator(device):
-        found["memory"] = float(torch.get_device_module(device).get_device_properties(device).total_memory)
-    return found
+        figures["memory"] = float(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return figures
 
 
 def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 4) -> float:

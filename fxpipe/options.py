@@ -83,8 +83,8 @@ class Options:
         if self.memory_per_rank is not None:
             object.__setattr__(self, "memory_per_rank", float(self.memory_per_rank))  # json writes no numpy numbers
         if not isinstance(self.recompute, str):
-            given = self.recompute
-            object.__setattr__(self, "recompute", bool(given) if is_flag(given) else tuple(cast(Sequence[str], given)))
+            names = self.recompute
+            object.__setattr__(self, "recompute", bool(names) if is_flag(names) else tuple(cast(Sequence[str], names)))
         Hardware.of(self.hardware)
         if self.recompute == AUTO and self.memory_per_rank is None:
             raise RunError(
@@ -207,14 +207,14 @@ _PLAIN = (str, int, float, type(None), Precision, Hardware)
 def describe_value(value: Any) -> str:
     """A text for a value, without addresses; for a function, its name and first line: closures may differ by rank."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{describe_value(key)}: {describe_value(one)}' for key, one in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{describe_value(key)}: {describe_value(val)}' for key, val in value.items()))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(describe_value, value))}]"
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Packed | Offsets):
-        given = {field.name: getattr(value, field.name) for field in fields(value)}
-        return f"{type(value).__name__} {describe_value(given)}"
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        return f"{type(value).__name__} {describe_value(values)}"
     # The repr of other values differs between processes: describes functions by name, other objects by class.
     while isinstance(value, functools.partial):
         value = value.func

@@ -92,15 +92,15 @@ def read_by(rule: Packed) -> dict[str, bool]:
     if not callable(rule.counts):
         return {}
     try:
-        found = list(inspect.signature(rule.counts).parameters.values())
+        parameters = list(inspect.signature(rule.counts).parameters.values())
     except ValueError:  # such as a function in C
-        found = []
-    if not found or any(each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) for each in found):
+        parameters = []
+    if not parameters or any(each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) for each in parameters):
         raise RunError(
             f"counts is {shown(rule.counts)}, whose parameters are no names of inputs; write a function such as "
             "lambda input_ids: (input_ids == START).sum(1)"
         )
-    return {parameter.name: parameter.default is parameter.empty for parameter in found}
+    return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
 
 
 def written(path: str, rule: str) -> str:
@@ -124,14 +124,14 @@ def counted(batch_dim: BatchDim) -> dict[str, Packed | Offsets]:
 
     An input comes after the input whose rows its counts are for. RunError if no such order exists.
     """
-    found = dict(_under("", batch_dim)) if is_mapping(batch_dim) else {}
+    rules = dict(_under("", batch_dim)) if is_mapping(batch_dim) else {}
     # An input whose counts are for the rows of another packed input needs that input's counts first: each pass takes
     # the inputs that are ready, until all are taken, or no further input is ready.
     ordered: dict[str, Packed | Offsets] = {}
-    while len(ordered) < len(found):
-        ready = {path: rule for path, rule in found.items() if rule.of not in found or rule.of in ordered}
+    while len(ordered) < len(rules):
+        ready = {path: rule for path, rule in rules.items() if rule.of not in rules or rule.of in ordered}
         if len(ready) == len(ordered):
-            circle = ", ".join(f"{path!r} of {rule.of!r}" for path, rule in found.items() if path not in ordered)
+            circle = ", ".join(f"{path!r} of {rule.of!r}" for path, rule in rules.items() if path not in ordered)
             raise RunError(f"batch_dim counts rows in a circle: {circle}; leave of= out where rows are the batch's")
         ordered |= ready
     return ordered
@@ -172,13 +172,13 @@ def check_names(batch_dim: BatchDim, names: Collection[str]) -> None:
             raise RunError(f"{text} names {name!r}, which is no input{nearest(name, names)}")
 
 
-def read_for(names: Collection[str], batch_dim: BatchDim, given: Collection[str]) -> set[str]:
-    """The inputs that are needed to split ``names``: their counts are read from these, if required or in ``given``."""
+def read_for(names: Collection[str], batch_dim: BatchDim, available: Collection[str]) -> set[str]:
+    """The inputs that are needed to split ``names``: these give their counts, if required or ``available``."""
     # From the last rule to the first: an input that a later rule needs may itself need others.
-    rules, found = counted(batch_dim), set[str]()
+    rules, paths = counted(batch_dim), set[str]()
     for path, rule in reversed(rules.items()):  # dependents before the inputs that they need
-        if path.split(".")[0] in names or path in found:
+        if path.split(".")[0] in names or path in paths:
             read = read_by(rule) if isinstance(rule, Packed) else {}
-            found |= {name for name, needed in read.items() if needed or name in given}
-            found |= set() if rule.of is None else {rule.of}
-    return {path.split(".")[0] for path in found}
+            paths |= {name for name, needed in read.items() if needed or name in available}
+            paths |= set() if rule.of is None else {rule.of}
+    return {path.split(".")[0] for path in paths}

@@ -191,15 +191,15 @@ def _fields(cls: Any) -> list[str]:
 
 def _registered(name: str) -> list[type]:
     """Returns the containers of that name that pytree knows."""
-    known = (cls for cls in pytree.SUPPORTED_NODES if isinstance(cls, type))
-    return [cls for cls in known if f"{cls.__module__}:{cls.__qualname__}" == name]
+    classes = (cls for cls in pytree.SUPPORTED_NODES if isinstance(cls, type))
+    return [cls for cls in classes if f"{cls.__module__}:{cls.__qualname__}" == name]
 
 
 def _imported(name: str) -> type | None:
     """Returns the class of that name in an imported module, found without running code of the module; else None."""
     module, _, path = name.partition(":")
     # through __dict__: getattr could call a module's __getattr__, or a descriptor
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) else None
+        value = getattr(value, "__dict__", {}).get(part)
+    return value if isinstance(value, type) else None

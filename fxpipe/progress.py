@@ -55,5 +55,5 @@ def warn(text: str, category: type[Warning]) -> None:
     # Python shows a warning once per source line, so the warning points to a line of the user's code.
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
-    own = next((place for place, name in enumerate(names) if not name.startswith("fxpipe.")), len(names))
+    own = next((index for index, name in enumerate(names) if not name.startswith("fxpipe.")), len(names))
     warnings.warn(printable(text), category, stacklevel=1 + own)

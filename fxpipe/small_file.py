@@ -28,10 +28,10 @@ def read_small(path: str | os.PathLike[str], most: int, more: int = 0) -> bytes:
     device or a pipe, whose read could block. ``more``: flags of ``os.open``."""
     # O_NONBLOCK: otherwise, opening a pipe waits for the pipe's writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-        if found.st_size > most:
+        if status.st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
         content: bytes = file.read()
     return content

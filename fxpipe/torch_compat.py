@@ -181,15 +181,15 @@ def uncompiled() -> contextlib.AbstractContextManager[object]:
 
 def compiled_parts(model: nn.Module) -> list[str]:
     """The paths of submodules, and of functions in modules' attributes, that ``torch.compile`` has compiled."""
-    found: list[str] = []
+    paths: list[str] = []
     for path, part in model.named_modules():
         if is_compiled(part):
-            found.append(path)
+            paths.append(path)
         else:
             functions = {name: value for name, value in vars(part).items() if isinstance(value, types.FunctionType)}
             compiled = [name for name, value in functions.items() if "_torchdynamo_orig_callable" in vars(value)]
-            found += [f"{path}.{name}".strip(".") for name in compiled]
-    return found
+            paths += [f"{path}.{name}".strip(".") for name in compiled]
+    return paths
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -386,10 +386,10 @@ def _node_of(value: Any) -> Any:
     return None if slot is None else slot.proxy.node
 
 
-def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
+def computation_of(value: Tensor, digests: dict[Any, str], passing: Any) -> str:
     """A digest of the graph that computes a tensor in torch.export, equal for equal graphs; "" for unknown graphs.
 
-    ``known``: node → digest, of a single export. ``passing``: an operator that returns its arguments. The digest counts
+    ``digests``: node → digest, of one export. ``passing``: an operator that returns its arguments. The digest counts
     earlier in-place writes to integer and boolean tensors, after which the same operators may give other values.
     """
     mode, last = get_proxy_mode(), _node_of(value)
@@ -398,24 +398,24 @@ def computation_of(value: Tensor, known: dict[Any, str], passing: Any) -> str:
     # A node's digest is computed from its operator and its arguments' digests, so equal graphs have equal digests.
     writes = 0
     for node in last.graph.nodes:
-        if node in known:
+        if node in digests:
             pass
         elif node.op == "get_attr":
             constant = getattr(getattr(mode.tracer, "root", None), str(node.target))
             with no_dispatch_modes():
-                known[node] = f"{constant.dtype} {constant.tolist()}" if isinstance(constant, Tensor) else node.name
+                digests[node] = f"{constant.dtype} {constant.tolist()}" if isinstance(constant, Tensor) else node.name
         elif node.target is operator.getitem and node.args[0].target is passing:
-            known[node] = known[node.args[0].args[0][node.args[1]]]
+            digests[node] = digests[node.args[0].args[0][node.args[1]]]
         else:
             shape = getattr(node.meta.get("val"), "shape", "")
             target = f"{node.name} {shape}" if node.op == "placeholder" else str(node.target)
-            told = fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: known.get(leaf, str(leaf)))
+            told = fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: digests.get(leaf, str(leaf)))
             text = with_shared_names(str(told))
-            known[node] = hashlib.blake2b(f"{target} {text}".encode(), digest_size=8).hexdigest()
+            digests[node] = hashlib.blake2b(f"{target} {text}".encode(), digest_size=8).hexdigest()
         schema = getattr(node.target, "_schema", None)
-        made = node.meta.get("val")
-        writes += schema is not None and schema.is_mutable and isinstance(made, Tensor) and not made.is_floating_point()
-    return f"{known[last]} {writes}"
+        fake = node.meta.get("val")
+        writes += schema is not None and schema.is_mutable and isinstance(fake, Tensor) and not fake.is_floating_point()
+    return f"{digests[last]} {writes}"
 
 
 def is_unbacked(number: Any) -> bool:
@@ -447,18 +447,18 @@ def size_guards(values: Sequence[Tensor]) -> list[str]:
 
     sizes: Iterator[Any] = (size for value in values for size in value.shape if isinstance(size, torch.SymInt))
     shape_env = next(sizes).node.shape_env
-    sources = [LocalSource(f"t{place}") for place in range(len(values))]
+    sources = [LocalSource(f"t{index}") for index in range(len(values))]
     # produce_guards_expression would join the guards by "and", without parentheses around a guard with "or"
     guards: list[str] = shape_env.produce_guards(list(values), sources, ignore_static=False)
     return guards
 
 
-def holds_for(expression: str | types.CodeType, asked: Mapping[str, Any]) -> bool:
-    """Whether a guard, or a part of a guard, holds for ``asked``; False for a guard that divides by a size of 0."""
+def holds_for(expression: str | types.CodeType, tensors: Mapping[str, Any]) -> bool:
+    """Whether a guard, or a part of a guard, holds for ``tensors``; False for a guard that divides by a size of 0."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     try:
-        return bool(eval(expression, SYMPY_INTERP, {"L": asked}))
+        return bool(eval(expression, SYMPY_INTERP, {"L": tensors}))
     except ZeroDivisionError:
         return False
 
@@ -481,9 +481,9 @@ def sizes_like_any() -> Iterator[None]:
     symbolic_shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     make = symbolic_shapes.make_symbol
 
-    def symbol(prefix: Any, number: int, **known: Any) -> Any:
-        is_size = prefix is symbolic_shapes.SymT.SIZE and known.pop("positive", None)
-        return make(prefix, number, **known, **({"nonnegative": True} if is_size else {}))
+    def symbol(prefix: Any, number: int, **assumptions: Any) -> Any:
+        is_size = prefix is symbolic_shapes.SymT.SIZE and assumptions.pop("positive", None)
+        return make(prefix, number, **assumptions, **({"nonnegative": True} if is_size else {}))
 
     # torch looks up this function by its name in the module, at each call.
     symbolic_shapes.make_symbol = symbol
@@ -526,8 +526,8 @@ def connection_of(store: Any) -> socket.socket | None:
     the store. None for another kind of store."""
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
-    found = re.search(r"client=TCPClient\(SocketImpl\(fd=(\d+)", repr(store))  # torch shows the fd nowhere else
-    return socket.socket(fileno=os.dup(int(found[1]))) if found is not None else None
+    match = re.search(r"client=TCPClient\(SocketImpl\(fd=(\d+)", repr(store))  # torch shows the fd nowhere else
+    return socket.socket(fileno=os.dup(int(match[1]))) if match is not None else None
 
 
 def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dist.ProcessGroup]:
@@ -537,14 +537,14 @@ def groups_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     home: Any = dist.distributed_c10d
     declared = schema_of(operator).arguments
     # A collective takes its group as an object or by name; the schema shows in which argument.
-    given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
-    found = []
+    arguments = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+    groups = []
     for argument in declared:
         if str(argument.type).endswith("c10d.ProcessGroup"):
-            found.append(dist.ProcessGroup.unbox(given[argument.name]))
+            groups.append(dist.ProcessGroup.unbox(arguments[argument.name]))
         elif argument.name == "group_name":
-            found.append(home._resolve_process_group(given[argument.name]))
-    return found
+            groups.append(home._resolve_process_group(arguments[argument.name]))
+    return groups
 
 
 def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.ProcessGroup:
@@ -560,8 +560,8 @@ def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.Pr
     own = home._process_group_name, home._get_split_source
     home._process_group_name, home._get_split_source = lambda *args, **kwargs: name, lambda group: None
     try:
-        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **options)
-        return made
+        created: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+        return created
     finally:
         home._process_group_name, home._get_split_source = own
 

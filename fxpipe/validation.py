@@ -17,14 +17,14 @@ class Expected(NamedTuple):
     words: str
 
 
-def check(error: type[FxpipeError], kinds: Mapping[str, Expected], **given: Any) -> None:
+def check(error: type[FxpipeError], kinds: Mapping[str, Expected], **values: Any) -> None:
     """Raises ``error`` for the first value that does not fit the entry of ``kinds`` under the value's name.
 
     >>> check(FxpipeError, {"microbatches": Expected(is_whole, "a whole number")}, microbatches="4")
     Traceback (most recent call last):
     fxpipe.errors.FxpipeError: microbatches is '4'; it is a whole number
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if name in kinds and not kinds[name].fits(value):
             raise error(f"{name} is {shown(value)}; it is {kinds[name].words}")
 

@@ -39,7 +39,7 @@ def holders_of_written(program: Program) -> list[list[Node]]:
     """Returns, for each written parameter or buffer, its ``get_attr`` nodes and the calls of modules that hold it."""
     holders: dict[int, list[Node]] = {}
     for node in program.nodes:
-        for tensor in held(program, node):
+        for tensor in tensor_ids(program, node):
             holders.setdefault(tensor, []).append(node)
     changed = _changed(program)
     return [nodes for tensor, nodes in holders.items() if tensor in changed]
@@ -54,31 +54,31 @@ def names_of_written(program: Program) -> frozenset[str]:
 def nodes_of_written(program: Program) -> frozenset[str]:
     """Returns the nodes that name a parameter or buffer that forward writes, or call a module that holds it."""
     changed = _changed(program)
-    return frozenset(node.name for node in program.nodes if held(program, node) & changed)
+    return frozenset(node.name for node in program.nodes if tensor_ids(program, node) & changed)
 
 
 def _changed(program: Program) -> set[int]:
     """Returns the ids of the parameters and buffers that forward writes."""
     in_groups = frozenset().union(*program.written)
-    found = set[int]() if program.first is None else _changed(program.first)
+    changed = set[int]() if program.first is None else _changed(program.first)
     for node in program.nodes:
         if node.op == "call_module":
-            known = program.effects.get(node.name, Effects())
-            seen = [program.attribute(name) for name in known.writes]
-            found |= {id(tensor) for tensor in (*own_writes(program.attribute(node)), *seen)}
+            effects = program.effects.get(node.name, Effects())
+            seen = [program.attribute(name) for name in effects.writes]
+            changed |= {id(tensor) for tensor in (*own_writes(program.attribute(node)), *seen)}
         elif node.op == "get_attr" and node.name in in_groups:
-            found |= held(program, node)
-    return found
+            changed |= tensor_ids(program, node)
+    return changed
 
 
-def held(program: Program, node: Node) -> set[int]:
+def tensor_ids(program: Program, node: Node) -> set[int]:
     """Returns the ids of the parameters and buffers that a node names, or that the module it calls holds or uses."""
     if node.op == "get_attr":
         return {id(program.attribute(node))}
     if node.op != "call_module":
         return set()
-    module, known = program.attribute(node), program.effects.get(node.name, Effects())
-    used = [program.attribute(name) for name in (*known.reads, *known.writes)]
+    module, effects = program.attribute(node), program.effects.get(node.name, Effects())
+    used = [program.attribute(name) for name in (*effects.reads, *effects.writes)]
     return {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *used)}
 
 

@@ -37,25 +37,25 @@ def blocks(program: Program) -> Blocks:
         raise PartitionError(f"{marked.name} is a boundary; what is balanced has none, so erase_boundaries first")
     flow = _Flow(program)
     units = flow.units
-    made = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]
+    makers = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]
     flow.join_readers_of_written(program)
     # Joining unused units may close a cycle, so cycles are joined before and after.
     flow.join_cycles()
-    _join_unused(flow, {units.find(node) for node in made})
+    _join_unused(flow, {units.find(node) for node in makers})
     flow.join_cycles()
     members: dict[Node, list[str]] = {}
     for node in flow.nodes:
         members.setdefault(units.find(node), []).append(node.name)
-    number = {unit: place for place, unit in enumerate(members)}
-    uses: dict[Node, dict[int, None]] = {node: {} for node in made}
+    number = {unit: index for index, unit in enumerate(members)}
+    uses: dict[Node, dict[int, None]] = {node: {} for node in makers}
     for edge in flow.edges:
         if not units.same(edge.source, edge.target):
             uses.setdefault(edge.source, {})[number[units.find(edge.target)]] = None
     return Blocks(
         tuple(map(tuple, members.values())),
         tuple((node.name, number[units.find(node)], tuple(targets)) for node, targets in uses.items()),
-        tuple(sorted({number[units.find(node)] for node in made})),
-        frozenset(node.name for node in made),
+        tuple(sorted({number[units.find(node)] for node in makers})),
+        frozenset(node.name for node in makers),
     )
 
 
@@ -65,7 +65,7 @@ def _join_unused(flow: _Flow, result: set[Node]) -> None:
     ``result``: the units that compute a part of the model's result.
     """
     find = flow.units.find
-    place = {node: number for number, node in enumerate(flow.nodes)}
+    position = {node: number for number, node in enumerate(flow.nodes)}
     targets: dict[Node, list[Node]] = {}
     sources: dict[Node, list[Node]] = {}
     for edge in flow.edges:
@@ -77,6 +77,6 @@ def _join_unused(flow: _Flow, result: set[Node]) -> None:
             continue
         outside = [source for source in sources.get(unit, ()) if find(source) != unit]
         if outside:
-            nearest = find(max(outside, key=place.__getitem__))
+            nearest = find(max(outside, key=position.__getitem__))
             sources.setdefault(nearest, []).extend(sources.pop(unit))
             flow.units.join(nearest, unit)

@@ -17,10 +17,10 @@ from fxpipe.stage.loss import Counting, Sum
 from fxpipe.torch_compat import pytree
 
 
-def counting(program: Program, given: Collection[str] | None) -> Counting | None:
-    """Returns how to compute the count from the inputs ``given``; None if the loss is no ``Sum``. The ``Counting`` has
+def counting(program: Program, inputs: Collection[str] | None) -> Counting | None:
+    """Returns how to compute the count from these ``inputs``; None if the loss is no ``Sum``. The ``Counting`` has
     no function if the count needs more: a stage's values, a tensor of the model, random numbers, the user's Python; or
-    if ``given`` is None, since a loss of several micro-batches has its own items."""
+    if ``inputs`` is None, since a loss of several micro-batches has its own items."""
     result = program.graph.output_node().args[0]
     if program.result is not None:
         result = pytree.tree_unflatten(list(result), program.result)  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def counting(program: Program, given: Collection[str] | None) -> Counting | None
         loss = Sum(*loss.args, **loss.kwargs)  # type: ignore[arg-type]
     if not isinstance(loss, Sum):
         return None
-    if given is None:
+    if inputs is None:
         return Counting((), None)
     graph, built, names = fx.Graph(), dict[Node, Node](), list[str]()
     shared = frozenset[str]().union(*program.written)
@@ -40,9 +40,9 @@ def counting(program: Program, given: Collection[str] | None) -> Counting | None
         if node in needed:
             continue
         needed.add(node)
-        size = SizeOf.asked(node) if node.target is SIZE else None
+        size = SizeOf.queried_by(node) if node.target is SIZE else None
         name = str(node.target) if node.op == "placeholder" else size
-        if name in given:
+        if name in inputs:
             names.append(str(name))
             built[node] = graph.placeholder(node.name)
             continue

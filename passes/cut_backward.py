@@ -41,12 +41,12 @@ class BackwardPart:
 
 @dataclass(frozen=True)
 class Halves:
-    """The halves of a backward. ``given``: the backward's arguments; ``gradients``: its results, None for no gradient.
+    """The halves of a backward. ``arguments``: the backward's; ``gradients``: its results, None for no gradient.
 
     ``of_input``, ``of_weights``: I and W. A gradient may be an argument of the backward, which neither half computes.
     """
 
-    given: tuple[str, ...]
+    arguments: tuple[str, ...]
     gradients: tuple[str | None, ...]
     of_input: BackwardPart
     of_weights: BackwardPart
@@ -60,44 +60,44 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     """
     graph = backward.graph
     returned: Any = graph.output_node().args[0]
-    gradients = {place: node for place, node in enumerate(returned) if isinstance(node, Node)}
+    gradients = {index: node for index, node in enumerate(returned) if isinstance(node, Node)}
     # I: all nodes that the gradients of inputs depend on, and nodes with effects. W: the rest.
-    now = [node for place, node in gradients.items() if place not in later]
-    weights = [node for place, node in gradients.items() if place in later]
+    now = [node for index, node in gradients.items() if index not in later]
+    weights = [node for index, node in gradients.items() if index in later]
     effects = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
     _call_twice(graph, _before([*now, *effects], ()))
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    in_input = _before([*now, *effects], given)
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    in_input = _before([*now, *effects], arguments)
     # A call with several results is in the same half as all of its results.
     in_input |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in in_input}
     # W recomputes a view, which is cheaper than passing it on.
     views = {node for node in in_input if isinstance(node.target, OpOverload) and node.target.is_view}
-    known = {*given, *in_input} - views
-    crossing = _taken(weights, known)
-    gives = [node for node in dict.fromkeys([*now, *crossing]) if node not in given]
+    available = {*arguments, *in_input} - views
+    crossing = _taken(weights, available)
+    gives = [node for node in dict.fromkeys([*now, *crossing]) if node not in arguments]
     return Halves(
-        tuple(node.name for node in given),
-        tuple(gradients[place].name if place in gradients else None for place in range(len(returned))),
-        _part(backward, gives, effects, given),
-        _part(backward, [node for node in dict.fromkeys(weights) if node not in known], (), known),
+        tuple(node.name for node in arguments),
+        tuple(gradients[index].name if index in gradients else None for index in range(len(returned))),
+        _part(backward, gives, effects, arguments),
+        _part(backward, [node for node in dict.fromkeys(weights) if node not in available], (), available),
     )
 
 
-def _before(ends: Iterable[Node], known: Collection[Node]) -> set[Node]:
+def _before(ends: Iterable[Node], available: Collection[Node]) -> set[Node]:
     """Returns the nodes that the ends depend on, including the ends, without known nodes and their inputs."""
-    found, waiting = set[Node](), [*ends]
+    needed, waiting = set[Node](), [*ends]
     while waiting:
         node = waiting.pop()
-        if node not in found and node not in known:
-            found.add(node)
+        if node not in needed and node not in available:
+            needed.add(node)
             waiting += node.all_input_nodes
-    return found
+    return needed
 
 
-def _taken(ends: Collection[Node], known: Collection[Node]) -> list[Node]:
+def _taken(ends: Collection[Node], available: Collection[Node]) -> list[Node]:
     """Returns the known nodes that are ends, or that nodes which the ends depend on use."""
-    users = _before(ends, known)
-    return sorted(node for node in known if node in ends or any(user in users for user in node.users))
+    users = _before(ends, available)
+    return sorted(node for node in available if node in ends or any(user in users for user in node.users))
 
 
 def _call_twice(graph: fx.Graph, in_input: Collection[Node]) -> None:
@@ -117,21 +117,21 @@ def _call_twice(graph: fx.Graph, in_input: Collection[Node]) -> None:
             item.replace_input_with(node, other)
         for call in (node, other):
             used = {item.args[1] for item in call.users}
-            mask = [place in used for place in range(len(call.meta["val"]))]
-            place = names.index(_MASK)
-            if place < len(call.args):
-                call.update_arg(place, mask)
+            mask = [index in used for index in range(len(call.meta["val"]))]
+            index = names.index(_MASK)
+            if index < len(call.args):
+                call.update_arg(index, mask)
             else:
                 call.update_kwarg(_MASK, mask)
 
 
 def _part(
-    module: fx.GraphModule, makes: Sequence[Node], effects: Sequence[Node], known: Collection[Node]
+    module: fx.GraphModule, makes: Sequence[Node], effects: Sequence[Node], available: Collection[Node]
 ) -> BackwardPart:
     """Returns the part that computes ``makes`` and has the ``effects``, from known nodes."""
     graph, copies = fx.Graph(), dict[Node, Node]()
     ends = [*makes, *effects]
-    needed, takes = _before(ends, known), _taken(ends, known)
+    needed, takes = _before(ends, available), _taken(ends, available)
     for node in takes:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)

@@ -49,27 +49,27 @@ def defer_weights(stage: Stage) -> Stage:
     trained = {name: parameter for name, parameter in stage.parameters.items() if parameter.requires_grad}
     if not isinstance(stage.module, fx.GraphModule):
         return replace(stage, deferring=None, in_input=tuple(trained))
-    found = _Deferrable(Program(stage.module, stage.module.graph))
-    code = fx.GraphModule(stage.module, found.rewritten(), class_name=f"{type(stage.module).__name__}_in_halves")
+    deferrable = _Deferrable(Program(stage.module, stage.module.graph))
+    code = fx.GraphModule(stage.module, deferrable.rewritten(), class_name=f"{type(stage.module).__name__}_in_halves")
     return replace(
         stage,
-        deferring=types.MethodType(type(code).forward, stage.module) if found.calls else None,
-        in_input=tuple(name for name, parameter in trained.items() if id(parameter) in found.kept),
+        deferring=types.MethodType(type(code).forward, stage.module) if deferrable.calls else None,
+        in_input=tuple(name for name, parameter in trained.items() if id(parameter) in deferrable.in_input),
     )
 
 
 def deferred_calls(program: Program) -> list[str]:
     """Returns the nodes that would leave gradients to W if the backwards of the stages were split into halves."""
-    found = _Deferrable(program)
+    deferrable = _Deferrable(program)
     trained = {id(parameter) for parameter in program.module.parameters() if parameter.requires_grad}
-    return [node.name for node in found.calls if found.parameters(node) & trained]
+    return [node.name for node in deferrable.calls if deferrable.parameters(node) & trained]
 
 
 class _Deferrable:
     """Finds the calls of a graph that can leave their parameters' gradients to W.
 
     ``made_from``: node that depends on no input → the ``get_attr`` nodes of the parameters that it depends on.
-    ``calls``: the calls that can leave gradients to W; ``kept``: ids of the parameters that other calls use, too.
+    ``calls``: the calls that can leave gradients to W; ``in_input``: ids of the parameters that other calls use, too.
     """
 
     def __init__(self, program: Program) -> None:
@@ -81,12 +81,12 @@ class _Deferrable:
         differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
         # torch.autograd.grad inside forward needs the whole autograd graph, so no gradient is left to W.
         self.calls = [] if differentiates else [node for node in users if self._is_listed(node)]
-        self.kept: set[int] = set()
+        self.in_input: set[int] = set()
         while True:  # a call with a kept parameter keeps all parameters that it uses
             # Autograd sums a parameter's gradients in a fixed order: if a use stays in I, all uses must.
             others = [node for node in users if node not in self.calls and not is_number(node)]
-            self.kept = set().union(*map(self.parameters, others))
-            lost = [node for node in self.calls if self.parameters(node) & self.kept]
+            self.in_input = set().union(*map(self.parameters, others))
+            lost = [node for node in self.calls if self.parameters(node) & self.in_input]
             if not lost:
                 break
             self.calls = [node for node in self.calls if node not in lost]
@@ -108,8 +108,8 @@ class _Deferrable:
 
     def _is_listed(self, node: Node) -> bool:
         # With the same input twice, the two gradients would have to be added in autograd's order.
-        given = nodes_in((node.args, node.kwargs))
-        inputs = [operand for operand in given if operand not in self.made_from and not is_number(operand)]
+        operands = nodes_in((node.args, node.kwargs))
+        inputs = [operand for operand in operands if operand not in self.made_from and not is_number(operand)]
         repeats = len(inputs) > len(set(inputs))
         if node.op == "call_module":
             module = self._program.attribute(node)
@@ -123,11 +123,11 @@ class _Deferrable:
 
     def parameters(self, node: Node) -> set[int]:
         """Returns the ids of the parameters that a node uses, or that the module it calls or passes on holds."""
-        found = {id(self._program.attribute(root)) for root in self._roots(node)}
+        ids = {id(self._program.attribute(root)) for root in self._roots(node)}
         if node.op in ("call_module", "get_attr"):
             value = self._program.attribute(node)
-            found |= set(map(id, value.parameters())) if isinstance(value, nn.Module) else set()
-        return found
+            ids |= set(map(id, value.parameters())) if isinstance(value, nn.Module) else set()
+        return ids
 
     def _roots(self, node: Node) -> list[Node]:
         """Returns the ``get_attr`` nodes of the parameters that a node's arguments are, or depend on."""
@@ -151,9 +151,9 @@ class _Deferrable:
             call = deferring(function, f"deferred_{node.name}", is_attention)
             roots = tuple(copies[root] for root in self._roots(node))
             # Values made from parameters alone stay attached to the parameters: W computes their gradients.
-            held = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
+            attached = tuple(copies[operand] for operand in node.all_input_nodes if operand in self.made_from)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-            args = (deferred, module, roots, held, *args)
+            args = (deferred, module, roots, attached, *args)
             copies[node] = graph.create_node("call_function", call, args, dict(kwargs), name=node.name)
             copies[node].meta = dict(node.meta)
         graph.lint()

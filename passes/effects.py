@@ -73,20 +73,20 @@ def is_number(node: Node) -> bool:
     """Whether ``node`` queries a tensor's shape, dtype or device, or computes from such values alone."""
     waiting, seen = [node], {node}
     while waiting:  # without recursion: a sum of many residuals is as deep as the model
-        asked = waiting.pop()
-        is_getattr = asked.target is getattr
+        current = waiting.pop()
+        is_getattr = current.target is getattr
         if (
-            "is_number" in asked.meta  # a placeholder for such a value
-            or (asked.op == "call_method" and asked.target in _NUMBER_METHODS)
-            or asked.target in _SIZES
-            or (is_getattr and asked.args[1] in _NUMBER_ATTRIBUTES)
+            "is_number" in current.meta  # a placeholder for such a value
+            or (current.op == "call_method" and current.target in _NUMBER_METHODS)
+            or current.target in _SIZES
+            or (is_getattr and current.args[1] in _NUMBER_ATTRIBUTES)
         ):
             continue
-        computes = getattr(asked.target, "__module__", None) in ("_operator", "builtins", "math")
-        if asked.op != "call_function" or is_getattr or not computes or not asked.all_input_nodes:
+        computes = getattr(current.target, "__module__", None) in ("_operator", "builtins", "math")
+        if current.op != "call_function" or is_getattr or not computes or not current.all_input_nodes:
             return False
-        waiting += [source for source in asked.all_input_nodes if source not in seen]
-        seen.update(asked.all_input_nodes)
+        waiting += [source for source in current.all_input_nodes if source not in seen]
+        seen.update(current.all_input_nodes)
     return True
 
 
@@ -122,15 +122,15 @@ def written(program: Program, node: Node) -> list[Node]:
     name = operator_name(node)
     if node.target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or is_item_write(node):
         return nodes_in(node.args[0])
-    found = [source for is_write, value in _schema_arguments(node) if is_write for source in nodes_in(value)]
-    given = named_arguments(node)
+    targets = [source for is_write, value in _schema_arguments(node) if is_write for source in nodes_in(value)]
+    arguments = named_arguments(node)
     if is_in_place(node):
-        found += nodes_in(next(iter(given.values())))
+        targets += nodes_in(next(iter(arguments.values())))
     if name in _RUNNING_STATISTICS:
-        found += nodes_in(given.get("running_mean")) + nodes_in(given.get("running_var"))
-    if name in ("embedding", "embedding_bag") and given.get("max_norm") is not None:
-        found += nodes_in(given["weight"])
-    return list(dict.fromkeys(found))
+        targets += nodes_in(arguments.get("running_mean")) + nodes_in(arguments.get("running_var"))
+    if name in ("embedding", "embedding_bag") and arguments.get("max_norm") is not None:
+        targets += nodes_in(arguments["weight"])
+    return list(dict.fromkeys(targets))
 
 
 def written_now(program: Program, node: Node) -> list[Node]:
@@ -179,8 +179,8 @@ def writes_apart(program: Program, node: Node) -> bool:
 
 def _shared_by_module(program: Program, node: Node) -> list[Node]:
     if node.name in program.effects:
-        given = nodes_in((node.args, node.kwargs))
-        return [given[place] for place in program.effects[node.name].shares]
+        operands = nodes_in((node.args, node.kwargs))
+        return [operands[index] for index in program.effects[node.name].shares]
     module = program.attribute(node)
     return node.all_input_nodes if isinstance(module, _MAY_RETURN_INPUT) else []
 
@@ -197,8 +197,8 @@ def _shared(node: Node) -> list[Node]:
         return node.all_input_nodes
     if not _overloads(node):
         # Without a schema, the result may be a view of any argument, except for Python arithmetic.
-        known = ("_operator", "builtins", "math", "fxpipe.graph.operators")
-        return [] if getattr(node.target, "__module__", "") in known else node.all_input_nodes
+        arithmetic = ("_operator", "builtins", "math", "fxpipe.graph.operators")
+        return [] if getattr(node.target, "__module__", "") in arithmetic else node.all_input_nodes
     shared = [source for _, value in _schema_arguments(node) for source in nodes_in(value)]
     if "dropout" in name:
         shared += nodes_in(node.args[0] if node.args else None)  # in eval mode, dropout returns its input
@@ -237,18 +237,18 @@ def _draws_nothing(node: Node) -> bool:
     name = operator_name(node)
     if not ("dropout" in name or name in _SWITCHED):
         return False
-    given = named_arguments(node)
-    is_off = any(given.get(key) is False for key in ("train", "training"))
-    chances = (given.get(key) for key in ("p", "dropout", "dropout_p"))
+    arguments = named_arguments(node)
+    is_off = any(arguments.get(key) is False for key in ("train", "training"))
+    chances = (arguments.get(key) for key in ("p", "dropout", "dropout_p"))
     return is_off or any(isinstance(chance, (int, float)) and chance == 0 for chance in chances)
 
 
 def used_tensors(program: Program, node: Node) -> dict[str, Tensor]:
     """Returns the ``own_tensors`` of a node, and the parameters and buffers that are its arguments, by name."""
-    found = own_tensors(program, node)
+    tensors = own_tensors(program, node)
     for source in map(made_by, node.all_input_nodes):
-        found |= own_tensors(program, source) if source.op == "get_attr" else {}
-    return found
+        tensors |= own_tensors(program, source) if source.op == "get_attr" else {}
+    return tensors
 
 
 def own_writes(module: nn.Module) -> list[Tensor]:
@@ -256,14 +256,14 @@ def own_writes(module: nn.Module) -> list[Tensor]:
 
     The result does not depend on the training mode, so that training and evaluation have the same stages.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for part in module.modules():
         hooks = part._forward_pre_hooks.values()  # nn.utils.spectral_norm is a hook that writes buffers
         if isinstance(part, _HAVE_STATISTICS) or any(isinstance(hook, SpectralNorm) for hook in hooks):
-            found += part.buffers(recurse=False)
+            tensors += part.buffers(recurse=False)
         elif getattr(part, "max_norm", None) is not None and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            found.append(part.weight)
-    return found
+            tensors.append(part.weight)
+    return tensors
 
 
 def is_known(target: Any) -> bool:
@@ -300,9 +300,9 @@ def _named(name: str) -> list[OpOverload]:
 
 def nodes_in(value: Any) -> list[Node]:
     """Returns the nodes in an argument or several arguments of a call, in order."""
-    found: list[Node] = []
-    fx.node.map_arg(value, found.append)
-    return found
+    nodes: list[Node] = []
+    fx.node.map_arg(value, nodes.append)
+    return nodes
 
 
 class _AliasedArgument(NamedTuple):
@@ -352,5 +352,5 @@ def named_arguments(node: Node) -> dict[str, Any]:
         return dict(node.kwargs)
     arguments = schema_of(overloads[0]).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
-    return {**defaults, **given, **node.kwargs}
+    positional = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+    return {**defaults, **positional, **node.kwargs}

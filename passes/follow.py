@@ -22,15 +22,15 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
     the node takes the stage of its counterpart in ``first``, or else the first that fits.
     """
     numbers = set(range(len(first.stage_names)))
-    held, inside, opened, counterpart = _held(first), _inside(first), _opened(first), _counterparts(first, program)
+    owners, inside, opened, counterpart = _owners(first), _inside(first), _opened(first), _counterparts(first, program)
     allowed = dict.fromkeys(after, numbers)
-    known: dict[Node, int] = {}
+    stage_before: dict[Node, int] = {}
     nodes, markers = [node for node in program.nodes if node in units], _markers(program)
-    earliest = _earliest(program, held)
+    earliest = _earliest(program, owners)
     # 1. The stages that each unit may be in.
     for node in nodes:
         unit = units.find(node)
-        holders = [held[tensor] for tensor in _tensors(program, node) if tensor in held]
+        holders = [owners[tensor] for tensor in _tensors(program, node) if tensor in owners]
         may = numbers.intersection(*holders) or {max(map(min, holders))}
         path = next((path for path in reversed(called_in(node)) if path in inside), "")
         may = may & inside.get(path, numbers) or may
@@ -39,7 +39,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
         may = {stage for stage in may if stage >= behind} or may
         allowed[unit] = allowed[unit] & may or {max(min(allowed[unit]), min(may))}
         if node in counterpart:
-            known[unit] = counterpart[node]
+            stage_before[unit] = counterpart[node]
     # 2. A unit's stage is no later than its users' stages, and no earlier than its inputs' stages.
     last: dict[Node, int] = {}
     for unit, users in reversed(after.items()):
@@ -47,58 +47,58 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
     least, stage_of = dict.fromkeys(after, 0), dict[Node, int]()
     for unit, users in after.items():
         fitting = {stage for stage in allowed[unit] if least[unit] <= stage <= last[unit]}
-        stage_of[unit] = known[unit] if known.get(unit) in fitting else min(fitting, default=least[unit])
+        stage_of[unit] = stage_before[unit] if stage_before.get(unit) in fitting else min(fitting, default=least[unit])
         least |= {user: max(least[user], stage_of[unit]) for user in users}
     program = program.replace(stage_of={node.name: stage_of[units.find(node)] for node in nodes})
-    return program if any(map(gather_of, markers)) else _read_where_held(program, held)
+    return program if any(map(gather_of, markers)) else _read_on_holders(program, owners)
 
 
 def _inside(first: Program) -> dict[str, set[int]]:
     """Returns submodule → the stages that it runs in."""
-    found: dict[str, set[int]] = {}
+    stages_in: dict[str, set[int]] = {}
     for node in first.nodes:
         for path in called_in(node) if node.name in first.stage_of else ():
-            found.setdefault(path, set()).add(first.stage_of[node.name])
-    return found
+            stages_in.setdefault(path, set()).add(first.stage_of[node.name])
+    return stages_in
 
 
-def _held(first: Program) -> dict[int, set[int]]:
+def _owners(first: Program) -> dict[int, set[int]]:
     """Returns id of a parameter or buffer → the stages that use it."""
-    found: dict[int, set[int]] = {}
+    owners: dict[int, set[int]] = {}
     for node, stages in _stages_of(first).items():
         for tensor in _tensors(first, node) if stages else ():
-            found.setdefault(tensor, set()).update(stages)
-    return found
+            owners.setdefault(tensor, set()).update(stages)
+    return owners
 
 
-def _earliest(program: Program, held: dict[int, set[int]]) -> dict[Node, int]:
+def _earliest(program: Program, owners: dict[int, set[int]]) -> dict[Node, int]:
     """Returns copied node → the first stage that holds all parameters and buffers that the node depends on."""
-    found: dict[Node, int] = {}
+    start: dict[Node, int] = {}
     for node in program.nodes:
         if node.name in program.copied:
-            own = [min(held[tensor]) for tensor in _tensors(program, node) if tensor in held]
-            found[node] = max([*own, *(found.get(made_by(operand), 0) for operand in node.all_input_nodes)], default=0)
-    return found
+            own = [min(owners[tensor]) for tensor in _tensors(program, node) if tensor in owners]
+            start[node] = max([*own, *(start.get(made_by(operand), 0) for operand in node.all_input_nodes)], default=0)
+    return start
 
 
 def _opened(first: Program) -> dict[Hashable, int]:
     """Returns boundary → the first stage behind it."""
-    markers, found = _markers(first), dict[Hashable, int]()
+    markers, opened = _markers(first), dict[Hashable, int]()
     for node in [node for node in first.nodes if node.name in first.stage_of]:
         stage = first.stage_of[node.name]
         for marker in map(markers.__getitem__, _crossed(node)):
-            found[marker] = min(stage, found.get(marker, stage))
-    return found
+            opened[marker] = min(stage, opened.get(marker, stage))
+    return opened
 
 
 def _markers(program: Program) -> dict[Node, Hashable]:
     """Returns boundary → its key: its name, and the number of earlier boundaries with this name."""
     seen: Counter[object] = Counter()
-    found: dict[Node, Hashable] = {}
+    keys: dict[Node, Hashable] = {}
     for node in filter(is_boundary, program.nodes):
-        found[node] = node.args[1], seen[node.args[1]]
+        keys[node] = node.args[1], seen[node.args[1]]
         seen[node.args[1]] += 1
-    return found
+    return keys
 
 
 def _crossed(node: Node) -> list[Node]:
@@ -114,14 +114,14 @@ def _counterparts(first: Program, program: Program) -> dict[Node, int]:
     before: dict[tuple[str, ...], list[Node]] = {}
     now: dict[tuple[str, ...], list[Node]] = {}
     placed = [node for node in first.nodes if node.name in first.stage_of]
-    for found, every in ((before, placed), (now, program.nodes)):
+    for by_key, every in ((before, placed), (now, program.nodes)):
         for node in every:
-            found.setdefault((*called_in(node)[-1:], str(node.target)), []).append(node)
+            by_key.setdefault((*called_in(node)[-1:], str(node.target)), []).append(node)
     return {
         node: first.stage_of[other.name]
-        for place, here in now.items()
-        if len(here) == len(before.get(place, ()))
-        for node, other in zip(here, before[place], strict=True)
+        for key, here in now.items()
+        if len(here) == len(before.get(key, ()))
+        for node, other in zip(here, before[key], strict=True)
     }
 
 
@@ -130,7 +130,7 @@ def _tensors(program: Program, node: Node) -> set[int]:
     return set(map(id, used_tensors(program, node).values()))
 
 
-def _read_where_held(program: Program, held: dict[int, set[int]]) -> Program:
+def _read_on_holders(program: Program, owners: dict[int, set[int]]) -> Program:
     """Makes a holding stage read and send a parameter or buffer that a stage without it uses, since the ranks of other
     stages have released it.
 
@@ -140,17 +140,17 @@ def _read_where_held(program: Program, held: dict[int, set[int]]) -> Program:
     graph = program.graph
     stage_of, copied = dict(program.stage_of), set(program.copied)
     for node in [node for node in graph.nodes if node.op == "get_attr" and node.target not in program.constants]:
-        holders = held.get(id(program.attribute(node)), set())
+        holders = owners.get(id(program.attribute(node)), set())
         stages = _stages_of(program)[node] if holders else set()
         if stages <= holders or min(holders) > min(stages):
             continue
         # Copied nodes that depend on it move along, so that a single value is sent.
-        source, made = min(holders), {node}
+        source, moved = min(holders), {node}
         for each in graph.nodes:
-            if each.name in copied and made.intersection(map(made_by, each.all_input_nodes)):
-                made.add(each)
+            if each.name in copied and moved.intersection(map(made_by, each.all_input_nodes)):
+                moved.add(each)
                 stage_of[each.name] = source
-        copied -= {each.name for each in made}
+        copied -= {each.name for each in moved}
         with graph.inserting_after(node):
             sent = graph.call_function(torch.ops.aten.alias.default, (node,))
         stage_of[sent.name] = source
@@ -163,12 +163,12 @@ def _read_where_held(program: Program, held: dict[int, set[int]]) -> Program:
 
 def _stages_of(program: Program) -> dict[Node, set[int]]:
     """Returns node → the stages that compute or read it; for a copied node, the stages of all its users."""
-    found: dict[Node, set[int]] = {}
+    stages: dict[Node, set[int]] = {}
     for node in reversed(program.nodes):
         if node.op == "output":
-            found[node] = set() if program.output_stage is None else {program.output_stage}
+            stages[node] = set() if program.output_stage is None else {program.output_stage}
         elif node.name in program.stage_of:
-            found[node] = {program.stage_of[node.name]}
+            stages[node] = {program.stage_of[node.name]}
         else:
-            found[node] = set().union(*(found[user] for user in node.users))
-    return found
+            stages[node] = set().union(*(stages[user] for user in node.users))
+    return stages

@@ -44,14 +44,14 @@ def gather(program: Program) -> Program:
     """Fills ``Program.gathered``; PartitionError if a value cannot enter such a stage."""
     if not any(is_boundary(node) and gather_of(node) for node in program.nodes):
         return program
-    found: dict[int, Gathered] = {}
+    gathered: dict[int, Gathered] = {}
     for stage, readers in sorted(readers_of(program).items()):
         arriving = list(entering(program, stage, readers))
         # The Gathers of boundaries behind copied values, such as masks, which the stage computes itself.
         operands = [o for node in readers for o in node.all_input_nodes if made_by(o).name in program.copied]
         of_copies = [said for said, _ in map(crossed, operands) if said is not None]
         said = [arrival.gather for arrival in arriving if arrival.gather is not None] + of_copies
-        sources = [found.get(program.stage_of.get(arrival.value.name, -1)) for arrival in arriving]
+        sources = [gathered.get(program.stage_of.get(arrival.value.name, -1)) for arrival in arriving]
         groups = {gathering.group for gathering in [*said, *sources] if gathering is not None}
         if not groups:
             continue
@@ -64,8 +64,8 @@ def gather(program: Program) -> Program:
                 modes.add(arrival.gather.mode)
             elif source is not None:
                 modes |= source.modes
-        found[stage] = Gathered(groups.pop(), frozenset(modes))
-        program = program.replace(gathered=dict(found))
+        gathered[stage] = Gathered(groups.pop(), frozenset(modes))
+        program = program.replace(gathered=dict(gathered))
         for arrival in arriving:
             _check(program, stage, arrival, bool(said))
         for node in readers:
@@ -83,12 +83,12 @@ def gather(program: Program) -> Program:
 
 def readers_of(program: Program) -> dict[int, list[Node]]:
     """Returns stage → its own nodes in program order; the output node belongs to the stage that has the result."""
-    found: dict[int, list[Node]] = {}
+    readers: dict[int, list[Node]] = {}
     for node in program.nodes:
         stage = program.output_stage if node.op == "output" else program.stage_of.get(node.name)
         if stage is not None:
-            found.setdefault(stage, []).append(node)
-    return found
+            readers.setdefault(stage, []).append(node)
+    return readers
 
 
 def entering(program: Program, stage: int, readers: Sequence[Node]) -> Iterator[Entering]:
@@ -110,7 +110,7 @@ def entering(program: Program, stage: int, readers: Sequence[Node]) -> Iterator[
                 yield Entering(value, reader, *crossed(operand))
 
 
-def way(program: Program, stage: int, arrival: Entering) -> Mode | None:
+def gather_mode(program: Program, stage: int, arrival: Entering) -> Mode | None:
     """Returns the mode in which a value is gathered when it enters a stage; None if it is not gathered."""
     if stage not in program.gathered:
         return None
@@ -124,14 +124,14 @@ def way(program: Program, stage: int, arrival: Entering) -> Mode | None:
 
 def crossed(operand: Node) -> tuple[Gather | None, Node | None]:
     """Returns the last ``Gather`` of the boundaries in front of a reader, and the last of these boundaries."""
-    found: Gather | None = None
+    last_gather: Gather | None = None
     last: Node | None = None
     while is_boundary_value(operand):
         marker = operand.all_input_nodes[0]
         # The walk goes backwards, so the first marker that it meets is the last in front of the reader.
-        last, found = last or marker, found or gather_of(marker)
+        last, last_gather = last or marker, last_gather or gather_of(marker)
         operand = before_boundary(operand)
-    return found, last
+    return last_gather, last
 
 
 def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> None:

@@ -27,12 +27,12 @@ def name_stages(program: Program) -> Program:
         opened.get(stage) or _greatest_submodule(program, members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
     ]
-    found: list[str] = []
+    unique: list[str] = []
     for name in names:
         numbered = (f"{name}_{count}" for count in itertools.count(2))
-        free = (choice for choice in numbered if choice not in found and choice not in names)
-        found.append(next(free) if name in found else name)
-    return program.replace(stage_names=tuple(found))
+        free = (choice for choice in numbered if choice not in unique and choice not in names)
+        unique.append(next(free) if name in unique else name)
+    return program.replace(stage_names=tuple(unique))
 
 
 def _opened(program: Program) -> dict[int, str]:
@@ -53,14 +53,14 @@ def _opened(program: Program) -> dict[int, str]:
             users = {program.stage_of[user.name] for user in node.users if user.name in program.stage_of}
             for stage in users - {program.stage_of.get(value.name, -1)}:
                 crossed.setdefault(stage, []).append(path)
-    found: dict[int, str] = {}
+    name_of: dict[int, str] = {}
     for stage, paths in crossed.items():
         # A boundary before another boundary of this stage opened an earlier stage.
         earlier = set().union(*(before[path[0]] for path in paths))
         openers = {boundary for path in paths if path[0] not in earlier for boundary in path}
         names = [boundary.args[1] for boundary in sorted(openers)]
-        found[stage] = next((name for name in names if isinstance(name, str)), "")
-    return found
+        name_of[stage] = next((name for name in names if isinstance(name, str)), "")
+    return name_of
 
 
 def _greatest_submodule(program: Program, members: list[Node], stages_in: dict[str, set[int]]) -> str | None:
@@ -68,7 +68,7 @@ def _greatest_submodule(program: Program, members: list[Node], stages_in: dict[s
 
     A submodule that also runs in another stage does not distinguish this stage.
     """
-    held: dict[str, dict[int, int]] = {}  # submodule → id of a parameter → its number of elements
+    sizes_by_path: dict[str, dict[int, int]] = {}  # submodule → id of a parameter → its number of elements
     for node in members:
         path = next((path for path in called_in(node) if len(stages_in[path]) == 1), None)
         if path is None:
@@ -77,5 +77,5 @@ def _greatest_submodule(program: Program, members: list[Node], stages_in: dict[s
         if node.op == "call_module":
             values += program.attribute(node).parameters()
         sizes = {id(value): value.numel() for value in values if isinstance(value, nn.Parameter)}
-        held.setdefault(path, {}).update(sizes)
-    return max(held, key=lambda path: sum(held[path].values()), default=None)
+        sizes_by_path.setdefault(path, {}).update(sizes)
+    return max(sizes_by_path, key=lambda path: sum(sizes_by_path[path].values()), default=None)

@@ -36,7 +36,7 @@ from fxpipe.graph.program import (
     where,
 )
 from fxpipe.graph.topological import topological_order
-from fxpipe.passes.alias_groups import held, holders_of_written
+from fxpipe.passes.alias_groups import holders_of_written, tensor_ids
 from fxpipe.passes.effects import is_number, named_arguments, nodes_in, writes_apart, written
 from fxpipe.passes.follow import follow
 from fxpipe.passes.union import Union
@@ -62,7 +62,7 @@ def partition(program: Program) -> Program:
         flow.join_readers_of_written(program)
         flow.join_cycles()
         after = flow.after(flow.units)
-        order = topological_order({unit: place for place, unit in enumerate(after)}, after)
+        order = topological_order({unit: index for index, unit in enumerate(after)}, after)
         return follow(
             program, program.first, flow.units, {unit: after[unit] for unit in sorted(after, key=order.__getitem__)}
         )
@@ -98,7 +98,7 @@ def partition(program: Program) -> Program:
             raise _cycle(program, waiting)
         separated.update(waiting)
     # 4: topological order; among ties, the piece that begins first in the program comes first
-    order = topological_order({piece: place for place, piece in enumerate(after)}, after)
+    order = topological_order({piece: index for index, piece in enumerate(after)}, after)
     program = program.replace(stage_of={node.name: order[pieces.find(node)] for node in flow.nodes})
     _check_writes(program, flow.edges)
     return program
@@ -216,11 +216,11 @@ class _Flow:
 
     def after(self, groups: Union[Node]) -> dict[Node, set[Node]]:
         """Returns group, in the order of the groups' first nodes → the other groups that use its values."""
-        found: dict[Node, set[Node]] = {groups.find(node): set() for node in self.nodes}
+        users: dict[Node, set[Node]] = {groups.find(node): set() for node in self.nodes}
         for edge in self.edges:
             if not groups.same(edge.source, edge.target):
-                found[groups.find(edge.source)].add(groups.find(edge.target))
-        return found
+                users[groups.find(edge.source)].add(groups.find(edge.target))
+        return users
 
     def downstream(self) -> dict[Node, int]:
         """Returns unit → the bits of the boundaries that the unit is before."""
@@ -233,26 +233,26 @@ class _Flow:
     def _spread(self, arrows: list[tuple[Node, Node]]) -> dict[Node, int]:
         """Returns unit → the bits of the boundaries from which arrows lead to the unit."""
         unit = {node: self.units.find(node) for node in self.nodes}
-        found = dict.fromkeys(unit.values(), 0)
+        bits = dict.fromkeys(unit.values(), 0)
         # A bit per boundary: the union of two sets is a single "or", for any number of boundaries.
-        found |= {marker: 1 << place for place, marker in enumerate(self._markers)}
+        bits |= {marker: 1 << bit for bit, marker in enumerate(self._markers)}
         changed = True
         while changed:  # a single iteration suffices unless a unit spans much of the program
             changed = False
             for start, end in ((unit.get(start, start), unit.get(end, end)) for start, end in arrows):
-                now = found[end] | found[start]
-                changed, found[end] = changed or now != found[end], now
-        return found
+                now = bits[end] | bits[start]
+                changed, bits[end] = changed or now != bits[end], now
+        return bits
 
 
 def _checks(nodes: list[Node]) -> set[Node]:
     """Returns the assertions, and the nodes that only assertions use."""
-    found: set[Node] = set()
+    checks: set[Node] = set()
     # Backwards: all users of a node are known before it.
     for node in reversed(nodes):
-        if is_assertion(node) or (node.users and found.issuperset(node.users)):
-            found.add(node)
-    return found
+        if is_assertion(node) or (node.users and checks.issuperset(node.users)):
+            checks.add(node)
+    return checks
 
 
 def _check_writes(program: Program, edges: list[_FlowEdge]) -> None:
@@ -294,14 +294,14 @@ def reads_of_written_inputs(program: Program) -> Iterator[tuple[Node, Node, Node
 
 def _writes(program: Program) -> dict[str, list[Node]]:
     """Returns node name → the writes, in program order, to the memory of the node."""
-    found: dict[str, list[Node]] = {}
+    writes_of: dict[str, list[Node]] = {}
     for group in program.written:
         writes: list[Node] = []
-        found |= dict.fromkeys(group, writes)
+        writes_of |= dict.fromkeys(group, writes)
     for node in program.nodes:
-        if node.name in found and written(program, node):
-            found[node.name].append(node)
-    return found
+        if node.name in writes_of and written(program, node):
+            writes_of[node.name].append(node)
+    return writes_of
 
 
 def components(after: dict[T, set[T]]) -> list[list[T]]:
@@ -318,7 +318,7 @@ def components(after: dict[T, set[T]]) -> list[list[T]]:
 def _walks(after: Mapping[T, Iterable[T]], starts: Iterable[T]) -> list[list[T]]:
     """Returns the nodes that each start's walk reaches first, in the order in which a depth-first walk leaves them."""
     seen: set[T] = set()
-    found = []
+    walks = []
     for start in starts:
         if start in seen:
             continue
@@ -334,8 +334,8 @@ def _walks(after: Mapping[T, Iterable[T]], starts: Iterable[T]) -> list[list[T]]
             else:
                 seen.add(target)
                 path.append((target, iter(after[target])))
-        found.append(walk)
-    return found
+        walks.append(walk)
+    return walks
 
 
 def _cycle(program: Program, waiting: list[Node]) -> PartitionError:
@@ -374,22 +374,22 @@ def hosts_of_lone_writes(program: Program, units: Union[Node]) -> list[tuple[Nod
         elif node.name in written:
             host = next((following[path] for path in reversed(paths) if path in following), None)
             hosts[units.find(node)] = node, host
-    found = ((node, host or last) for node, host in hosts.values())
-    return [(node, host) for node, host in found if host is not None]
+    pairs = ((node, host or last) for node, host in hosts.values())
+    return [(node, host) for node, host in pairs if host is not None]
 
 
 def _connected(program: Program, units: Union[Node]) -> set[Node]:
     """Returns the units with an edge to or from another unit, or to the output."""
-    found: set[Node] = set()
+    connected: set[Node] = set()
     for node in program.nodes:
         for source in map(made_by, node.all_input_nodes):
             if source not in units:
                 continue
             if node.op == "output":
-                found.add(units.find(source))
+                connected.add(units.find(source))
             elif node in units and not units.same(source, node):
-                found |= {units.find(source), units.find(node)}
-    return found
+                connected |= {units.find(source), units.find(node)}
+    return connected
 
 
 # --- Inner gradients: nodes that forward itself differentiates (forces, gradient penalties) must be in one stage ---
@@ -398,7 +398,7 @@ def _connected(program: Program, units: Union[Node]) -> set[Node]:
 def inner_gradients(program: Program) -> list[list[Node]]:
     """Returns, for each ``torch.autograd.grad`` in forward, the nodes that the gradient passes, and the call;
     TraceError if a boundary is among these nodes."""
-    found = []
+    gradients = []
     for node in program.nodes:
         if node.target is not torch.autograd.grad:
             continue
@@ -410,8 +410,8 @@ def inner_gradients(program: Program) -> list[list[Node]]:
                 " and autograd knows only what its own stage has computed; move the boundary behind the gradient, "
                 "or in front of what it is taken by (requires_grad_ and all that follows)"
             )
-        found.append([*between, node])
-    return found
+        gradients.append([*between, node])
+    return gradients
 
 
 def _between(program: Program, call: Node) -> list[Node]:
@@ -419,18 +419,18 @@ def _between(program: Program, call: Node) -> list[Node]:
 
     A write is between them if its target is. A parameter among the inputs also starts at the modules that hold it.
     """
-    given = named_arguments(call)
-    sources = set(nodes_in(given["inputs"]))
+    arguments = named_arguments(call)
+    sources = set(nodes_in(arguments["inputs"]))
     # The gradient with respect to a parameter also starts at every module that holds the parameter.
-    tensors = {tensor for source in sources for tensor in held(program, source)}
-    entries = {n for n in program.nodes if n.op == "call_module" and held(program, n) & tensors}
+    tensors = {tensor for source in sources for tensor in tensor_ids(program, source)}
+    entries = {n for n in program.nodes if n.op == "call_module" and tensor_ids(program, n) & tensors}
     before = [node for node in program.nodes if node < call]
     # Forwards from the gradient's inputs, then backwards from its outputs: nodes in both sets are between them.
     reached = sources | entries
     for node in before:
         if any(operand in reached for operand in node.all_input_nodes):
             reached |= {node, *written(program, node)}
-    wanted = set(nodes_in(given["outputs"]))
+    wanted = set(nodes_in(arguments["outputs"]))
     for node in reversed(before):
         if node in wanted or any(target in wanted for target in written(program, node)):
             wanted |= {node, *node.all_input_nodes}

@@ -30,7 +30,7 @@ from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, own_tensors
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written, shared_memory
 from fxpipe.passes.counting import counting
 from fxpipe.passes.effects import SIZE, aliased, is_number, is_random
-from fxpipe.passes.gather import crossed, entering, readers_of, way
+from fxpipe.passes.gather import crossed, entering, gather_mode, readers_of
 from fxpipe.stage.modes import Modes, enter_modes, leave_modes
 from fxpipe.stage.opaque_call import OpaqueCall, opaque_calls
 from fxpipe.stage.stage_calls import check_shapes
@@ -70,8 +70,8 @@ def split(program: Program) -> StageGraph:
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     written = names_of_written(program)
     last = stages[whole.output_stage]
-    given = None if last.gathered else [name for name in last.inputs if isinstance(name, str)]
-    counts = counting(program, given)
+    batch_inputs = None if last.gathered else [name for name in last.inputs if isinstance(name, str)]
+    counts = counting(program, batch_inputs)
     graph = StageGraph(
         tuple(stages),
         program.inputs,
@@ -109,7 +109,7 @@ class _WholeProgram:
     def __init__(self, program: Program) -> None:
         self.program, self.output = program, program.graph.output_node()
         self.nodes = list(program.nodes)
-        self.position = {node: place for place, node in enumerate(self.nodes)}
+        self.position = {node: position for position, node in enumerate(self.nodes)}
         if program.output_stage is None:
             raise PartitionError("the model's output depends on inputs alone, or on parameters alone")
         self.output_stage = program.output_stage
@@ -123,16 +123,16 @@ class _WholeProgram:
         # changed by then, so the forward copies the buffer's value where another stage or a backward needs it.
         holders = [node for nodes in holders_of_written(program) for node in nodes]
         self.may_write = frozenset().union({node.name for node in holders}, *program.written)
-        self.kept = self._sharing([node for node in holders if node.op == "get_attr"])
+        self.views_of_written = self._sharing([node for node in holders if node.op == "get_attr"])
         # Keep program order throughout: autograd sums the gradients of a value in this order.
         self.readers = defaultdict(list, readers_of(program))
         self.uses: dict[Node, list[tuple[int, int]]] = {}
         """Value of a stage → its uses, in program order: (position of the user node, the user's stage)."""
-        for place, node in enumerate(self.nodes):
+        for position, node in enumerate(self.nodes):
             stage = self.output_stage if node is self.output else self.stage_of(node)
             for value in dict.fromkeys(map(made_by, node.all_input_nodes)):
                 if stage is not None and self.stage_of(value) is not None:
-                    self.uses.setdefault(value, []).append((place, stage))
+                    self.uses.setdefault(value, []).append((position, stage))
         self.arriving: dict[int, list[Node]] = {}
         """Stage → the values of other stages that it uses, ordered by their first use in the program."""
         for value in self.uses:
@@ -154,7 +154,7 @@ class _WholeProgram:
     def edges_from(self, value: Node) -> dict[int, int]:
         """Returns consuming stage → position of its last use, for a value's uses outside of its own stage."""
         # A later use in the same stage replaces the earlier use.
-        last = {stage: place for place, stage in self.uses.get(value, ()) if stage != self.stage_of(value)}
+        last = {stage: position for position, stage in self.uses.get(value, ()) if stage != self.stage_of(value)}
         return dict(sorted(last.items()))
 
 
@@ -218,7 +218,7 @@ class _Builder:
 
     def _finds_size(self, node: Node, arriving: Mapping[tuple[str, ...], tuple[Node, int]]) -> bool:
         """Whether this stage gets a size of an input without the input itself."""
-        size = None if self._stage in self._program.gathered else SizeOf.asked(node)  # a group has its own rows
+        size = None if self._stage in self._program.gathered else SizeOf.queried_by(node)  # a group has its own rows
         if node.meta.get("sizes") in arriving:
             self._asked[node] = arriving[node.meta["sizes"]]
         elif size is not None:
@@ -227,15 +227,15 @@ class _Builder:
 
     def _arriving_sizes(self) -> dict[tuple[str, ...], tuple[Node, int]]:
         """Returns symbolic size → (arriving value with this size, its dimension), so that the size needs no input."""
-        found: dict[tuple[str, ...], tuple[Node, int]] = {}
+        sizes: dict[tuple[str, ...], tuple[Node, int]] = {}
         gathered = self._program.gathered.get(self._stage)
         if gathered is not None and len(gathered.modes) > 1:  # arriving values have different rows in each mode
-            return found
+            return sizes
         for value in self._whole.arriving.get(self._stage, ()):
             for dim, size in enumerate(() if is_number(value) else value.meta.get("sizes", ())):
                 if size:
-                    found.setdefault((size,), (value, dim))
-        return found
+                    sizes.setdefault((size,), (value, dim))
+        return sizes
 
     def _add_inputs(self) -> None:
         """Adds placeholders: batch inputs in call order, then arriving values by stage and program order; a value that
@@ -245,7 +245,7 @@ class _Builder:
         for arrival in entering(self._program, self._stage, self._whole.readers[self._stage]):
             if arrival.reader.op != "output" and arrival.reader not in self._members:
                 continue  # only a size needs this value, and the stage gets the size otherwise
-            mode = way(self._program, self._stage, arrival)
+            mode = gather_mode(self._program, self._stage, arrival)
             ways.setdefault(arrival.value, set()).add(mode)
             way_of[arrival.reader, arrival.value, arrival.gather] = mode
         self._way_of = {key: mode for key, mode in way_of.items() if len(ways[key[1]]) > 1}
@@ -266,14 +266,14 @@ class _Builder:
 
     def _add_sizes(self) -> None:
         """Adds a placeholder for each size of an input, after the others, and size queries of arriving values."""
-        made: dict[SizeOf, Node] = {}
+        placeholders: dict[SizeOf, Node] = {}
         for number, size in self._numbers.items():
-            if size not in made:
+            if size not in placeholders:
                 self.inputs.append(size)
                 self.ways.append(None)
-                made[size] = self._graph.placeholder(number.name)
-                made[size].meta["is_number"] = True
-            self._built[number] = made[size]
+                placeholders[size] = self._graph.placeholder(number.name)
+                placeholders[size].meta["is_number"] = True
+            self._built[number] = placeholders[size]
         for number, (value, dim) in self._asked.items():
             self._built[number] = self._graph.call_function(SIZE, (self._built[value], dim))
 
@@ -289,22 +289,22 @@ class _Builder:
 
     def _handoffs(self) -> dict[Node, list[Edge]]:
         """Returns node → edges to hand off after it: a value with several uses gets a handoff node per consumer."""
-        found: dict[Node, list[Edge]] = {}
+        edges_after: dict[Node, list[Edge]] = {}
         for node in self._whole.readers[self._stage]:
-            for target, place in self._whole.edges_from(node).items():
+            for target, position in self._whole.edges_from(node).items():
                 edge = Edge(self._stage, target, node.name)
                 self._sent[edge] = node
                 # Autograd sums the gradients of a value in the order of its uses. A use in another stage gets its own
                 # node at the place of the use, so that the sum has the bits of the whole program.
                 if len(self._whole.uses[node]) > 1:
-                    found.setdefault(self._whole.nodes[place], []).append(edge)
-        return found
+                    edges_after.setdefault(self._whole.nodes[position], []).append(edge)
+        return edges_after
 
     def _add(self, node: Node) -> None:
         """Adds a node of this stage, in its modes; checks the result shapes of a call that was captured as a whole."""
         program = self._program
         self._change_modes(node)
-        made = self._graph.node_copy(node, partial(self._read, node))
+        copied = self._graph.node_copy(node, partial(self._read, node))
         effects = program.effects.get(node.name)
         if effects is not None and "shapes" in node.meta:
             part, name, shapes = program.opaque.get(str(node.target)), "", node.meta["shapes"]
@@ -312,8 +312,8 @@ class _Builder:
                 name = part.name
                 shapes = [shape if used else None for shape, used in zip(shapes, part.uses, strict=True)]
             facts = (shapes, str(node.target), effects.is_rehearsed, name)
-            self._graph.call_function(check_shapes, (made, *facts))
-        self._built[node] = self._private(node, made)
+            self._graph.call_function(check_shapes, (copied, *facts))
+        self._built[node] = self._private(node, copied)
         # A write makes every private copy from before it stale.
         if node.name in self._whole.may_write:
             self._as_now.clear()
@@ -335,20 +335,20 @@ class _Builder:
 
     def _hand_off(self, edge: Edge) -> None:
         name = f"{edge.value}_to_{self._program.stage_names[edge.target]}".replace(".", "_")
-        given = (self._now(self._sent[edge]),)
-        self._handed_off[edge] = self._graph.create_node("call_function", handoff, given, name=name)
+        values = (self._now(self._sent[edge]),)
+        self._handed_off[edge] = self._graph.create_node("call_function", handoff, values, name=name)
 
     def _read(self, reader: Node, operand: Node) -> Node:
         value = made_by(operand)
         key = reader, value, crossed(operand)[0]
         if key in self._way_of:
             return self._arrived[value, self._way_of[key]]
-        kept = value.name in self._whole.kept and not is_number(reader)
-        return self._now(value) if kept and operand not in aliased(self._program, reader) else self._built[value]
+        is_view = value.name in self._whole.views_of_written and not is_number(reader)
+        return self._now(value) if is_view and operand not in aliased(self._program, reader) else self._built[value]
 
     def _now(self, value: Node) -> Node:
         """Returns a copy of ``value`` at this place, for a backward or another stage, if it shares a written buffer."""
-        if value.name not in self._whole.kept:
+        if value.name not in self._whole.views_of_written:
             return self._built[value]
         if value not in self._as_now:
             self._as_now[value] = self._graph.call_function(private, (self._built[value],))
@@ -364,10 +364,10 @@ class _Builder:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers that this stage uses, by the model's names."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for node in self._in_order(self._members):
-            found |= own_tensors(self._program, node)
-        return found
+            tensors |= own_tensors(self._program, node)
+        return tensors
 
     def graph_module(self) -> fx.GraphModule:
         """Returns the stage's code."""
@@ -401,11 +401,11 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     opaque = {node: opaque_calls(program.opaque.get(str(node.target))) for node in program.nodes}
     regions = [node for node, calls in opaque.items() if any(call.varies for call in calls)]
     own = {program.stage_of[node.name] for node in regions}
-    found, behind, unsure = set(own), set(own), set(own)
+    varying, behind, unsure = set(own), set(own), set(own)
     # Before a region, backwards along the edges: only the step shows whether a gradient comes back.
     for stage in reversed(stages):
-        if any(edge.target in found for edge in stage.outputs):
-            found.add(stage.index)
+        if any(edge.target in varying for edge in stage.outputs):
+            varying.add(stage.index)
     # Behind a region: sizes that the region returns change from step to step.
     symbols = {name for node in regions for out in node.users for name in _symbols(out)}
     sizes = {node.name: _symbols(node) for node in program.nodes}
@@ -413,14 +413,14 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
         if any(isinstance(entry, Edge) and entry.source in behind for entry in stage.inputs):
             behind.add(stage.index)
             if program.tracer == "symbolic" or any(sizes[edge.value] & symbols for edge in stage.outputs):
-                found.add(stage.index)
+                varying.add(stage.index)
     # A stage that trains nothing passes on whether its input needs a gradient.
     for stage in stages:
-        given = any(isinstance(entry, Edge) and entry.source in unsure for entry in stage.inputs)
-        if given and not any(parameter.requires_grad for parameter in stage.parameters.values()):
+        takes_unsure = any(isinstance(entry, Edge) and entry.source in unsure for entry in stage.inputs)
+        if takes_unsure and not any(parameter.requires_grad for parameter in stage.parameters.values()):
             unsure.add(stage.index)
-    found |= unsure
-    return [replace(stage, varies=stage.index in found) for stage in stages]
+    varying |= unsure
+    return [replace(stage, varies=stage.index in varying) for stage in stages]
 
 
 def _symbols(node: Node) -> set[str]:

@@ -36,7 +36,7 @@ class Union(Generic[T]):
 
     def groups(self) -> list[list[T]]:
         """Returns all groups, in the order of their first items."""
-        found: dict[T, list[T]] = {}
+        groups: dict[T, list[T]] = {}
         for item in self._parent:
-            found.setdefault(self.find(item), []).append(item)
-        return list(found.values())
+            groups.setdefault(self.find(item), []).append(item)
+        return list(groups.values())

@@ -34,7 +34,7 @@ class Batch:
 
     @staticmethod
     def of(
-        given: Sequence[Description],
+        descriptions: Sequence[Description],
         counts: Sequence[Counts],
         batch_dim: BatchDim,
         microbatches: int | None,
@@ -42,16 +42,16 @@ class Batch:
     ) -> Batch:
         """A call's batch. RunError if its inputs contradict each other, or have too few rows.
 
-        ``microbatches``: the number of micro-batches; None if ``given`` are micro-batches. ``may_be_fewer``: a batch
-        with fewer rows is split into single rows.
+        ``microbatches``: the number of micro-batches; None if ``descriptions`` are micro-batches. ``may_be_fewer``: a
+        batch with fewer rows is split into single rows.
         """
-        rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(given, counts, strict=True)]
+        rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(descriptions, counts, strict=True)]
         if microbatches is None:
             sizes = tuple(1 if count is None else count for count in rows)
         else:
             sizes = split_rows(rows[0], min(microbatches, rows[0] or microbatches) if may_be_fewer else microbatches)
         total = sum(sizes) if any(count is not None for count in rows) else None
-        return Batch(tuple(given), microbatches is not None, batch_dim, counts[0], total, sizes)
+        return Batch(tuple(descriptions), microbatches is not None, batch_dim, counts[0], total, sizes)
 
     @cached_property
     def part_sizes(self) -> PartSizes:
@@ -71,20 +71,20 @@ class Batch:
                 sizes[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
         return sizes
 
-    def split(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def split(self, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Splits a rank's inputs into micro-batches."""
         if not self.is_whole:
-            return [dict(part) for part in given]
-        rules = {name: rule_of(self.batch_dim, name, value) for name, value in given[0].items()}
-        columns = {name: rule.split(given[0][name], self.part_sizes) for name, rule in rules.items()}
+            return [dict(part) for part in inputs]
+        rules = {name: rule_of(self.batch_dim, name, value) for name, value in inputs[0].items()}
+        columns = {name: rule.split(inputs[0][name], self.part_sizes) for name, rule in rules.items()}
         return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]
 
-    def describe_parts(self, given: Sequence[Description] | None = None) -> list[Description]:
-        """The descriptions of the micro-batches. ``given``: a single rank's description, instead of the merged one."""
-        given = self.given if given is None else given
+    def describe_parts(self, descriptions: Sequence[Description] | None = None) -> list[Description]:
+        """The micro-batches' descriptions. ``descriptions``: a single rank's description, instead of the merged one."""
+        descriptions = self.given if descriptions is None else descriptions
         if not self.is_whole:
-            return list(given)
-        return [_with_likes(given[0], part) for part in self.split([example_of(given[0])])]
+            return list(descriptions)
+        return [_with_likes(descriptions[0], part) for part in self.split([example_of(descriptions[0])])]
 
 
 def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Descr
 def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
     """The description with ``likes`` in place of its own inputs."""
     return tuple(
-        (name, described(likes[name], not any(type(leaf) is str for leaf in given.detail[1])))
+        (name, described(likes[name], not any(type(leaf) is str for leaf in entry.detail[1])))
         if name in likes
-        else (name, given)
-        for name, given in description
+        else (name, entry)
+        for name, entry in description
     )

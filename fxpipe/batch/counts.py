@@ -38,21 +38,21 @@ def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_di
     if isinstance(rule.counts, int):
         return None
     if isinstance(rule.counts, str):
-        given, source = _at(values, rule.counts), rule_at(batch_dim, rule.counts)
+        counts, source = _at(values, rule.counts), rule_at(batch_dim, rule.counts)
         if isinstance(source, Offsets):
-            return _lengths(rule.counts, given)
-        if isinstance(given, list | tuple) and not isinstance(source, Packed):
+            return _lengths(rule.counts, counts)
+        if isinstance(counts, list | tuple) and not isinstance(source, Packed):
             raise RunError(
-                f"the counts of {path!r} are in {rule.counts!r}, a {type(given).__name__} of Python's, and each micro-"
+                f"the counts of {path!r} are in {rule.counts!r}, a {type(counts).__name__} of Python's, and each micro-"
                 f"batch would be given all of it; pass a tensor, or write {written(rule.counts, 'fxpipe.Packed(1)')}"
             )
-        return None if given is None else _numbers(path, given)
+        return None if counts is None else _numbers(path, counts)
     # A function of inputs: if this rank lacks a required input, another rank counts.
-    given = {name: values[name] for name in read_by(rule) if values.get(name) is not None}
-    if any(needed and name not in given for name, needed in read_by(rule).items()):
+    inputs = {name: values[name] for name in read_by(rule) if values.get(name) is not None}
+    if any(needed and name not in inputs for name, needed in read_by(rule).items()):
         return None
     try:
-        numbers = rule.counts(**given)
+        numbers = rule.counts(**inputs)
     except Exception as error:
         raise RunError(f"what counts {path!r} failed: {type(error).__name__}: {error}") from error
     return _numbers(path, numbers)
@@ -66,13 +66,13 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _numbers(path: str, given: Any) -> Numbers:
+def _numbers(path: str, counts: Any) -> Numbers:
     """Counts as Python numbers; waits for a GPU. RunError for other values."""
     try:
         # a list becomes a tensor on the CPU, not on torch's default device
-        tensor = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+        tensor = counts.detach() if isinstance(counts, Tensor) else torch.as_tensor(counts, device="cpu")
     except Exception:  # any error means that these are no numbers
-        raise RunError(f"the counts of {path!r} are {shown(given)}; they are a tensor or a list of numbers") from None
+        raise RunError(f"the counts of {path!r} are {shown(counts)}; they are a tensor or a list of numbers") from None
     if tensor.is_meta:
         raise RunError(f"the counts of {path!r} are on the meta device, without numbers; give what they are read from")
     # torch makes an empty list a float32 tensor, which is valid here.

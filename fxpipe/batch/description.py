@@ -168,7 +168,7 @@ def _named(leaf: Any, exact: bool) -> Any:
 
 def example_of(description: Description) -> dict[str, Any]:
     """The inputs that are neither None nor fixed, with a ``TensorLike`` in place of each tensor."""
-    return {name: given.like for name, given in description if given.kind == "input"}
+    return {name: entry.like for name, entry in description if entry.kind == "input"}
 
 
 def for_any_words(description: Description) -> Description:
@@ -178,24 +178,24 @@ def for_any_words(description: Description) -> Description:
         return WORD if leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") else leaf
 
     return tuple(
-        (name, replace(given, detail=(given.detail[0], tuple(map(without, given.detail[1])))))
-        if given.kind == "input"
-        else (name, given)
-        for name, given in description
+        (name, replace(entry, detail=(entry.detail[0], tuple(map(without, entry.detail[1])))))
+        if entry.kind == "input"
+        else (name, entry)
+        for name, entry in description
     )
 
 
 def known_by_type(description: Description) -> Iterator[str]:
     """The names of inputs that have a leaf whose description is only its type."""
-    for name, given in description:
-        if given.kind == "input" and any(type(leaf) is str for leaf in given.detail[1]):
+    for name, entry in description:
+        if entry.kind == "input" and any(type(leaf) is str for leaf in entry.detail[1]):
             yield name
 
 
 def check_objects(description: Description) -> None:
     """TraceError for an object on which forward may branch, and whose value is not known."""
-    for name, given in description:
-        for leaf in given.detail[1] if given.kind == "input" else ():
+    for name, entry in description:
+        for leaf in entry.detail[1] if entry.kind == "input" else ():
             if isinstance(leaf, ObjectLike) and not leaf.is_data:
                 raise TraceError(
                     f"input {name!r} is or holds {leaf}, which is neither a tensor nor plain data, and of which fxpipe "
@@ -209,22 +209,22 @@ def merge(descriptions: Sequence[Description]) -> Description:
     # A rank may pass None for an input that its stages do not read.
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
-        for name, given in description:
-            first, its = merged.get(name, (rank, given))
+        for name, entry in description:
+            first, its = merged.get(name, (rank, entry))
             if its.kind == "none" or name not in merged:
-                merged[name] = rank, given
-            elif given.kind != "none" and _kind(given) != _kind(its):
+                merged[name] = rank, entry
+            elif entry.kind != "none" and _kind(entry) != _kind(its):
                 raise RunError(
                     f"input {name!r} differs between the ranks of a pipe group: rank {first} has "
-                    f"{its.shapes or its.detail}, rank {rank} has {given.shapes or given.detail}; all of "
+                    f"{its.shapes or its.detail}, rank {rank} has {entry.shapes or entry.detail}; all of "
                     "them pass the same batch"
                 )
-    return tuple((name, given) for name, (_, given) in merged.items())
+    return tuple((name, entry) for name, (_, entry) in merged.items())
 
 
-def _kind(given: InputDescription) -> Any:
+def _kind(entry: InputDescription) -> Any:
     """The facts of an input that must be equal on all ranks: all facts except its tensors' devices and strides."""
-    if given.kind != "input":
-        return given
-    container, leaves = given.detail
+    if entry.kind != "input":
+        return entry
+    container, leaves = entry.detail
     return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)

@@ -193,9 +193,9 @@ class GroupInputs:
     def _of_everyone(self, tensor: Tensor, dim: int, everyone: Sequence[int]) -> Tensor:
         padded = _padded(tensor.detach(), dim, max(everyone))
         mine = padded.flatten().view(torch.uint8)
-        given = mine.new_empty(len(everyone) * mine.numel())
-        self._perform("all_gather", given, mine)
-        pieces = given.view(tensor.dtype).view(len(everyone), *padded.shape)
+        output = mine.new_empty(len(everyone) * mine.numel())
+        self._perform("all_gather", output, mine)
+        pieces = output.view(tensor.dtype).view(len(everyone), *padded.shape)
         parts = [piece[:count].movedim(0, dim) for piece, count in zip(pieces, everyone, strict=True)]
         return torch.cat(parts, dim).requires_grad_(tensor.requires_grad)
 
@@ -212,8 +212,8 @@ class GroupInputs:
         self._perform("reduce_scatter", total.view(-1), torch.stack(padded).view(-1))
         return total[:own].movedim(0, dim)
 
-    def _perform(self, operation: str, output: Tensor, given: Tensor) -> None:
-        self._transport.start([Collective(operation, SCOPE, output, given)], "what a stage gathers").wait()
+    def _perform(self, operation: str, output: Tensor, source: Tensor) -> None:
+        self._transport.start([Collective(operation, SCOPE, output, source)], "what a stage gathers").wait()
 
 
 def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:

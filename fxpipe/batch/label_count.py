@@ -69,8 +69,8 @@ class Items:
 
     def described(self, batch: Description) -> Description:
         """The batch's description, with the number of items if it has labels and the user has not given the number."""
-        given = dict(batch)
-        wanted = not self.uncounted and "labels" in given and are_counted(given["labels"].like) and ITEMS not in given
+        named = dict(batch)
+        wanted = not self.uncounted and "labels" in named and are_counted(named["labels"].like) and ITEMS not in named
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

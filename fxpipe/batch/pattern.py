@@ -109,8 +109,8 @@ class Pattern:
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
         return [
-            replace(self, given=(given,), shapes=shape, everyone=()).for_answers(answer)
-            for given, shape, answer in zip(self.given, shapes, answers, strict=True)
+            replace(self, given=(inputs,), shapes=shape, everyone=()).for_answers(answer)
+            for inputs, shape, answer in zip(self.given, shapes, answers, strict=True)
         ]
 
     @property
@@ -147,21 +147,21 @@ def pattern_of(
     """The pattern of these micro-batches. ``wants_loss``: whether evaluation has a loss if it requires no target."""
     # An evaluation may lack a target: then the plan is of the model without the loss.
     target = target_of(loss_fn)
-    has_target = any(name == "target" and given.kind != "none" for name, given in microbatches[0])
+    has_target = any(name == "target" and entry.kind != "none" for name, entry in microbatches[0])
     is_free = target is None or target.default is not target.empty
     with_loss = loss_fn is not None and (training or (is_free and wants_loss) or (target is not None and has_target))
     shapes = tuple(
-        tuple((name, given) for name, given in description if with_loss or target is None or name != "target")
+        tuple((name, entry) for name, entry in description if with_loss or target is None or name != "target")
         for description in microbatches
     )
     each = tuple(
         GivenInputs(
-            tuple(name for name, given in shape if given.kind == "input"),
-            tuple((name, given.detail) for name, given in shape if given.kind != "input"),
+            tuple(name for name, entry in shape if entry.kind == "input"),
+            tuple((name, entry.detail) for name, entry in shape if entry.kind != "input"),
             tuple(
-                (name, given.detail[0], leaves)
-                for name, given in shape
-                if given.kind == "input" and (any(leaves := given.fixed_leaves) or given.has_names)
+                (name, entry.detail[0], leaves)
+                for name, entry in shape
+                if entry.kind == "input" and (any(leaves := entry.fixed_leaves) or entry.has_names)
             ),
         )
         for shape in shapes

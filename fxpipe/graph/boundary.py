@@ -99,14 +99,14 @@ def _record(value: T, name: str | None, mode: Mode | None, group: int | None) ->
     return value
 
 
-def checked_gather(given: str, mode: Any, group: Any) -> Gather | None:
-    """The ``Gather`` of a boundary; TraceError, which begins with the fact ``given``, if an argument is invalid."""
+def checked_gather(fact: str, mode: Any, group: Any) -> Gather | None:
+    """The ``Gather`` of a boundary; TraceError, which begins with ``fact``, if an argument is invalid."""
     if mode is None and group is not None:
-        raise TraceError(f'{given} group={shown(group)} and no gather; write gather="batch" beside it, or "global"')
+        raise TraceError(f'{fact} group={shown(group)} and no gather; write gather="batch" beside it, or "global"')
     if mode is not None and not (isinstance(mode, str) and mode in get_args(Mode)):
-        raise TraceError(f'{given} gather={shown(mode)}; write "batch", or "global" for the rows of all replicas')
+        raise TraceError(f'{fact} gather={shown(mode)}; write "batch", or "global" for the rows of all replicas')
     if group is not None and not (is_whole(group) and group >= 1):
-        raise TraceError(f"{given} group={shown(group)}; write how many micro-batches make a group, 1 or more")
+        raise TraceError(f"{fact} group={shown(group)}; write how many micro-batches make a group, 1 or more")
     return None if mode is None else Gather("global" if mode == "global" else "batch", group)
 
 

@@ -151,14 +151,14 @@ _PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 """The dtypes that every transport supports."""
 
 
-def pack(value: Any, known: Meta | None = None) -> tuple[Meta, list[Tensor]]:
+def pack(value: Any, similar: Meta | None = None) -> tuple[Meta, list[Tensor]]:
     """Returns (description, one flat uint8 tensor per nonempty tensor); a tensor without gaps is not copied.
 
-    ``known``: the description of an earlier, similar value, whose sizes need not be computed again.
+    ``similar``: the description of an earlier, similar value, whose sizes need not be computed again.
     """
     leaves, spec = pytree.tree_flatten(value)
     # an equal earlier description replaces the new one: it has its sizes computed already
-    before = known.leaves if known is not None and len(known.leaves) == len(leaves) else (None,) * len(leaves)
+    before = similar.leaves if similar is not None and len(similar.leaves) == len(leaves) else (None,) * len(leaves)
     metas, buffers = [], []
     for leaf, earlier in zip(leaves, before, strict=True):
         if not isinstance(leaf, Tensor):

@@ -224,17 +224,17 @@ def graph_module(root: Mapping[str, Any], graph: fx.Graph, class_name: str) -> f
 def _names(targets: Iterable[str]) -> dict[str, str]:
     """Returns, for each target, a name that a graph's module can have, and that its generated code can contain."""
     # all paths, of owners too: a new name must differ from all of them
-    known = {tuple(target.split(".")[:end]) for target in targets for end in range(1, target.count(".") + 2)}
-    found: dict[str, str] = {}
+    paths = {tuple(target.split(".")[:end]) for target in targets for end in range(1, target.count(".") + 2)}
+    names: dict[str, str] = {}
     for target in targets:
         parts = target.split(".")
-        for place, part in enumerate(parts):
-            is_taken = keyword.iskeyword(part) or (place == 0 and part in _TAKEN)
-            while is_taken and (part in _TAKEN or (*target.split(".")[:place], part) in known):
+        for depth, part in enumerate(parts):
+            is_taken = keyword.iskeyword(part) or (depth == 0 and part in _TAKEN)
+            while is_taken and (part in _TAKEN or (*target.split(".")[:depth], part) in paths):
                 part += "_"
-            parts[place] = part
-        found[target] = ".".join(parts)
-    return found
+            parts[depth] = part
+        names[target] = ".".join(parts)
+    return names
 
 
 # --- sizes of inputs, which every rank knows, whichever inputs it gets ---
@@ -251,7 +251,7 @@ class SizeOf(str):
     dim: int
 
     @staticmethod
-    def asked(node: Node) -> SizeOf | None:
+    def queried_by(node: Node) -> SizeOf | None:
         """Returns the size that a node queries; None if it is no size of an input."""
         source, dim = node.args
         steps: list[Step] = []
@@ -261,9 +261,9 @@ class SizeOf(str):
         if not isinstance(source, Node) or source.op != "placeholder" or not isinstance(dim, int):
             return None
         words = "".join(f"[{key!r}]" if step is operator.getitem else f".{key}" for step, key in steps)
-        made = SizeOf(f"{source.target}{words}.shape[{dim}]")
-        made.input, made.steps, made.dim = str(source.target), tuple(steps), dim
-        return made
+        size = SizeOf(f"{source.target}{words}.shape[{dim}]")
+        size.input, size.steps, size.dim = str(source.target), tuple(steps), dim
+        return size
 
     def of(self, inputs: Mapping[str, Any]) -> int:
         """Returns the size. ``inputs``: by name, with tensors or their descriptions."""

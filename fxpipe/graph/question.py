@@ -44,13 +44,13 @@ class Question:
     def answer(self, values: Mapping[str, Any]) -> Answer | None:
         """Returns the answer for a micro-batch; None if an input of the question is missing in ``values``, or has
         another size."""
-        given = {name: values.get(name) for name in self.inputs}
-        leaves = {name: pytree.tree_leaves(value) for name, value in given.items()}
+        inputs = {name: values.get(name) for name in self.inputs}
+        leaves = {name: pytree.tree_leaves(value) for name, value in inputs.items()}
         # the graph is valid only for these sizes, as captures are
-        fits = (leaves[name][place].shape[dim] == size for name, place, dim, size in self.sizes)
-        if any(value is None for value in given.values()) or not all(fits):
+        fits = (leaves[name][index].shape[dim] == size for name, index, dim, size in self.sizes)
+        if any(value is None for value in inputs.values()) or not all(fits):
             return None
-        cast = pytree.tree_map_only(Tensor, self._cast, [*given.values()])
+        cast = pytree.tree_map_only(Tensor, self._cast, [*inputs.values()])
         with torch.no_grad(), within(self.autocast):
             value = self.run.forward(*cast)[0]  # a call would print errors for batches of other kinds
         of_kind: dict[Kind, Callable[[Any], Answer]] = {"truth": bool, "number": int, "list": _as_tuples}

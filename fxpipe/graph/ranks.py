@@ -34,8 +34,8 @@ def as_placement(
 ) -> Placement:
     """``wanted`` in tuples, a list of one rank as that rank. Raises ``error`` for no rank or a repeated rank."""
     placement: list[int | tuple[int, ...]] = []
-    for name, place in zip(names or map(str, range(len(wanted))), wanted, strict=True):
-        ranks = tuple(map(int, place)) if isinstance(place, Sequence) else (int(place),)
+    for name, entry in zip(names or map(str, range(len(wanted))), wanted, strict=True):
+        ranks = tuple(map(int, entry)) if isinstance(entry, Sequence) else (int(entry),)
         if len(set(ranks)) != len(ranks) or not ranks:
             fact = "names a rank twice" if ranks else "names no rank"
             raise error(
@@ -45,20 +45,20 @@ def as_placement(
     return tuple(placement)
 
 
-def ranks_of(place: int | tuple[int, ...]) -> tuple[int, ...]:
+def ranks_of(entry: int | tuple[int, ...]) -> tuple[int, ...]:
     """Returns all ranks of a stage, in the order in which they take its micro-batches."""
-    return place if isinstance(place, tuple) else (place,)
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def rank_count(placement: Placement) -> int:
-    return 1 + max((rank for place in placement for rank in ranks_of(place)), default=-1)
+    return 1 + max((rank for entry in placement for rank in ranks_of(entry)), default=-1)
 
 
-def named(place: int | tuple[int, ...]) -> str:
+def named(entry: int | tuple[int, ...]) -> str:
     """Returns a text: "rank 2", "ranks 0, 1"."""
-    return f"rank {place}" if isinstance(place, int) else f"ranks {', '.join(map(str, place))}"
+    return f"rank {entry}" if isinstance(entry, int) else f"ranks {', '.join(map(str, entry))}"
 
 
 def replicated(placement: Placement) -> tuple[int, ...]:
     """Returns the stages that are on several ranks."""
-    return tuple(stage for stage, place in enumerate(placement) if isinstance(place, tuple))
+    return tuple(stage for stage, entry in enumerate(placement) if isinstance(entry, tuple))

@@ -246,8 +246,8 @@ class StageGraph(Tabular):
 
     def with_tensors_of_module(self) -> StageGraph:
         """Returns the graph whose stages hold the tensors that now have their names in the module."""
-        held = all_tensors(self.module)
-        stages = [replace(stage, tensors={name: held[name] for name in stage.tensors}) for stage in self.stages]
+        tensors = all_tensors(self.module)
+        stages = [replace(stage, tensors={name: tensors[name] for name in stage.tensors}) for stage in self.stages]
         return replace(self, stages=tuple(stages))
 
     def __iter__(self) -> Iterator[Stage]:
@@ -262,8 +262,8 @@ class StageGraph(Tabular):
         for stage in self.stages:
             if stage.name == key:
                 return stage
-        known = nearest(key, self.names) if is_text(key) else f"; write a number from 0 to {len(self) - 1}, or a name"
-        raise PartitionError(f"there is no stage {shown(key)}{known}")
+        hint = nearest(key, self.names) if is_text(key) else f"; write a number from 0 to {len(self) - 1}, or a name"
+        raise PartitionError(f"there is no stage {shown(key)}{hint}")
 
     def __str__(self) -> str:
         rows = []
@@ -318,7 +318,7 @@ class StageGraph(Tabular):
         check(PartitionError, _KINDS, stages=stages, edges=edges, inputs=inputs)
         # an edge's value has the name of its source stage: a callable returns one value
         order = _ordered(list(stages), edges)
-        index = {name: place for place, name in enumerate(order)}
+        index = {name: number for number, name in enumerate(order)}
         for name in inputs:
             if name not in index:
                 raise PartitionError(f"inputs= names {name!r}, which is no stage{nearest(name, order)}")
@@ -330,16 +330,16 @@ class StageGraph(Tabular):
             )
         every = [Edge(index[source], index[target], source) for source, target in edges]
         built: list[Stage] = []
-        for place, name in enumerate(order):
+        for number, name in enumerate(order):
             call, batch_inputs = stages[name], inputs.get(name, ())
-            leaving = tuple(edge for edge in every if edge.source == place)
+            leaving = tuple(edge for edge in every if edge.source == number)
             built.append(
                 Stage(
-                    index=place,
+                    index=number,
                     name=name,
                     module=call,
                     function=_fan_out(call, len(leaving), name, len(batch_inputs)),
-                    inputs=(*batch_inputs, *(edge for edge in every if edge.target == place)),
+                    inputs=(*batch_inputs, *(edge for edge in every if edge.target == number)),
                     outputs=leaving,
                     returns_result=name == sinks[0],
                     tensors=all_tensors(call, name) if isinstance(call, nn.Module) else {},
@@ -421,15 +421,15 @@ def first_names(module: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(all_tensors(module).items())}
 
 
-def _fan_out(call: Callable[..., Any], uses: int, name: str, given: int) -> Callable[..., tuple[Any, ...]]:
+def _fan_out(call: Callable[..., Any], uses: int, name: str, input_count: int) -> Callable[..., tuple[Any, ...]]:
     """Returns ``call`` with its value passed to ``uses`` stages, or returned as the result if no stage uses it.
 
-    ``call`` may not write values of other stages, which follow the ``given`` batch inputs: in one process other users
+    ``call`` may not write values of other stages, which follow ``input_count`` batch inputs: in one process other users
     would see the write, on several ranks they would not.
     """
 
     def function(*inputs: Any) -> tuple[Any, ...]:
-        with unwritten(f"stage {name!r}", inputs[given:]):
+        with unwritten(f"stage {name!r}", inputs[input_count:]):
             value = call(*inputs)
         return (value,) * max(uses, 1)
 
@@ -444,7 +444,7 @@ def _ordered(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str
         if list(edges).count(edge) > 1:
             raise PartitionError(f"edge {edge} is given twice")
     after = {name: [target for source, target in edges if source == name] for name in names}
-    order = topological_order({name: place for place, name in enumerate(names)}, after)
+    order = topological_order({name: number for number, name in enumerate(names)}, after)
     waiting = [name for name in names if name not in order]
     if waiting:
         raise PartitionError(f"the edges form a cycle through {waiting}; a stage graph must be acyclic")

@@ -15,7 +15,7 @@ def topological_order(first: Mapping[T, int], after: Mapping[T, Collection[T]]) 
     ``after``: the groups that wait for each. Groups in a cycle, and groups after these, are omitted."""
     # how many groups each group still waits for; a heap gives the earliest group that waits for none
     missing = Counter(target for targets in after.values() for target in targets)
-    ready: list[tuple[int, Any]] = [(place, group) for group, place in first.items() if not missing[group]]
+    ready: list[tuple[int, Any]] = [(start, group) for group, start in first.items() if not missing[group]]
     heapq.heapify(ready)
     order: dict[T, int] = {}
     while ready:

@@ -23,7 +23,7 @@ from fxpipe.schedules.action import Op
 from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.simulate import peak_bytes
-from fxpipe.search.memory import Account, Held, dealt, rows_of
+from fxpipe.search.memory import Account, StaticBytes, dealt, rows_of
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
 
@@ -104,33 +104,33 @@ class _Forecast:
     @cached_property
     def _tensors(self) -> list[list[Tensor]]:
         """Each rank's parameters and buffers, without duplicates."""
-        held = all_tensors(self.graph.module)
+        tensors = all_tensors(self.graph.module)
         names = ownership(self.graph).names
-        return [list({id(held[name]): held[name] for name in sorted(mine)}.values()) for mine in names]
+        return [list({id(tensors[name]): tensors[name] for name in sorted(mine)}.values()) for mine in names]
 
     def _ranks(self) -> tuple[RankPreview, ...]:
-        known = self.staged is not None
-        activations = peak_bytes(self.schedule, self.timeline.costs) if known else ()
+        is_costed = self.staged is not None
+        activations = peak_bytes(self.schedule, self.timeline.costs) if is_costed else ()
         sizes = bytes_of_inputs(self.pattern.shapes, self.options.precision)
         stages: list[list[Stage]] = [[] for _ in self._tensors]
         for stage in self.graph:
             for rank in self.graph.ranks(stage.index):
                 stages[rank].append(stage)
-        found = []
+        previews = []
         for rank, (tensors, mine) in enumerate(zip(self._tensors, stages, strict=True)):
             inputs = {name for stage in mine for name in stage.batch_inputs}
-            found.append(
+            previews.append(
                 RankPreview(
                     tuple(stage.name for stage in mine),
-                    **vars(self._held(tensors)),
-                    activations=activations[rank] if known else None,
-                    messages=self._most_under_way(self.plan.instructions[rank]) if known else None,
-                    batch=float(sum(sizes[name] for name in inputs & sizes.keys())) if known else None,
+                    **vars(self._static_bytes(tensors)),
+                    activations=activations[rank] if is_costed else None,
+                    messages=self._most_under_way(self.plan.instructions[rank]) if is_costed else None,
+                    batch=float(sum(sizes[name] for name in inputs & sizes.keys())) if is_costed else None,
                 )
             )
-        return tuple(found)
+        return tuple(previews)
 
-    def _held(self, tensors: Sequence[Tensor]) -> Held:
+    def _static_bytes(self, tensors: Sequence[Tensor]) -> StaticBytes:
         """The bytes that the fullest replica holds for these tensors."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
@@ -144,20 +144,20 @@ class _Forecast:
                 [float(size * (owner == rank)) for size, owner in zip(sizes, owners, strict=True)]
                 for rank in sorted(set(owners))
             ]
-        held = (sum(map(self._of_one, parameters, mine), Held()) for mine in parts)
-        return max(held, key=lambda memory: memory.sum) + Held(parameters=float(buffers))
+        sums = (sum(map(self._of_one, parameters, mine), StaticBytes()) for mine in parts)
+        return max(sums, key=lambda memory: memory.sum) + StaticBytes(parameters=float(buffers))
 
-    def _of_one(self, parameter: Tensor, part: float) -> Held:
+    def _of_one(self, parameter: Tensor, part: float) -> StaticBytes:
         """The bytes of one parameter. ``part``: the number of its elements that a rank steps."""
         count = parameter.numel()
-        held = partial(self.account.held, count, self._element(parameter), floating=parameter.is_floating_point())
-        stepped = held(parameter.requires_grad, part=part)
+        cost = partial(self.account.bytes_of, count, self._element(parameter), floating=parameter.is_floating_point())
+        stepped = cost(parameter.requires_grad, part=part)
         if id(parameter) in self.used:
             return stepped
         # A parameter that no stage uses is never stepped, and zero=3 does not shard it.
         if self.account.zero == 3:
-            return Held(held(False, part=count).parameters)
-        return replace(stepped, optimizer=held(False, part=part).optimizer)
+            return StaticBytes(cost(False, part=count).parameters)
+        return replace(stepped, optimizer=cost(False, part=part).optimizer)
 
     def _element(self, tensor: Tensor) -> int:
         """The bytes of an element in the type in which stages compute."""
@@ -212,7 +212,7 @@ class _Forecast:
         # In a ring of S ranks, a reduce-scatter or an all-gather sends (S - 1) / S of a tensor, an all-reduce twice as
         # much. zero=2 runs a reduce-scatter for each micro-batch.
         times = {0: 2, 2: self.schedule.microbatches}.get(zero, 1)
-        found = []
+        traffic = []
         for tensors in self._tensors:
             parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
             trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -224,8 +224,8 @@ class _Forecast:
             sums = [Sent(times * part * wire, crossing)]
             if zero or replicas > 1:
                 sums.append(Sent(2 * (replicas - 1) / replicas * wire / shards, 1.0))
-            found.append(DataTraffic(sums, [Sent(part * whole, crossing)] if zero else []))
-        return found
+            traffic.append(DataTraffic(sums, [Sent(part * whole, crossing)] if zero else []))
+        return traffic
 
     @cached_property
     def _seconds(self) -> float:
@@ -249,17 +249,17 @@ class _Forecast:
         per_node = self.topology.ranks_per_node
         if per_node is None:
             return 0.0
-        found = 0.0
+        total = 0.0
         if self.topology.size(BATCH) > 1:
             sent = [collective for traffic in self._traffic for collective in (*traffic.sums, *traffic.gathers)]
             size = sum(collective.size * collective.crossing for collective in sent)
-            found = self.topology.world_size / self.topology.size("pipe") * size
+            total = self.topology.world_size / self.topology.size("pipe") * size
         sends = (each for row in self.plan.instructions for each in row if isinstance(each, Send))
         for message in (send.message for send in sends):
             for group in self.topology.groups("pipe"):
                 if group[message.sender] // per_node != group[message.receiver] // per_node:
-                    found += self._size(message)
-        return found
+                    total += self._size(message)
+        return total
 
     def _what(self) -> str:
         left = []

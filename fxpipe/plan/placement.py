@@ -9,7 +9,6 @@ from typing import Any, Literal
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.ranks import Placement, as_placement, named, ranks_of
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.options import Options
 from fxpipe.search.segments import between, partition, segments_of
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import BATCH_STATISTICS
@@ -18,7 +17,7 @@ Place = int | Sequence[int]
 """A rank, or several ranks that take a stage's micro-batches in turn."""
 
 
-def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
+def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
     """The rank, or ranks, of each stage: as wanted, or in topological order, balanced by parameters.
 
     PartitionError if there are more ranks than stages, a name is unknown, or a rank would have no stage.
@@ -41,21 +40,17 @@ def place(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["a
     every = tuple(range(ranks))
     places: list[Any] = [every if wanted[name] == "all" else wanted[name] for name in graph.names]
     placement = as_placement(places, graph.names, PartitionError)
-    used = sorted({rank for place in placement for rank in ranks_of(place)})
+    used = sorted({rank for entry in placement for rank in ranks_of(entry)})
     if used != list(every):
         raise PartitionError(f"placement uses ranks {used}; with {ranks} pipe ranks each needs a stage")
     return placement
 
 
-def check_replicated(graph: StageGraph, options: Options) -> None:
-    """PartitionError for a stage on several ranks whose copies would come to differ, or that must be on one rank."""
+def check_replicated(graph: StageGraph) -> None:
+    """PartitionError for a stage on several ranks whose copies would come to differ."""
     stages = [stage for stage in graph if len(graph.ranks(stage.index)) > 1]
     for stage in stages:
         where = f"stage {stage.name!r} is on {named(graph.placement[stage.index])}"
-        if options.zero == 3:
-            raise PartitionError(f"{where}, and zero=3 shards what one rank holds; write zero=2, or place it on one")
-        if options.parallelize is not None:
-            raise PartitionError(f"{where}, and parallelize= works on what one rank holds; place it on one")
         # Each rank of the stage sees other micro-batches, so written tensors would come to differ. A BatchNorm in eval
         # mode is allowed: it writes its statistics only in training.
         for name in sorted(graph.written.intersection(stage.tensors)):

@@ -27,7 +27,7 @@ from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.capturing import Capturing
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
-from fxpipe.plan.placement import check_replicated, place
+from fxpipe.plan.placement import check_replicated, place_stages
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import Tables, tells_bytes
@@ -100,8 +100,8 @@ class PlanState:
     @cached_property
     def items(self) -> Items:
         """How the model's labels are counted."""
-        given = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
-        return Items.of(self.captures.own_stages or self.module, f"{given[0]}= is given" if given else "")
+        functions = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
+        return Items.of(self.captures.own_stages or self.module, f"{functions[0]}= is given" if functions else "")
 
     @property
     def flags(self) -> Flags:
@@ -204,9 +204,9 @@ class PlanState:
     def holding_what_all_use(self) -> PlanState:
         """The state whose first plan's stages also hold the tensors that only later plans use: an evaluation head's."""
         (key, first), *later = self.plans.items()
-        held, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
+        ids, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
-            more[stage.name] = {name: tensor for name, tensor in stage.tensors.items() if id(tensor) not in held}
+            more[stage.name] = {name: tensor for name, tensor in stage.tensors.items() if id(tensor) not in ids}
         graphs = each_once(first.graphs, partial(_holding, more=more))
         return replace(self, plans={**self.plans, key: replace(first, graph=joint(graphs), graphs=graphs)})
 
@@ -244,11 +244,11 @@ class PlanState:
                 more = {stage.name: stage.tensors for stage in captured_before.graph}
                 graphs = each_once(graphs, partial(_holding, more=more))
         every = joint(graphs)
-        placement = place(every, self.ranks, self._wanted(every))
+        placement = place_stages(every, self.ranks, self._wanted(every))
         read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read)
         placed = partial(replace, placement=placement, labels=labels)
-        check_replicated(placed(every), self.options)
+        check_replicated(placed(every))
         return each_once(graphs, lambda graph: self._ready(placed(graph)))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
@@ -280,12 +280,12 @@ class PlanState:
         state = replace(self, options=options, again=self.first.graph.recomputed)
         assert state.shown is not None
         state = replace(state, by_shapes=state.tables.costs_by_shapes(state.shown, self.first.graph), plans={})
-        made: dict[int, Plan] = {}
+        new_plans: dict[int, Plan] = {}
         # Plans of evaluation keep their tables: the costs were measured in training steps.
         for pattern, plan in self.plans.items():
-            if pattern.training and id(plan) not in made:
-                made[id(plan)] = state._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
-            state = replace(state, plans={**state.plans, pattern: made.get(id(plan), plan)})
+            if pattern.training and id(plan) not in new_plans:
+                new_plans[id(plan)] = state._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
+            state = replace(state, plans={**state.plans, pattern: new_plans.get(id(plan), plan)})
         # Both tables are simulated at the new costs: the present table was made for other costs.
         present, new = self.first.schedule, state.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
@@ -337,7 +337,7 @@ class PlanState:
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
         lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}
-        absent = {(index, place) for place, each in enumerate(graphs) for index in lacking[id(each)]}
+        absent = {(index, microbatch) for microbatch, each in enumerate(graphs) for index in lacking[id(each)]}
         instructions = lower(
             schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values, absent
         )
@@ -376,11 +376,11 @@ class PlanState:
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """PartitionError if a stage of a later plan uses a tensor that this stage does not hold in the first plan."""
         # A tensor that no rank holds at compile would have no owner, no gradient bucket and no entry in a checkpoint.
-        held = self.first.graph.held
+        ids = self.first.graph.held
         for before, after in zip(self.first.graph, plan.graph, strict=True):
             own = before.held
             moved = sorted(name for name, tensor in after.tensors.items() if id(tensor) not in own)
-            if moved and not (at_compile and held.isdisjoint(id(after.tensors[name]) for name in moved)):
+            if moved and not (at_compile and ids.isdisjoint(id(after.tensors[name]) for name in moved)):
                 raise PartitionError(
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"

@@ -54,8 +54,8 @@ def _check_writes(module: fx.GraphModule, name: str) -> None:
         written = node.args[0] if node.args and operator_name(node).endswith("_") else None  # as copy_ and mul_ do
         if not isinstance(written, fx.Node) or written.op != "get_attr":
             continue
-        held = operator.attrgetter(str(written.target))(module)
-        if isinstance(held, Tensor) and held.dim() == 0 and held.dtype == torch.float64 and held.device.type == "cpu":
+        attr = operator.attrgetter(str(written.target))(module)
+        if isinstance(attr, Tensor) and attr.dim() == 0 and attr.dtype == torch.float64 and attr.device.type == "cpu":
             raise RunError(
                 f"stage {name!r} writes {written.target}, a number in float64 without dimensions, which torch.compile "
                 "may leave as it was: give it shape (1,), or float32, or leave out stage_compiler="
@@ -142,19 +142,19 @@ class _CutGraph:
     def __init__(self, inputs: Sequence[Any], compile: Compile) -> None:
         self._compile = compile
         self._kinds = [(value.dim(), value.dtype) if isinstance(value, Tensor) else None for value in inputs]
-        tensors = [(place, value) for place, value in enumerate(inputs) if isinstance(value, Tensor)]
-        self._leaves = [place for place, value in tensors if value.requires_grad and value.is_leaf]
+        tensors = [(index, value) for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+        self._leaves = [index for index, value in tensors if value.requires_grad and value.is_leaf]
 
     def run(self, function: Function, inputs: Sequence[Any]) -> Any:
         # A subclass such as DTensor decides what detach() does, so a call with a subclass makes all gradients in I.
         plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
         # A hook must see the complete gradient once, so it cannot wait for W. Hooks after accumulation run after W.
-        leaves = [(place, inputs[place]) for place in self._leaves]
-        waiting = {place: p for place, p in leaves if plain and p.is_leaf and not has_gradient_hooks(p)}
+        leaves = [(index, inputs[index]) for index in self._leaves]
+        waiting = {index: p for index, p in leaves if plain and p.is_leaf and not has_gradient_hooks(p)}
         if _here.deferred is None or not waiting:
             return function(*inputs)
         call = _HalvedCall(self, _here.deferred, waiting)
-        results = function(*(call.stand_ins.get(place, value) for place, value in enumerate(inputs)))
+        results = function(*(call.stand_ins.get(index, value) for index, value in enumerate(inputs)))
         for node in call.nodes(results):
             node.register_prehook(call.comes)
         call.deferred.leave(call)
@@ -168,15 +168,15 @@ class _CutGraph:
         @cache
         def cut(waiting: frozenset[int]) -> _Cut:
             halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), waiting if fits else ())
-            waits = {place: name for place, name in enumerate(halves.gradients) if place in waiting and name}
+            waits = {index: name for index, name in enumerate(halves.gradients) if index in waiting and name}
             return _Cut(halves, waits, self._piece(halves.of_input), self._piece(halves.of_weights))
 
-        def run(*given: Any) -> list[Any]:
+        def run(*arguments: Any) -> list[Any]:
             call, _here.call = _here.call, None  # before any code that may fail
             call = call if call is not None and call.graph is self else None
             parts = cut(frozenset(self._leaves if call is None else call.parameters))
             # 1. I makes the inputs' gradients, and the values that W takes.
-            values = dict(zip(parts.halves.given, given, strict=True))
+            values = dict(zip(parts.halves.arguments, arguments, strict=True))
             values |= parts.of_input(values)
             # 2. If this is a micro-batch's I, W runs later, otherwise at once.
             if call is None:
@@ -185,7 +185,7 @@ class _CutGraph:
                 call.keep(values, parts)
             late = () if call is None else parts.waits
             gradients = enumerate(parts.halves.gradients)
-            return [None if name is None or place in late else values[name] for place, name in gradients]
+            return [None if name is None or index in late else values[name] for index, name in gradients]
 
         return run
 
@@ -208,9 +208,9 @@ class _CutGraph:
     def _fits(self, module: fx.GraphModule) -> bool:
         """Whether the backward's results are the gradients of the graph's inputs, in order."""
         results: Any = module.graph.output_node().args[0]
-        made = [None if node is None else node.meta["val"] for node in results]
-        return len(made) == len(self._kinds) and all(
-            value is None or (value.dim(), value.dtype) == kind for value, kind in zip(made, self._kinds, strict=True)
+        values = [None if node is None else node.meta["val"] for node in results]
+        return len(values) == len(self._kinds) and all(
+            value is None or (value.dim(), value.dtype) == kind for value, kind in zip(values, self._kinds, strict=True)
         )
 
     def _piece(self, part: BackwardPart) -> Piece:
@@ -236,8 +236,8 @@ class _HalvedCall:
 
     def __init__(self, graph: _CutGraph, deferred: Deferred, parameters: Mapping[int, Tensor]) -> None:
         self.graph, self.deferred, self.parameters = graph, deferred, parameters
-        self.stand_ins = {place: parameter.detach().requires_grad_() for place, parameter in parameters.items()}
-        self._held: dict[str, Any] = {}
+        self.stand_ins = {index: parameter.detach().requires_grad_() for index, parameter in parameters.items()}
+        self._values: dict[str, Any] = {}
         self._versions: list[int] = []
         self._parts: _Cut | None = None
 
@@ -267,30 +267,30 @@ class _HalvedCall:
         self.deferred.check_open()
         weights = parts.halves.of_weights
         needed = {*weights.takes, *parts.waits.values()} - {*weights.gives}
-        self._held, self._parts = {name: values[name] for name in needed}, parts
-        self._versions = list(map(version_of, self.kept))
+        self._values, self._parts = {name: values[name] for name in needed}, parts
+        self._versions = list(map(version_of, self.pending))
 
     @property
-    def kept(self) -> list[Tensor]:
+    def pending(self) -> list[Tensor]:
         """The tensors that are kept for W."""
-        return [value for value in self._held.values() if isinstance(value, Tensor) and not value.is_inference()]
+        return [value for value in self._values.values() if isinstance(value, Tensor) and not value.is_inference()]
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Runs W and returns (parameter, gradient) pairs; may be called once."""
-        if list(map(version_of, self.kept)) != self._versions:
+        if list(map(version_of, self.pending)) != self._versions:
             raise RunError(
                 "what W needs was written in place since I; write it out of place (self.n = self.n + 1) or use a clone"
             )
-        made, self._held, self._versions = self._held, {}, []
+        values, self._values, self._versions = self._values, {}, []
         if self._parts is not None:
             with torch.no_grad():
-                made |= self._parts.of_weights(made)
+                values |= self._parts.of_weights(values)
         waits = {} if self._parts is None else self._parts.waits
         # Gradients that reach a stand-in elsewhere, such as through a view of it that is a result, are added, too.
         stand_ins, self.stand_ins = self.stand_ins, {}
         return [
             (parameter, gradient)
-            for place, parameter in self.parameters.items()
-            for gradient in (made.get(waits.get(place, "")), stand_ins[place].grad)
+            for index, parameter in self.parameters.items()
+            for gradient in (values.get(waits.get(index, "")), stand_ins[index].grad)
             if gradient is not None
         ]

@@ -69,9 +69,9 @@ class Tables:
         make = partial(_built, self._family(), graph, pattern.microbatches, tied, costs)
         if not pattern.training:
             return make((False,) * len(graph))
-        known = self.again if first is None else first.graph.recomputed
-        if known is not None:
-            return make(tuple(stage.has_backward and stage.name in known for stage in graph))
+        recomputed = self.again if first is None else first.graph.recomputed
+        if recomputed is not None:
+            return make(tuple(stage.has_backward and stage.name in recomputed for stage in graph))
         return make(self._recomputed(graph, pattern, make))
 
     def _costs(self, graph: StageGraph, pattern: Pattern) -> Costs | None:

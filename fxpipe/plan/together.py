@@ -109,22 +109,27 @@ def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[st
     )
 
 
-def check_rows(transport: Transport, plan: Plan, zero: int, meets: bool) -> None:
+def check_rows(
+    transport: Transport, plan: Plan, zero: int, shards_parameters: bool, meets: bool, training: bool
+) -> None:
     """RunError if replicas whose rows contain data-axis collectives run different rows. A collective call of the data
     axis.
 
-    Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas, or
-    may have stages that meet those of other expert and context ranks, as ``meets`` says.
+    Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas or, as
+    ``shards_parameters`` says, the parameters of stages; or their stages may meet those of other expert and context
+    ranks, as ``meets`` says.
     """
-    gathers = plan.graph.sees_replicas
-    if zero < 2 and not gathers and not meets:
+    gathers, sums = plan.graph.sees_replicas, zero > 1 and training
+    if not (gathers or sums or shards_parameters or meets):
         return
-    digests = plan.row_digests if zero == 2 or gathers or meets else plan.pass_digests
-    if differing(transport, "data", digests[transport.pipe_rank or 0]):
-        what = 'a stage gathers "global"' if gathers else f"zero={zero} sums gradients"
+    passes = plan.pass_digests if training else plan.forward_digests
+    digests = plan.row_digests if gathers or meets or (sums and zero == 2) else passes
+    if differing(transport, "data", digests):  # of all rows, so that all ranks of a pipe group raise
+        what = f"zero={zero} sums gradients" if sums else "stages gather parameters"
         what = "expert and context ranks meet inside of stages" if meets else what
+        what = 'a stage gathers "global"' if gathers else what
         raise RunError(
             f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
             f"{len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
-            f"(drop_last=True in a DataLoader){'' if gathers or meets else ', or write zero=1'}"
+            f"(drop_last=True in a DataLoader){', or write zero=1' if sums and not gathers and not meets else ''}"
         )

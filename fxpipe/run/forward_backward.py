@@ -134,6 +134,7 @@ class ForwardBackward:
             RunError: ``cls`` is LBFGS or SparseAdam; or a name or pattern of a group fits no parameter of the model.
         """
         _check_flag(offload=offload)
+        self._steps.check_trained()
         if elementwise is not None:
             _check_flag(elementwise=elementwise)
         # Tied parameters have several names: a group may use any of them.
@@ -316,6 +317,7 @@ class ForwardBackward:
 
     def _stepping(self, called: str) -> contextlib.AbstractContextManager[None]:
         """``_alone`` for an optimizer's step. RunError, or a log line, if replicas would step by unsummed gradients."""
+        self._steps.check_trained()
         if not self._has_stepped:
             self._has_stepped = True
             # Parameters that no group selects belong to no optimizer and would never change.
@@ -465,6 +467,7 @@ class ForwardBackward:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of it; CheckpointError if the state does not fit."""
+        self._steps.check_trained(CheckpointError)
         load_into(self._planning.module, self.module, state)
         originals, precision = self._state.originals, self._planning.options.precision
         originals.update({name: state[name].clone() for name in originals if name in state})
@@ -537,15 +540,18 @@ _ELSEWHERE = {
 """Attribute of a model or a tensor → a hint at the replacement."""
 
 
-def steps_of(forward_backward: ForwardBackward) -> Steps:
-    """The ``Steps`` of ``forward_backward``, for ``fxpipe.save`` and ``load``. CheckpointError while a call runs."""
+def steps_of(forward_backward: ForwardBackward, saves: bool = True) -> Steps:
+    """The ``Steps`` of ``forward_backward``. CheckpointError while a call runs, or the parameters are averages; or, if
+    it ``saves``, for state that a checkpoint would lose."""
     if not isinstance(forward_backward, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(forward_backward)}; it is what fxpipe.compile returned")
     if forward_backward._running or any(optimizer.stepping for optimizer in forward_backward._optimizers):
         raise CheckpointError(
-            "it is saved or loaded while a call of it runs, or a step of its optimizer: from a hook, a signal handler, "
-            "a function that it calls or another thread; set a flag there, and save behind optimizer.step() where it "
-            "is set"
+            "it is saved, loaded or averaged while a call of it runs, or a step of its optimizer: from a hook, a "
+            "signal handler, a function that it calls or another thread; set a flag there, and save behind "
+            "optimizer.step() where it is set"
         )
-    tensors_of(forward_backward._planning.module)  # refuses state that a checkpoint would lose
+    forward_backward._steps.check_trained(CheckpointError)
+    if saves:
+        tensors_of(forward_backward._planning.module)
     return forward_backward._steps

@@ -57,6 +57,7 @@ def load(
     *,
     scheduler: Any = None,
     loader: Any = None,
+    average: Any = None,
     required: bool = True,
 ) -> dict[str, Any]:
     """Loads a checkpoint of ``fxpipe.save``, on any ranks, cut and ``zero``. A collective call of all ranks.
@@ -72,6 +73,7 @@ def load(
         optimizer: the optimizer, as it was saved; None: only the model is loaded, for example to evaluate it.
         scheduler: an object whose ``load_state_dict`` is called with the saved state.
         loader: likewise; on another number of replicas, its attribute ``any_replicas`` must be ``True``.
+        average: a ``fxpipe.Average``, if one was saved.
         required: whether a folder without checkpoints is an error. False, for a program that starts a run and restarts
             it after a failure: without a checkpoint ``load`` returns step 0, and the folder is locked for this process
             from then on, as ``save`` locks it. Evaluation takes True, which locks nothing.
@@ -104,7 +106,8 @@ def load(
         path, manifest = newest
         loading = _Loading(path, manifest, forward_backward, steps)
         # No value changes before every rank has checked that the checkpoint fits.
-        agreed(gathering, path, lambda: loading.prepare(optimizer, {"scheduler": scheduler, "loader": loader}))
+        takers = {"scheduler": scheduler, "loader": loader}
+        agreed(gathering, path, lambda: loading.prepare(optimizer, average, takers))
         asked = {name for names in gathering.gather(sorted(loading.asked)) for name in names}
         if gathering.rank == 0:
             loading.warn_of_what_is_left(asked)
@@ -165,8 +168,8 @@ class _Loading:
         self._forward_backward, self._module = forward_backward, forward_backward.module
         self.extra: dict[str, Any] = {}
 
-    def prepare(self, optimizer: Any, takers: Mapping[str, Any]) -> None:
-        """Checks that the checkpoint fits this rank's model, optimizers and ``takers``; changes no value."""
+    def prepare(self, optimizer: Any, average: Any, takers: Mapping[str, Any]) -> None:
+        """Checks that the checkpoint fits this rank's model, optimizers, averages and ``takers``; changes no value."""
         steps, reader = self._steps, FolderReader(self._path)
         names = {name.removeprefix(MODEL).partition(".<")[0] for name in reader.names if name.startswith(MODEL)}
         if more := sorted(names - set(names_in_model(steps.module).values())):  # these would be lost
@@ -174,10 +177,14 @@ class _Loading:
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"
             )
-        self._optimizers = savable(optimizer, self._module)
+        self._loaded: dict[str, Any] = savable(optimizer, self._module)
         self._states: dict[str, Any] = {
-            name: fitted(name, each, reader, steps.state.device) for name, each in self._optimizers.items()
+            name: fitted(name, each, reader, steps.state.device) for name, each in self._loaded.items()
         }
+        if average is not None:
+            if "average" not in reader.tree:
+                raise CheckpointError(f"{self._path} has no state of average=: it was saved without it")
+            self._loaded["average"], self._states["average"] = average, average.state_dict()
         plain = PlainParts.read(self._path / STATE)
         saved = Layout(self._manifest.axes, len(plain.of_rank))
         now = Layout(steps.topology.axes, len(steps.transport.ranks("all")))
@@ -206,6 +213,7 @@ class _Loading:
         self._left = [
             part for part in takers if part not in self._takers and any(part in parts for parts in plain.of_rank)
         ]
+        self._left += ["average"] * ("average" in reader.tree and average is None)
 
     def warn_of_what_is_left(self, asked: Set[str]) -> None:
         """Warns of saved values that no rank loads. ``asked``: all ranks' names; empty if only the model is loaded."""
@@ -232,8 +240,8 @@ class _Loading:
         if isinstance(buffers, dict) and buffers.keys() == own_buffers(self._module, self._model):  # same cut
             self._model.update(buffers)
         self._forward_backward.load_state_dict(self._model)
-        for name, optimizer in sorted(self._optimizers.items()):
-            optimizer.load_state_dict(self._states[name])
+        for name, each in sorted(self._loaded.items()):
+            each.load_state_dict(self._states[name])
         for name, taker in self._takers.items():
             taker.load_state_dict(values[name])
         self.extra = {**dict(values["extra"] or {}), "step": self._manifest.step}

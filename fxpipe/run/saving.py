@@ -54,6 +54,7 @@ def save(
     step: int,
     scheduler: Any = None,
     loader: Any = None,
+    average: Any = None,
     extra: dict[str, Any] | None = None,
     keep: int | None = 3,
     block: bool = True,
@@ -75,6 +76,7 @@ def save(
         loader: the data loader, saved likewise; its state says which rows come next. A state that counts one replica's
             rows, as torchdata's StatefulDataLoader does, means other rows on another number of replicas. A loader that
             counts batches of the whole run declares this by an attribute, ``any_replicas = True``.
+        average: a ``fxpipe.Average`` of the parameters.
         extra: the value that ``load`` returns; plain data, that is None, bool, int, float, str, bytes, list, tuple,
             dict with str or int keys, and tensors.
         keep: the number of checkpoints to keep; older ones are deleted once this checkpoint is complete. None: all.
@@ -103,7 +105,7 @@ def save(
 
         def begin() -> dict[str, Any]:
             saver.raise_earlier_error()
-            _check_arguments(step, stateful, extra, keep, block)
+            _check_arguments(step, {**stateful, "average": average}, extra, keep, block)
             if steps.has_unsummed:
                 raise CheckpointError(
                     "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
@@ -121,9 +123,8 @@ def save(
             run, ties = _run_id(), ties_of(steps.module)
             manifest = Manifest(step, first["number"], "", run, steps.topology.axes, versions, {}, ties)
             job = _Job(Path(first["partial"]), keep, manifest)
-            everyone = agreed(
-                gathering, path, lambda: job.collect(forward_backward, steps, optimizer, stateful, extra, costs)
-            )
+            collect = functools.partial(job.collect, forward_backward, steps, optimizer, average)
+            everyone = agreed(gathering, path, lambda: collect(stateful, extra, costs))
             agreed(gathering, path, lambda: job.settle(everyone, copies=not block))
             beside = None if block else gathering_beside(steps.transport, first["token"])
             if beside is not None:
@@ -149,6 +150,7 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
 
 _STATEFUL = {
     "scheduler": ", such as those of torch.optim.lr_scheduler",
+    "average": ": a fxpipe.Average",
     "loader": ": an object that counts the batches of the whole run, as Feed in examples/training_loop.py does",
 }
 
@@ -256,6 +258,7 @@ class _Job:
         forward_backward: ForwardBackward,
         steps: Steps,
         optimizer: Any,
+        average: Any,
         stateful: Mapping[str, Any],
         extra: Any,
         costs: Costs | None,
@@ -274,6 +277,7 @@ class _Job:
             plain[BUFFERS] = {name: model.pop(name) for name in own_buffers(module, model)}
         digests, trees, tensors = plain_parts(plain)
         states: dict[str, Any] = {name: each.state_to_fill(()) for name, each in savable(optimizer, module).items()}
+        states |= {"average": average.state_dict()} if average is not None else {}
         # One state dict for model and optimizers: torch's planner divides the writing over ranks.
         states["model"] = model
         if "scheduler" in plain:

@@ -104,7 +104,7 @@ def build(
         raise ScheduleError(f"{count} stages, and the edges need {mentioned}; write stages={mentioned}")
     check_length("placement=", placement if placement is not None else range(count), count)
     # 3. The problem: the graph is checked before the limits, whose lengths depend on it.
-    given = Problem(
+    problem = Problem(
         edges=pairs,
         microbatches=int(microbatches),
         placement=tuple(range(count)) if placement is None else as_placement(placement),
@@ -112,14 +112,14 @@ def build(
         costs=Costs.of(count),
         recompute=None if recompute is None else tuple(recompute),
     )
-    given.check()
+    problem.check()
     if gather is not None:
-        given = replace(given, groups=groups_behind(gather, given))
+        problem = replace(problem, groups=groups_behind(gather, problem))
         if gather_cost is not None:
-            costs = (limited.costs or given.costs).at_stages(gather, *gather_cost)
+            costs = (limited.costs or problem.costs).at_stages(gather, *gather_cost)
             limited = replace(limited, costs=costs)
     # 4. The table, proven not to deadlock.
-    schedule = make_table(limited, given, tuple(names or ()), nested(tied))
+    schedule = make_table(limited, problem, tuple(names or ()), nested(tied))
     schedule.verify()
     return schedule
 

@@ -63,9 +63,9 @@ def compare(planned: Timeline, real: Timeline) -> Comparison:
     Raises:
         ScheduleError: the tables differ, or the plan is at the default costs, which are not in seconds.
     """
-    for name, given in (("planned", planned), ("real", real)):
-        if not isinstance(given, Timeline):
-            raise ScheduleError(f"{name} is {shown(given)}; it is a Timeline, as schedule.simulate() gives")
+    for name, timeline in (("planned", planned), ("real", real)):
+        if not isinstance(timeline, Timeline):
+            raise ScheduleError(f"{name} is {shown(timeline)}; it is a Timeline, as schedule.simulate() gives")
     if planned.schedule.rows != real.schedule.rows:
         raise ScheduleError(
             "the timelines are of different tables, and an action of one has none beside it; compare a plan with a "

@@ -79,16 +79,16 @@ class Costs:
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
-        given = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=False)
-        sizes = {name: _per_stage(name, size, stages) for name, size in given if size is not None}
+        named = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=False)
+        sizes = {name: _per_stage(name, size, stages) for name, size in named if size is not None}
         return Costs(_per_stage("forward", forward, stages), full, part, comm, **sizes)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "comm", _checked("comm", self.comm))
         for name in ("forward", "backward", "weight", *_BYTES):
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, _per_stage(name, tuple(given), len(self.forward)))
+            cost = getattr(self, name)
+            if cost is not None:
+                object.__setattr__(self, name, _per_stage(name, tuple(cost), len(self.forward)))
 
     def time(self, action: Action) -> float:
         """Returns how long an action takes, in the unit of the costs."""
@@ -99,13 +99,13 @@ class Costs:
         frees bytes; ``activation_bytes`` must be known. ``recomputed``: an R follows this F."""
         stage, op, _, count = action
         whole = (self.activation_bytes or ())[stage]
-        kept = 0 if self.input_bytes is None else self.input_bytes[stage]
+        input_bytes = 0 if self.input_bytes is None else self.input_bytes[stage]
         left = whole if self.deferred_bytes is None else self.deferred_bytes[stage]
         # The changes of one micro-batch sum to 0: over F + B, over F + R + B, and with I and W in place of B.
         if op is Op.F:
-            return count * (kept if recomputed else whole)
+            return count * (input_bytes if recomputed else whole)
         if op is Op.R:
-            return count * (whole - kept)
+            return count * (whole - input_bytes)
         return count * (-whole if op is Op.B else left - whole if op is Op.I else -left)
 
     def beside(self, action: Action) -> float:

@@ -119,10 +119,10 @@ class Dependencies:
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
     """Returns a dict: first element → the second elements of its pairs, each once."""
-    found: dict[int, dict[int, None]] = {}
+    grouped: dict[int, dict[int, None]] = {}
     for first, second in pairs:
-        found.setdefault(first, {})[second] = None
-    return {first: tuple(seconds) for first, seconds in found.items()}
+        grouped.setdefault(first, {})[second] = None
+    return {first: tuple(seconds) for first, seconds in grouped.items()}
 
 
 def in_order(
@@ -132,14 +132,14 @@ def in_order(
     early if the table deadlocks."""
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}  # action → the ranks that can continue after it
-    place = [0] * len(rows)
+    cell = [0] * len(rows)
     able = deque(range(len(rows)))
     # Each rank runs until a needed action is missing, and continues when that action has run: each action is examined
     # once per action that it needs.
     while able:
         rank = able.popleft()
-        while place[rank] < len(rows[rank]):
-            action = rows[rank][place[rank]]
+        while cell[rank] < len(rows[rank]):
+            action = rows[rank][cell[rank]]
             before = dependencies.before(action)
             missing = next((other for other in before if other not in done), None)
             if missing is not None:
@@ -147,7 +147,7 @@ def in_order(
                 break
             yield rank, action, before
             done.add(action)
-            place[rank] += 1
+            cell[rank] += 1
             able.extend(waiting.pop(action, ()))
 
 
@@ -199,9 +199,9 @@ def held_back(
     unheld = makespan(free) if caps else math.inf
     # Caps that cost time are doubled. At all micro-batches a cap delays no stage, so the loop ends after log2(m) tries.
     while unheld < math.inf and any(cap < microbatches for cap in caps.values()):
-        held = replace(free, ahead=caps)
-        if makespan(held) <= unheld * (1 + 1e-9):
-            return held
+        capped = replace(free, ahead=caps)
+        if makespan(capped) <= unheld * (1 + 1e-9):
+            return capped
         caps = {stage: 2 * cap for stage, cap in caps.items()}
     return free
 

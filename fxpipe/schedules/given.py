@@ -48,10 +48,10 @@ KINDS: Mapping[str, Expected] = {
 """Argument → its expected kind, if the argument is not None."""
 
 
-def check_given(**given: Any) -> None:
+def check_given(**arguments: Any) -> None:
     """Raises ScheduleError for the first argument that is not of its kind in ``KINDS``; most arguments may be None."""
     required = ("rows", "edges", "microbatches", "tied")
-    wanted = {name: value for name, value in given.items() if value is not None or name in required}
+    wanted = {name: value for name, value in arguments.items() if value is not None or name in required}
     check(ScheduleError, KINDS, **wanted)
 
 
@@ -64,10 +64,10 @@ def check_graph(edges: Iterable[tuple[int, int]], stages: int, microbatches: int
             raise ScheduleError(f"edge {source}-{target} names a stage outside of 0..{stages - 1}")
 
 
-def check_length(name: str, given: Sequence[object], count: int, what: str = "stages") -> None:
+def check_length(name: str, entries: Sequence[object], count: int, what: str = "stages") -> None:
     """Raises ScheduleError unless the list has an entry for each stage, or each rank."""
-    if len(given) != count:
-        raise ScheduleError(f"{name} has {len(given)} entries for {count} {what}")
+    if len(entries) != count:
+        raise ScheduleError(f"{name} has {len(entries)} entries for {count} {what}")
 
 
 def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -> None:

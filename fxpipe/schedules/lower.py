@@ -121,13 +121,13 @@ def lower(
         posts, releases = lowering.posts[rank], lowering.releases(rank)
         waits = lowering.waits(rank, ahead, releases)
         instructions: list[Instruction] = []
-        for place, action in enumerate(row):
+        for cell, action in enumerate(row):
             # Receives come first: a peer's send, and all sends queued after it, block until the receive is posted.
-            instructions += [Receive(message) for message in posts.get(place, ())]
-            instructions += [Release(message) for message in waits.get(place, ())]
+            instructions += [Receive(message) for message in posts.get(cell, ())]
+            instructions += [Release(message) for message in waits.get(cell, ())]
             instructions.append(Compute(action))
-            instructions += [Release(message) for message in releases.get(place, ())]
-            instructions += [Send(message) for message in lowering.sent[rank][place]]
+            instructions += [Release(message) for message in releases.get(cell, ())]
+            instructions += [Send(message) for message in lowering.sent[rank][cell]]
         instructions += [Receive(message) for message in posts.get(len(row), ())]
         instructions += [Reduce(ranks) for ranks in groups if rank in ranks and len(ranks) > 1]
         lowered.append(tuple(instructions))
@@ -148,10 +148,10 @@ Sharing = Callable[[int, int], Sequence[int]]
 
 def sharing(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashable] | None) -> Sharing:
     """The function that lists the edges which carry a value to the same rank. ``values``: as in ``lower``."""
-    found: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index, (edge, value) in enumerate(zip(edges, values or range(len(edges)), strict=True)):
-        found.setdefault((edge.source, value), []).append(index)
-    same = {index: group for group in found.values() for index in group}
+        groups.setdefault((edge.source, value), []).append(index)
+    same = {index: group for group in groups.values() for index in group}
 
     def shared(index: int, microbatch: int) -> Sequence[int]:
         there = rank_of(edges[index].target, microbatch)
@@ -187,11 +187,11 @@ class Lowering:
         # (rank, use) → the place in the rank's row of the first action that is this use
         self._places: dict[tuple[int, Use | None], int] = {}
         for rank, row in enumerate(rows):
-            for place, action in enumerate(row):
-                self._places.setdefault((rank, use_of(action)), place)
+            for cell, action in enumerate(row):
+                self._places.setdefault((rank, use_of(action)), cell)
         # rank and place → the messages that the action there makes, in order
         self.sent = [[tuple(self._made_by(action)) for action in row] for row in rows]
-        self.sent_at = {each: place for row in self.sent for place, messages in enumerate(row) for each in messages}
+        self.sent_at = {each: cell for row in self.sent for cell, messages in enumerate(row) for each in messages}
         self.used_at = {message: self._first_use(message) for message in self.sent_at}
         # (sender, receiver) → the messages between them in the order in which the sender makes them
         self.queues: dict[tuple[int, int], list[Message]] = {}
@@ -255,10 +255,10 @@ class Lowering:
         releases: dict[int, list[Message]] = {}
         for peer in self._receivers[rank]:
             messages, answers = self.queues[rank, peer], self.queues.get((peer, rank), [])
-            made = [self.sent_at[answer] for answer in answers]  # the answers' places in the peer's row, in order
+            cells = [self.sent_at[answer] for answer in answers]  # the answers' places in the peer's row, in order
             soonest = list(accumulate((self.used_at[answer] for answer in reversed(answers)), min))[::-1]
             for message in messages:
-                first = bisect_left(made, self.used_at[message])  # answers from this index on were made after the use
+                first = bisect_left(cells, self.used_at[message])  # answers from this index on were made after the use
                 if first < len(answers):
                     releases.setdefault(soonest[first], []).append(message)
         return releases
@@ -269,17 +269,17 @@ class Lowering:
         """Returns a dict: place in the row → the sends that the action there waits for, so as not to run too far ahead.
         Each message is released once: ``releases`` keeps only releases that come earlier."""
         row = self._rows[rank]
-        forwards = {(action.stage, action.microbatch): place for place, action in enumerate(row) if action.op is Op.F}
-        released = {message: place for place, messages in releases.items() for message in messages}
+        forwards = {(action.stage, action.microbatch): cell for cell, action in enumerate(row) if action.op is Op.F}
+        released = {message: cell for cell, messages in releases.items() for message in messages}
         waits: dict[int, list[Message]] = {}
         for message in chain(*self.sent[rank]):
             source = self._edges[message.edge].source
             if message.op is not Op.F or source not in ahead:
                 continue
-            place = forwards.get((source, message.microbatch + ahead[source]))
-            if place is None or released.get(message, len(row)) < place:
+            cell = forwards.get((source, message.microbatch + ahead[source]))
+            if cell is None or released.get(message, len(row)) < cell:
                 continue
-            waits.setdefault(place, []).append(message)
+            waits.setdefault(cell, []).append(message)
             if message in released:
                 releases[released[message]].remove(message)
         return waits

@@ -76,7 +76,7 @@ class Schedule:
             check_length("costs.forward", self.costs.forward, stages)
         if any(not 0 <= stage < stages for group in self.tied for stage in group):
             raise ScheduleError(f"tied={self.tied} names a stage outside of 0..{stages - 1}")
-        if any(not 0 <= rank < len(self.rows) for place in self.placement for rank in ranks_of(place)):
+        if any(not 0 <= rank < len(self.rows) for entry in self.placement for rank in ranks_of(entry)):
             raise ScheduleError(f"placement={self.placement} names a rank outside of 0..{len(self.rows) - 1}, the rows")
 
     @staticmethod
@@ -150,7 +150,7 @@ class Schedule:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank."""
-        places = [ranks_of(place) for place in self.placement]
+        places = [ranks_of(entry) for entry in self.placement]
         return tuple(tuple(s for s, ranks in enumerate(places) if rank in ranks) for rank in range(len(self.rows)))
 
     @cached_property
@@ -164,8 +164,8 @@ class Schedule:
 
         # Simulation finds the caps, since caps must not make the step longer.
         free = Dependencies.of(self.links, self.backward, self.rows)
-        turns = [len(ranks_of(place)) for place in self.placement]
-        return held_back(free, self.backward, self.microbatches, lambda held: makespan(self, held), turns)
+        turns = [len(ranks_of(entry)) for entry in self.placement]
+        return held_back(free, self.backward, self.microbatches, lambda capped: makespan(self, capped), turns)
 
     @cached_property
     def instructions(self) -> tuple[tuple[Instruction, ...], ...]:

@@ -37,8 +37,8 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
     links = _Links(schedule, costs.comm, dependencies.ahead, ready) if costs.comm or dependencies.ahead else None
     for rank, action, before in in_order(schedule.rows, dependencies):
         start = since[action] = ready[rank][-1]
-        made = [(spans[other].end, other) for other in before] if links is None else links.awaited(rank)
-        for arrival, cause in made:
+        arrivals = [(spans[other].end, other) for other in before] if links is None else links.awaited(rank)
+        for arrival, cause in arrivals:
             if arrival > start:
                 start, awaited[action] = arrival, cause
         end = start + costs.time(action)
@@ -66,29 +66,29 @@ class _Links:
         self._coming = {pair: iter(queue) for pair, queue in messages.queues.items()}
         # (rank, place) → the messages that the action waits for: inputs, and, if held back, sends that others receive
         self._awaited: dict[tuple[int, int], list[Message]] = {}
-        for message, place in messages.used_at.items():
-            self._awaited.setdefault((message.receiver, place), []).append(message)
+        for message, cell in messages.used_at.items():
+            self._awaited.setdefault((message.receiver, cell), []).append(message)
         for rank in range(len(schedule.rows)) if ahead else ():
-            for place, sent in messages.waits(rank, ahead, {}).items():
-                self._awaited.setdefault((rank, place), []).extend(sent)
+            for cell, sent in messages.waits(rank, ahead, {}).items():
+                self._awaited.setdefault((rank, cell), []).extend(sent)
 
     def awaited(self, rank: int) -> Iterator[tuple[float, Action]]:
         """Yields, for each message that a rank's next action waits for, its arrival time, and the action that made the
         message; for a message that another rank must receive, the action after which that rank posts the receive."""
         for message in self._awaited.get((rank, len(self._ready[rank]) - 1), ()):
-            owner, place = message.sender, self._messages.sent_at[message]
+            owner, cell = message.sender, self._messages.sent_at[message]
             if owner == rank and self._messages.posted_at[message]:
-                owner, place = message.receiver, self._messages.posted_at[message] - 1
-            yield self._arrival(message), self._rows[owner][place]
+                owner, cell = message.receiver, self._messages.posted_at[message] - 1
+            yield self._arrival(message), self._rows[owner][cell]
 
     def _arrival(self, message: Message) -> float:
         pair = message.sender, message.receiver
         # Earlier messages on the link were made earlier, and their receives posted no later: both times are known.
         while message not in self._arrived:
             first = next(self._coming[pair])
-            made = self._ready[first.sender][self._messages.sent_at[first] + 1]
+            sent = self._ready[first.sender][self._messages.sent_at[first] + 1]
             posted = self._ready[first.receiver][self._messages.posted_at[first]]
-            self._free[pair] = self._arrived[first] = max(made, posted, self._free.get(pair, 0.0)) + self._comm
+            self._free[pair] = self._arrived[first] = max(sent, posted, self._free.get(pair, 0.0)) + self._comm
         return self._arrived[message]
 
 
@@ -121,8 +121,8 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
     while before < (before := sum(places)):
         for rank, row in enumerate(rows):
             now = free[rank]
-            for place in range(places[rank], len(row)):
-                stage, op, microbatch, count = row[place]
+            for cell in range(places[rank], len(row)):
+                stage, op, microbatch, count = row[cell]
                 last, start = microbatch + count - 1 if op is Op.F else microbatch, now
                 for times in needs[op][stage]:
                     if times[last] > start:
@@ -130,7 +130,7 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
                 if start == math.inf:
                     break
                 free[rank] = now = start + time[op][stage]
-                places[rank] = place + 1
+                places[rank] = cell + 1
                 sent: dict[tuple[int, int], float] = {}  # a value travels once to each rank
                 for times, user, size in makes[op][stage]:
                     for first in range(microbatch, microbatch + count, size):
@@ -159,7 +159,7 @@ def lower_bound(
     None: no stage is gathered. ``rows``: the table, if it has an I or an R. A stage on several ranks gives each rank
     its turns; a second bound of a rank omits such stages, whose heads and tails may be shorter than the others'.
     """
-    count, ranks = len(stages.placement), [ranks_of(place) for place in stages.placement]
+    count, ranks = len(stages.placement), [ranks_of(entry) for entry in stages.placement]
     size = groups or (1,) * count
     split = {action.stage for row in rows for action in row if action.op is Op.I}
     again = {action.stage for row in rows for action in row if action.op is Op.R}

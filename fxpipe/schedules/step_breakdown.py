@@ -64,7 +64,7 @@ class Spent:
 def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
     """Returns the sums of each process."""
     # One pass for each process sums waits by message, and the work around actions in its order.
-    found = []
+    processes = []
     for ranks in sorted({spell.ranks for spell in spells}):
         mine = [spell for spell in spells if spell.ranks == ranks]
         seconds = dict.fromkeys(CATEGORIES, 0.0)
@@ -75,8 +75,8 @@ def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
             totals = waits if spell.category == WAITING else outside if spell.category in (BEFORE, AFTER) else {}
             totals[spell.what] = totals.get(spell.what, 0.0) + spell.duration
         longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
-        found.append(Spent(ranks, seconds, longest, outside, mine[-1].end - mine[0].start))
-    return tuple(found)
+        processes.append(Spent(ranks, seconds, longest, outside, mine[-1].end - mine[0].start))
+    return tuple(processes)
 
 
 def tabulated(spells: Sequence[Spell]) -> str:
@@ -90,7 +90,7 @@ def tabulated(spells: Sequence[Spell]) -> str:
     headers = ["rank", "step ms", *CATEGORIES, "longest waits"]
     drawn = tabulate(rows, headers, disable_numparse=True, colalign=["left", *["right"] * 6, "left"])
     names = dict.fromkeys(name for part in each for name in part.outside)
-    means = (f"{name} {milliseconds(sum(one.outside.get(name, 0.0) for one in each) / len(each))}" for name in names)
+    means = (f"{name} {milliseconds(sum(part.outside.get(name, 0.0) for part in each) / len(each))}" for name in names)
     return f"{drawn}\noutside of actions, mean over {'ranks' if len(each) > 1 else 'the process'}: {', '.join(means)}"
 
 

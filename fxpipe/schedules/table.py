@@ -48,7 +48,7 @@ def _drawn(schedule: Schedule, marked: Collection[Action] = (), full: bool = Fal
     whole = [*_heads(schedule), *_columns(steps, marked)]
     if full or _fits(whole, AIRY):
         return _draw(whole, AIRY)
-    places = [place for place, step in enumerate(steps) if not set(step).isdisjoint(marked)]
+    places = [index for index, step in enumerate(steps) if not set(step).isdisjoint(marked)]
     return _near(schedule, steps, places, marked) if places else _folded(schedule, steps)
 
 
@@ -85,9 +85,9 @@ def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
 
     1F1B repeats for each micro-batch, interleaved 1F1B for each group, GPipe first forwards, then backwards.
     """
-    places = {action: place for place, step in enumerate(steps) for action in step if action is not None}
+    places = {action: index for index, step in enumerate(steps) for action in step if action is not None}
     # A pattern may repeat for each micro-batch, for a lap of interleaved stages, for a group, or for a round of ranks.
-    turns = (len(ranks_of(place)) for place in schedule.placement)
+    turns = (len(ranks_of(entry)) for entry in schedule.placement)
     shifts = {*range(1, len(schedule.placement) + 1), *schedule.groups, *turns}
     fitting = sorted(shift for shift in shifts if shift <= schedule.microbatches // 2)
     choices = [list(_folds_by(shift, steps, places)) for shift in fitting]
@@ -97,7 +97,7 @@ def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
 def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> Iterator[Fold]:
     """Yields the folds in which each step repeats equally many steps later, for micro-batches ``shift`` higher."""
     # A run of steps with the same period repeats: the table shows the first period, and omits the others.
-    periods = (_period(step, place, shift, steps, places) for place, step in enumerate(steps))
+    periods = (_period(step, index, shift, steps, places) for index, step in enumerate(steps))
     done = start = 0
     for period, run in groupby(periods):
         start, end = max(start, done), start + len(list(run))
@@ -108,15 +108,15 @@ def _folds_by(shift: int, steps: Sequence[Step], places: dict[Action, int]) -> I
         start = end
 
 
-def _period(step: Step, place: int, shift: int, steps: Sequence[Step], places: dict[Action, int]) -> int:
+def _period(step: Step, index: int, shift: int, steps: Sequence[Step], places: dict[Action, int]) -> int:
     """Returns after how many steps a step repeats for micro-batches ``shift`` higher; 0 if the step does not repeat."""
     # The first action of the step gives the later step: all other actions must repeat in that same step.
-    again = next((places.get(_later(action, shift), place) for action in step if action is not None), place)
-    if again <= place:
+    again = next((places.get(_later(action, shift), index) for action in step if action is not None), index)
+    if again <= index:
         return 0
     pairs = zip(step, steps[again], strict=True)
     same = all(second == (first and _later(first, shift)) for first, second in pairs)
-    return again - place if same else 0
+    return again - index if same else 0
 
 
 def _later(action: Action, shift: int) -> Action:
@@ -134,11 +134,11 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
         return _draw([*heads, *columns], CLOSE)
     folds = _folds(schedule, steps)
     shown: list[Column] = []
-    place = 0
+    index = 0
     for fold in folds:
-        shown += [*columns[place : fold.first], _left_out(schedule)]
-        place = fold.end
-    shown += columns[place:]
+        shown += [*columns[index : fold.first], _left_out(schedule)]
+        index = fold.end
+    shown += columns[index:]
     drawn = _draw([*heads, *shown], AIRY) if _fits([*heads, *shown], AIRY) else _blocks(heads, shown)
     return [*drawn, *map(str, folds)]
 
@@ -149,7 +149,7 @@ def _near(schedule: Schedule, steps: Sequence[Step], places: Sequence[int], mark
     shown: list[Column] = []
     # Tries the widest neighbourhood first; if none fits on one line, one step on each side remains.
     for reach in (len(steps), 16, 8, 4, 2, 1):
-        near = {step for place in places for step in range(place - reach, place + reach + 1)}
+        near = {step for index in places for step in range(index - reach, index + reach + 1)}
         shown = []
         for is_near, run in groupby(enumerate(columns), key=lambda column: column[0] in near):
             shown += [column for _, column in run] if is_near else [_left_out(schedule)]
@@ -196,8 +196,8 @@ def _width() -> int:
 
 def _columns(steps: Sequence[Step], marked: Collection[Action] = ()) -> list[Column]:
     return [
-        [str(place), *("" if cell is None else f"[{cell}]" if cell in marked else str(cell) for cell in step)]
-        for place, step in enumerate(steps)
+        [str(index), *("" if cell is None else f"[{cell}]" if cell in marked else str(cell) for cell in step)]
+        for index, step in enumerate(steps)
     ]
 
 

@@ -57,7 +57,7 @@ def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edg
 
 def check_cells(schedule: Schedule) -> None:
     """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once."""
-    found: set[Action] = set()
+    seen: set[Action] = set()
     for rank, row in enumerate(schedule.rows):
         for action in row:
             stage, _, microbatch, count = action
@@ -69,40 +69,40 @@ def check_cells(schedule: Schedule) -> None:
             if home != rank:
                 what = "its stage" if isinstance(schedule.placement[stage], int) else "it"
                 _fail(schedule, [action], f"{action} stands on rank {rank}, but {what} is on rank {home}")
-            if action in found:
+            if action in seen:
                 times = sum(row.count(action) for row in schedule.rows)
                 _fail(schedule, [action], f"{action} stands {times} times in the table")
-            found.add(action)
+            seen.add(action)
 
 
 def _check_complete(schedule: Schedule) -> None:
     """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none."""
-    found: defaultdict[tuple[int, int], set[Op]] = defaultdict(set)
+    ops_of: defaultdict[tuple[int, int], set[Op]] = defaultdict(set)
     for row in schedule.rows:
         for stage, op, microbatch, _ in row:
-            found[stage, microbatch].add(op)
+            ops_of[stage, microbatch].add(op)
     # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
-    again = {stage for (stage, _), ops in found.items() if Op.R in ops}
+    again = {stage for (stage, _), ops in ops_of.items() if Op.R in ops}
     for stage, size in enumerate(schedule.groups):
         right = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if schedule.backward[stage] else [{Op.F}]
         if stage in again and schedule.backward[stage]:
             right = [ops | {Op.R} for ops in right]
         for microbatch in range(0, schedule.microbatches, size):
-            if found[stage, microbatch] not in right:
-                _fail_incomplete(schedule, stage, microbatch, right, found[stage, microbatch])
+            if ops_of[stage, microbatch] not in right:
+                _fail_incomplete(schedule, stage, microbatch, right, ops_of[stage, microbatch])
 
 
 def _fail_incomplete(
-    schedule: Schedule, stage: int, microbatch: int, right: Sequence[Collection[Op]], found: Collection[Op]
+    schedule: Schedule, stage: int, microbatch: int, right: Sequence[Collection[Op]], ops_present: Collection[Op]
 ) -> NoReturn:
     def actions(ops: Collection[Op]) -> list[Action]:
         return [Action(stage, op, microbatch, schedule.groups[stage]) for op in Op if op in ops]
 
     rank = schedule.rank_of(stage, microbatch)
     needed = ", or ".join(" ".join(map(str, actions(ops))) for ops in right)
-    present = " ".join(map(str, actions(found))) or "none of them"
+    present = " ".join(map(str, actions(ops_present))) or "none of them"
     kind = "" if schedule.backward[stage] else " has no backward, and"
-    marked = actions(found) or schedule.rows[rank][-1:]
+    marked = actions(ops_present) or schedule.rows[rank][-1:]
     _fail(schedule, marked, f"stage {stage}{kind} needs {needed} on rank {rank}; the table has {present}")
 
 
@@ -213,7 +213,7 @@ class Machine:
     def waiting(self) -> dict[int, Sequence[Instruction]]:
         """The ranks that cannot continue, with their remaining instructions; empty if all ranks finished."""
         rows = zip(self._rows, self._next, strict=True)
-        return {rank: row[place:] for rank, (row, place) in enumerate(rows) if place < len(row)}
+        return {rank: row[cell:] for rank, (row, cell) in enumerate(rows) if cell < len(row)}
 
     def deadlock(self) -> str:
         """Returns a message that says for which events each waiting rank waits."""

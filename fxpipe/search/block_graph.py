@@ -57,7 +57,7 @@ class BlockGraph:
     """The costs of copied nodes, and the bytes of all memory and parameter keys."""
     gather: Mapping[int, int | None] = field(default_factory=dict)
     """Gathered block → the number of micro-batches in its group, None for all. Each gathered block is a stage."""
-    given: bool = False
+    blocks_are_stages: bool = False
     """Whether each block is already a stage, and only its rank is open."""
     alone: frozenset[int] = frozenset()
     """The blocks that must run on a single rank, because they may change the model's state."""
@@ -72,11 +72,11 @@ class BlockGraph:
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """For each block, the sorted numbers of the blocks whose values it uses."""
-        found: list[set[int]] = [set() for _ in self.blocks]
+        sources_of: list[set[int]] = [set() for _ in self.blocks]
         for value in self.values:
             for target in value.targets:
-                found[target].add(value.source)
-        return tuple(tuple(sorted(sources)) for sources in found)
+                sources_of[target].add(value.source)
+        return tuple(tuple(sorted(sources)) for sources in sources_of)
 
     @cached_property
     def shared(self) -> frozenset[int]:
@@ -98,11 +98,11 @@ class BlockGraph:
 
     def after(self, group_of: Sequence[int]) -> dict[int, set[int]]:
         """Group → the other groups that use its values. ``group_of``: block → its group."""
-        found: dict[int, set[int]] = {group: set() for group in group_of}
+        users_of: dict[int, set[int]] = {group: set() for group in group_of}
         for value in self.values:
             source = group_of[value.source]
-            found[source] |= {group_of[target] for target in value.targets} - {source}
-        return found
+            users_of[source] |= {group_of[target] for target in value.targets} - {source}
+        return users_of
 
     def merged(self, group_of: Sequence[int]) -> BlockGraph:
         """The same graph with blocks merged. ``group_of``: block → the merged block."""
@@ -141,10 +141,10 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
         BlockValue(source, targets, costs[name].bytes_out, name in cut.returned) for name, source, targets in cut.values
     )
     copies = _copies(program)
-    made = [
+    pieces = [
         Block(names, costs.block(names), frozenset[str]().union(*map(copies.__getitem__, names))) for names in cut.nodes
     ]
-    return BlockGraph(tuple(made), values, cut.result, costs, alone=_alone(program, cut.nodes))
+    return BlockGraph(tuple(pieces), values, cut.result, costs, alone=_alone(program, cut.nodes))
 
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
@@ -153,7 +153,7 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     names: list[set[str]] = [set() for _ in range(1 + max(stage_of.values()))]
     for name, stage in stage_of.items():
         names[stage] |= {name, *copies[name]}
-    order = {node.name: place for place, node in enumerate(program.nodes) if is_compute(node)}
+    order = {node.name: position for position, node in enumerate(program.nodes) if is_compute(node)}
     # Each stage runs its own copies of copied nodes, so the copies count in each stage. Nodes are in program order, in
     # which the bytes kept for backward add up.
     members = [sorted(some & order.keys(), key=order.__getitem__) for some in names]
@@ -161,10 +161,10 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
     last = program.output_stage or 0
     uses: dict[str, dict[int, None]] = {}
     for node in program.nodes:
-        place = last if node.op == "output" else stage_of.get(node.name)
+        user_stage = last if node.op == "output" else stage_of.get(node.name)
         for name in (made_by(operand).name for operand in node.all_input_nodes):
-            if place is not None and stage_of.get(name, place) != place:
-                uses.setdefault(name, {})[place] = None
+            if user_stage is not None and stage_of.get(name, user_stage) != user_stage:
+                uses.setdefault(name, {})[user_stage] = None
     own = {  # a gathered stage's copies run once for its group
         stage: {name: costs[name].part(group.size) for name in program.copied.intersection(members[stage])}
         for stage, group in costs.groups.items()
@@ -175,7 +175,7 @@ def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:
         (last,),
         costs,
         {stage: gather.group for stage, gather in program.gathered.items()},
-        given=True,
+        blocks_are_stages=True,
         alone=_alone(program, members),
     )
 
@@ -184,15 +184,15 @@ def _alone(program: Program, members: Sequence[Sequence[str]]) -> frozenset[int]
     """The blocks of these nodes that use tensors of the model that forward writes, or that may have side effects."""
     # A stage on several ranks would write on only one rank the tensors that its other ranks read.
     written = nodes_of_written(program)
-    found = {name for group in program.written if group & written for name in group} | written
-    found |= {node.name for node in program.nodes if node.op.startswith("call_") and acts(program, node)}
-    return frozenset(number for number, names in enumerate(members) if found.intersection(names))
+    effectful = {name for group in program.written if group & written for name in group} | written
+    effectful |= {node.name for node in program.nodes if node.op.startswith("call_") and acts(program, node)}
+    return frozenset(number for number, names in enumerate(members) if effectful.intersection(names))
 
 
 def _copies(program: Program) -> dict[str, frozenset[str]]:
     """Node → the copied nodes from which it is computed."""
-    found: dict[str, frozenset[str]] = {}
+    copies: dict[str, frozenset[str]] = {}
     for node in program.nodes:
         used = {made_by(operand).name for operand in node.all_input_nodes} & program.copied
-        found[node.name] = frozenset(used).union(*map(found.__getitem__, used))
-    return found
+        copies[node.name] = frozenset(used).union(*map(copies.__getitem__, used))
+    return copies

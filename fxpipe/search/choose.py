@@ -35,7 +35,7 @@ from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.search.memory import Account
-from fxpipe.search.moves import GAIN, RUNNERS_UP, Found, connected, search
+from fxpipe.search.moves import GAIN, RUNNERS_UP, SearchResult, connected, search
 from fxpipe.search.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
 from fxpipe.search.segments import Line, depth_first, entries, segments_of
 from fxpipe.search.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
@@ -63,27 +63,27 @@ class Balanced:
     """The nodes of each block of the layouts."""
 
     @staticmethod
-    def of(program: Program, found: Found, work: BlockGraph) -> Balanced:
+    def of(program: Program, result: SearchResult, work: BlockGraph) -> Balanced:
         costs = work.costs
-        best, what = found.best, f"costs from shapes; {costs.account}"
-        if BETWEEN in best.layout.origin and any(other.seconds < best.seconds for other in found.others):
+        best, what = result.best, f"costs from shapes; {costs.account}"
+        if BETWEEN in best.layout.origin and any(other.seconds < best.seconds for other in result.others):
             what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
         notes = "\n".join(filter(None, [what, costs.guesses]))
         return Balanced(
-            program, best.layout.rank_of, best, found.others, notes, tuple(block.nodes for block in work.blocks)
+            program, best.layout.rank_of, best, result.others, notes, tuple(block.nodes for block in work.blocks)
         )
 
     def __str__(self) -> str:
         rows = [
             (
-                f"runner-up {place}" if place else "chosen",
+                f"runner-up {number}" if number else "chosen",
                 outcome.layout.stages,
                 f"{outcome.seconds * 1e3:.3f}",
                 f"{outcome.bubble:.1%}",
                 f"{outcome.most_bytes / 2**20:,.1f}",
                 self._modules(outcome.layout),
             )
-            for place, outcome in enumerate([self.outcome, *self.others[:RUNNERS_UP]])
+            for number, outcome in enumerate([self.outcome, *self.others[:RUNNERS_UP]])
         ]
         headers = ["", "stages", "makespan, ms", "bubble", "peak of a rank, MiB", "modules of each rank"]
         grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
@@ -133,30 +133,30 @@ def balance(
     not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage may be on all ranks.
     PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
     """
-    given = bool(program.stage_of)
-    work = work_of_stages(program, costs) if given else work_of_program(program, costs)
+    is_cut = bool(program.stage_of)
+    work = work_of_stages(program, costs) if is_cut else work_of_program(program, costs)
     if len(work) < ranks:
-        has = "the model has {} stages" if given else "the program has {} pieces that a cut may separate"
+        has = "the model has {} stages" if is_cut else "the program has {} pieces that a cut may separate"
         raise PartitionError(f"{ranks} pipe ranks, but {has.format(len(work))}; use fewer ranks")
-    family, found, refused = with_costs(schedule), None, None
-    for piece_of, how in [(tuple(range(len(work))), "")] if given else _pieces(program, work, ranks):
+    family, result, refused = with_costs(schedule), None, None
+    for piece_of, how in [(tuple(range(len(work))), "")] if is_cut else _pieces(program, work, ranks):
         merged = work.merged(piece_of)
-        again = Rerun.of(recompute, program.stage_names if given else [""] * len(merged))
+        again = Rerun.of(recompute, program.stage_names if is_cut else [""] * len(merged))
         try:
-            effort = FINER if found is not None else 1.0
+            effort = FINER if result is not None else 1.0
             choice = search(merged, ranks, microbatches, family, memory_per_rank, again, several, effort)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
         # Coarser cuts are searched first; a finer cut replaces the result if it gains enough.
-        found = choice.of_blocks(piece_of, how).unless(found, GAIN)
-    if found is None:
+        result = choice.of_blocks(piece_of, how).unless(result, GAIN)
+    if result is None:
         raise refused or AssertionError
-    if not given:
-        stage_of = found.best.layout.stage_of
+    if not is_cut:
+        stage_of = result.best.layout.stage_of
         stages = {name: stage_of[number] for number, block in enumerate(work.blocks) for name in block.nodes}
         program = program.replace(stage_of=stages)
-    return Balanced.of(program, found, work)
+    return Balanced.of(program, result, work)
 
 
 def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -305,10 +305,10 @@ class Balancing:
     def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
         """The costs of a program's nodes; the last result is cached. ``keeping``: whether the model's own checkpoints
         keep their activations, as they do in an action R. A search, tables and a preview need the same costs."""
-        known = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
-        if self.costed is None or self.costed[0] != known:
+        key = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
+        if self.costed is None or self.costed[0] != key:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():
-                found = costs_from_shapes(
+                node_costs = costs_from_shapes(
                     program,
                     example_of(shape),
                     self.device,
@@ -321,18 +321,18 @@ class Balancing:
                     halves=self.options.stage_compiler is None and self.options.parallelize is None,
                     groups=self._groups(program, pattern.microbatches, shape),
                 )
-            self.costed = known, found
+            self.costed = key, node_costs
         return self.costed[1]
 
     def _groups(self, program: Program, microbatches: int, shape: Description) -> dict[int, Group]:
         """Gathered stage → the group of micro-batches for which it runs once, of this batch or of all replicas."""
-        found = {}
+        groups = {}
         for stage, gathered in program.gathered.items():
             replicas = self.topology.size(BATCH) if "global" in gathered.modes else 1
             size = gathered.group or microbatches
             times = size * replicas
-            found[stage] = Group(size, times, example_of(joined_description([shape] * times, self.options.batch_dim)))
-        return found
+            groups[stage] = Group(size, times, example_of(joined_description([shape] * times, self.options.batch_dim)))
+        return groups
 
     def searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
         """Searches for the best stages and their ranks, logs them, and returns the program with them."""
@@ -343,9 +343,8 @@ class Balancing:
             )
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
-            given = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            several = self.options.zero != 3 and self.options.parallelize is None
-            found = balance(*given, self.options.memory_per_rank, self.options.recompute, several)
-        if found.others:
-            log(str(found))
-        return found
+            arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
+            balanced = balance(*arguments, self.options.memory_per_rank, self.options.recompute, several=True)
+        if balanced.others:
+            log(str(balanced))
+        return balanced

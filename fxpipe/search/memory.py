@@ -30,7 +30,7 @@ from fxpipe.precision import Precision
 
 
 @dataclass(frozen=True)
-class Held:
+class StaticBytes:
     """Bytes on one rank. ``whole``: further, unsharded bytes while a step runs."""
 
     parameters: float = 0.0
@@ -42,8 +42,8 @@ class Held:
     def sum(self) -> float:
         return float(sum(astuple(self)))
 
-    def __add__(self, other: Held) -> Held:
-        return Held(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: StaticBytes) -> StaticBytes:
+        return StaticBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Account:
             return count / self.shards
         return count // rows * -(-rows // self.shards) if rows else count
 
-    def held(self, count: int, element: int, trained: bool, floating: bool = True, part: float | None = None) -> Held:
+    def bytes_of(
+        self, count: int, element: int, trained: bool, floating: bool = True, part: float | None = None
+    ) -> StaticBytes:
         """The bytes of ``count`` elements, ``element`` bytes each in stages. ``part``: the number of elements in a
         rank's shard; None: an even share."""
         mixed = self.precision if floating else None
@@ -84,14 +86,14 @@ class Account:
         state = (part if self.zero else count) * (master * is_copied + self.states * master * trained)
         if self.zero == 3:
             whole = count * (element + gradient * trained)
-            return Held(part * master, part * master * trained, state, whole)
+            return StaticBytes(part * master, part * master * trained, state, whole)
         # After a backward, zero=1 holds whole gradients and the rank's part of their sums, zero=2 only the part.
         gradients = {0: count, 1: count + part, 2: part}[self.zero] * gradient
         whole = 3 * count * gradient if self.zero == 2 else 0
-        return Held(count * element, gradients * trained, state, whole * trained)
+        return StaticBytes(count * element, gradients * trained, state, whole * trained)
 
     def __str__(self) -> str:
-        each = self.held(1, 4 if self.precision is None else self.precision.compute.itemsize, trained=True)
+        each = self.bytes_of(1, 4 if self.precision is None else self.precision.compute.itemsize, trained=True)
         of = "float32" if self.precision is None else f"{self.precision.compute}".removeprefix("torch.")
         sharded = f", zero={self.zero} over {self.shards} ranks" if self.zero else ""
         return (
@@ -107,7 +109,7 @@ def rows_of(parameter: Tensor) -> int:
 def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
     """The rank that steps each whole parameter: the largest first, to the least loaded rank (Graham, 1969)."""
     loads, owner = [0] * ranks, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
-        owner[place] = loads.index(min(loads))
-        loads[owner[place]] += sizes[place]
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owner[index] = loads.index(min(loads))
+        loads[owner[index]] += sizes[index]
     return owner

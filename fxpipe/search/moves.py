@@ -67,13 +67,13 @@ def recipes(
     sources = tuple(bits & ~within for bits in reached)
     for order in orders(work):
         line = Line(work, tuple(block for block in order if block not in apart))
-        made = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
+        choices = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
         if ranks > 1:
-            made += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
-        for cuts, laps, how in made:
+            choices += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
+        for cuts, laps, how in choices:
             whole = Recipe(line.order, cuts, tuple(range(ranks)) * laps, None, how)
             yield whole
-            if len({sources[block] for block in line.order}) > 1 and not work.given:
+            if len({sources[block] for block in line.order}) > 1 and not work.blocks_are_stages:
                 yield replace(whole, entries=sources, origin=f"{how}, towers apart")
 
 
@@ -83,7 +83,7 @@ def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
     group_of |= {block: -1 - number for number, blocks in enumerate(recipe.shared) for block in blocks}
     everywhere = tuple(range(1 + max(recipe.rank_of)))
     ranks = [everywhere if group_of[b] < 0 else recipe.rank_of[group_of[b]] for b in range(len(work))]
-    if work.given:
+    if work.blocks_are_stages:
         return StageLayout(tuple(range(len(work))), tuple(ranks), recipe.origin)
     segments = [group_of[block] for block in range(len(work))]
     layout = None
@@ -113,7 +113,7 @@ def _of_groups(
     """The layout with a stage for each group, in topological order, by the groups' first blocks; None if groups depend
     on each other in a cycle. ``ranks``: the rank, or ranks, of each block."""
     order = depth_first(work) if recipe.shared else recipe.order
-    first = {group_of[block]: place for place, block in reversed(list(enumerate(order)))}
+    first = {group_of[block]: position for position, block in reversed(list(enumerate(order)))}
     number = topological_order(first, work.after(group_of))
     if len(number) < len(first):
         return None
@@ -154,28 +154,28 @@ def on_all_ranks(
             beside = f", beside {'a stage' if count == 1 else f'{count} stages'} on all ranks"
             cuts = partition(([seconds] * count).__getitem__, count) or ()
             shared = tuple(line.order[start:end] for start, end in itertools.pairwise((0, *cuts)))
-            found = (
+            layouts = (
                 layout_of(work, replace(recipe, shared=shared, origin=recipe.origin + beside))
                 for recipe in recipes(work, ranks, microbatches, memory, part)
             )
-            yield from sorted(found, key=bound)[:1]
+            yield from sorted(layouts, key=bound)[:1]
 
 
 def _shareable(work: BlockGraph) -> list[frozenset[int]]:
     """The parts that may be on all ranks, the largest first."""
     # A stage on all ranks fills bubbles if it may run at any time: it must need no other stage, and must not run once
     # for the whole batch.
-    if work.given:
+    if work.blocks_are_stages:
         free = (block for block in range(len(work)) if not work.sources[block] and block not in work.gather)
-        found = [frozenset([block]) for block in free]
+        candidates = [frozenset([block]) for block in free]
     else:  # large parts that depend on some of the graph's sources, as an image encoder does on the pixels
         reached = entries(work)
         # The blocks that depend only on the sources of some block also contain all blocks that they need.
         parts = (
             frozenset(b for b, mine in enumerate(reached) if mine & bits == mine) for bits in dict.fromkeys(reached)
         )
-        found = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
-    fitting = [part for part in found if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
+        candidates = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
+    fitting = [part for part in candidates if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
     return sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]
 
 
@@ -198,13 +198,13 @@ STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best layout, and the best layouts of other origins."""
 
     best: LayoutOutcome
     others: tuple[LayoutOutcome, ...]
 
-    def of_blocks(self, piece_of: Sequence[int], how: str) -> Found:
+    def of_blocks(self, piece_of: Sequence[int], how: str) -> SearchResult:
         """The same layouts, in terms of the blocks of each piece. ``how``: words added to the layouts' origins."""
 
         def of_blocks(outcome: LayoutOutcome) -> LayoutOutcome:
@@ -212,9 +212,9 @@ class Found:
             stage_of = tuple(layout.stage_of[piece] for piece in piece_of)
             return replace(outcome, layout=StageLayout(stage_of, layout.rank_of, layout.origin + how))
 
-        return Found(of_blocks(self.best), tuple(map(of_blocks, self.others)))
+        return SearchResult(of_blocks(self.best), tuple(map(of_blocks, self.others)))
 
-    def unless(self, other: Found | None, gain: float) -> Found:
+    def unless(self, other: SearchResult | None, gain: float) -> SearchResult:
         """``self`` if its step is shorter by the fraction ``gain``, else ``other``, with the runners-up of both."""
         if other is None:
             return self
@@ -222,7 +222,7 @@ class Found:
         taken, left = (self, other) if self.best.seconds < other.best.seconds * (1 - gain) else (other, self)
         others = sorted((left.best, *taken.others, *left.others), key=_merit)
         different = {outcome.layout: outcome for outcome in others if outcome.layout != taken.best.layout}
-        return Found(taken.best, tuple(different.values()))
+        return SearchResult(taken.best, tuple(different.values()))
 
 
 def search(
@@ -234,7 +234,7 @@ def search(
     again: Rerun | None = None,
     several: bool = False,
     effort: float = 1.0,
-) -> Found:
+) -> SearchResult:
     """The best layout of a block graph. ``several``: whether a stage may be on all ranks if a step then gains ``GAIN``:
     an encoder or, of given stages with a memory limit, a stage that needs no other stage. ``effort``: the fraction of
     the usual number of actions that all tables together may have.
@@ -270,15 +270,15 @@ def search(
     simulated = sorted(filter(None, map(exact.outcome, fitting)), key=_merit)
     if not simulated:
         raise _no_fit(exact)
-    found = Found(simulated[0], tuple(simulated[1:]))
+    result = SearchResult(simulated[0], tuple(simulated[1:]))
     # Without a memory limit, the first of given stages would be on all ranks of any chain.
-    several &= memory is not None or not work.given
-    if several and work.seconds() * microbatches / ranks < found.best.makespan * (1 - GAIN):
+    several &= memory is not None or not work.blocks_are_stages
+    if several and work.seconds() * microbatches / ranks < result.best.makespan * (1 - GAIN):
         for layout in on_all_ranks(work, ranks, few, memory, exact.lower_bound):
-            if exact.lower_bound(layout) < found.best.seconds * (1 - GAIN) and exact.estimate(layout) is not None:
+            if exact.lower_bound(layout) < result.best.seconds * (1 - GAIN) and exact.estimate(layout) is not None:
                 outcome = exact.outcome(layout)
-                found = found if outcome is None else Found(outcome, ()).unless(found, GAIN)
-    return found
+                result = result if outcome is None else SearchResult(outcome, ()).unless(result, GAIN)
+    return result
 
 
 def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:
@@ -295,16 +295,16 @@ def _estimated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
     # A bound is cheap, and a table is not. An origin whose bounds are all high may still have the best table.
     ranked = sorted(layouts, key=judge.lower_bound)
     firsts = {layout.origin: layout for layout in reversed(ranked)}
-    found: list[LayoutOutcome] = []
+    outcomes: list[LayoutOutcome] = []
     for layout in dict.fromkeys([*sorted(firsts.values(), key=judge.lower_bound), *ranked]):
-        if found and judge.actions >= most:
+        if outcomes and judge.actions >= most:
             break
         first = layout is firsts[layout.origin]
-        if found and not first and judge.lower_bound(layout) >= (1 - LITTLE) * found[0].seconds:
+        if outcomes and not first and judge.lower_bound(layout) >= (1 - LITTLE) * outcomes[0].seconds:
             break
         if (outcome := judge.estimate(layout)) is not None:
-            found = sorted([*found, outcome], key=_merit)
-    return found
+            outcomes = sorted([*outcomes, outcome], key=_merit)
+    return outcomes
 
 
 def _no_fit(judge: Judge) -> PartitionError | ScheduleError:

@@ -25,7 +25,7 @@ from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.passes.defer_weights import deferred_calls
 from fxpipe.schedules.no_gc import paused
-from fxpipe.search.memory import Account, Held, rows_of
+from fxpipe.search.memory import Account, StaticBytes, rows_of
 from fxpipe.stage.modes import Autocast, modes_restored, within
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import TorchDispatchMode, packet_of, schema_of, tensors_in, without_onednn
@@ -98,7 +98,7 @@ def _union(keys: Iterable[frozenset[int]]) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class HeldParameter:
+class ParameterCost:
     """A parameter: its bytes in stages, and whether it is trained. Or, with a ``count`` of 0, a buffer or an input of
     the whole batch, which has no gradient and no optimizer state."""
 
@@ -110,19 +110,19 @@ class HeldParameter:
     """The size of the parameter's first dimension; 0 if it has no dimension."""
 
     @staticmethod
-    def of(tensor: Tensor) -> HeldParameter:
+    def of(tensor: Tensor) -> ParameterCost:
         """The entry of a parameter or a buffer."""
         if not isinstance(tensor, nn.Parameter):
-            return HeldParameter(tensor.nbytes)
+            return ParameterCost(tensor.nbytes)
         floating = tensor.is_floating_point()
-        return HeldParameter(tensor.nbytes, tensor.numel(), tensor.requires_grad, floating, rows_of(tensor))
+        return ParameterCost(tensor.nbytes, tensor.numel(), tensor.requires_grad, floating, rows_of(tensor))
 
-    def on(self, account: Account) -> Held:
+    def on(self, account: Account) -> StaticBytes:
         """The bytes of the parameter on a rank that holds it."""
         if not self.count:
-            return Held(parameters=float(self.size))
+            return StaticBytes(parameters=float(self.size))
         part = account.part_of(self.count, self.rows)
-        return account.held(self.count, self.size // self.count, self.trained, self.floating, part)
+        return account.bytes_of(self.count, self.size // self.count, self.trained, self.floating, part)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class NodeCosts:
     nodes: Mapping[str, NodeCost]
     memory: Mapping[int, int] = field(default_factory=dict)
     """Key → bytes of memory that is kept for backward, without parameters."""
-    parameters: Mapping[int, HeldParameter] = field(default_factory=dict)
+    parameters: Mapping[int, ParameterCost] = field(default_factory=dict)
     """The model's parameters and buffers, without duplicates of tied parameters, and the batch's inputs."""
     hardware: Hardware = REFERENCE
     account: Account = field(default_factory=Account)
@@ -167,21 +167,21 @@ class NodeCosts:
 
     @cached_property
     def _static(self) -> Mapping[int, float]:
-        return {key: held.on(self.account).sum for key, held in self.parameters.items()}
+        return {key: cost.on(self.account).sum for key, cost in self.parameters.items()}
 
     def block(self, names: Sequence[str], copies: Mapping[str, NodeCost] = MappingProxyType({})) -> NodeCost:
         """The costs of a block of these nodes, in the order in which they run. When a checkpoint recomputes, the nodes
         after it have released their memory. ``copies``: the costs of copied nodes that the block runs for a group."""
         # Memory that a checkpoint recomputes is added to the memory that all nodes up to it keep. ``again`` is the
         # excess of that peak over the total that the block keeps.
-        kept, most, seen = 0, 0, frozenset[int]()
+        saved, most, seen = 0, 0, frozenset[int]()
         costs = [copies.get(name, self[name]) for name in names]
         for cost in costs:
-            kept += self.saved_bytes(cost.saved - seen)
+            saved += self.saved_bytes(cost.saved - seen)
             seen |= cost.saved
-            most = max(most, kept + cost.again)
+            most = max(most, saved + cost.again)
         whole = total(costs)
-        return replace(whole, again=max(most - kept, 0))
+        return replace(whole, again=max(most - saved, 0))
 
 
 _NOTHING = NodeCost()
@@ -228,8 +228,8 @@ def costs_from_shapes(
         runs = {at: costed(example, g.times) if scaled else costed(g.example) for at, g in groups.items()}
     for stage, group_run in runs.items():
         size, names = groups[stage].size, [name for name, at in program.stage_of.items() if at == stage]
-        run.found |= {name: group_run.found[name].part(size) for name in names}
-        run.memory |= {key: group_run.memory[key] // size for name in names for key in group_run.found[name].saved}
+        run.nodes |= {name: group_run.nodes[name].part(size) for name in names}
+        run.memory |= {key: group_run.memory[key] // size for name in names for key in group_run.nodes[name].saved}
     run.defer(deferred_calls(program))
     guesses = []
     if run.guessed:
@@ -240,7 +240,7 @@ def costs_from_shapes(
     if groups and scaled:
         names = [program.stage_names[stage] for stage in groups]
         guesses.append(f"what {', '.join(names)} computes between rows of several micro-batches counts as within each")
-    return NodeCosts(run.found, run.memory, run.held, hardware, account, halves, groups, "\n".join(guesses))
+    return NodeCosts(run.nodes, run.memory, run.parameters, hardware, account, halves, groups, "\n".join(guesses))
 
 
 class _CostingRun:
@@ -276,7 +276,7 @@ class _CostingRun:
         self.program, self.fake, self.times, self.hardware = program, fake, times, hardware
         self.values: dict[Node, Any] = {}
         self.inputs = fake.inputs(example)
-        self.found: dict[str, NodeCost] = {}
+        self.nodes: dict[str, NodeCost] = {}
         self.memory: dict[int, int] = {}
         self.guessed: dict[str, None] = {}
         self._saved: set[int] = set()
@@ -287,9 +287,9 @@ class _CostingRun:
         parameters = dict(program.module.named_parameters())
         named = parameters | dict(program.module.named_buffers())
         self._keys = {id(tensor): key for key, tensor in enumerate(named.values())}
-        self._inputs = {name: len(named) + place for place, name in enumerate(batch)}
-        held = [*map(HeldParameter.of, named.values()), *map(HeldParameter, batch.values())]
-        self.held = dict(enumerate(held))
+        self._inputs = {name: len(named) + index for index, name in enumerate(batch)}
+        entries = [*map(ParameterCost.of, named.values()), *map(ParameterCost, batch.values())]
+        self.parameters = dict(enumerate(entries))
         # Storages are kept alive so that ids are unique; the bytes of the batch are counted apart.
         self._storages = [tensor.untyped_storage() for tensor in [*named.values(), *tensors_in(self.inputs)]]
         self._own = set(map(id, self._storages))
@@ -307,11 +307,11 @@ class _CostingRun:
 
     def defer(self, calls: Sequence[str]) -> None:
         """Adds the memory that these calls keep until W: their saved tensors, and the gradients of their results."""
-        for place, name in enumerate(calls, start=1):
-            cost = self.found[name]
+        for number, name in enumerate(calls, start=1):
+            cost = self.nodes[name]
             # W needs the saved inputs of its calls, and the gradients of the calls' results.
-            self.memory[-place] = cost.bytes_out  # ids of objects are positive
-            self.found[name] = replace(cost, deferred=cost.saved | {-place})
+            self.memory[-number] = cost.bytes_out  # ids of objects are positive
+            self.nodes[name] = replace(cost, deferred=cost.saved | {-number})
 
     @contextlib.contextmanager
     def one_checkpoint(self) -> Iterator[None]:
@@ -332,8 +332,8 @@ class _CostingRun:
         """Takes over the recomputed costs from a run in which checkpoints keep everything: a run in which they keep
         nothing shows neither the recomputed operators nor their gradients."""
         for name, seconds in keeping.seconds_again.items():
-            cost, plain = keeping.found[name], self.found[name]
-            self.found[name] = replace(
+            cost, plain = keeping.nodes[name], self.nodes[name]
+            self.nodes[name] = replace(
                 cost, backward=cost.backward + seconds, saved=plain.saved, parameters=plain.parameters
             )
 
@@ -367,14 +367,14 @@ class _CostingRun:
             raise
         except Exception as error:
             cost = self._guessed(node, error)
-        used, made = self._parameters(node), tensors_in(self.values[node])
-        self.found[node.name] = replace(
+        used, results = self._parameters(node), tensors_in(self.values[node])
+        self.nodes[node.name] = replace(
             cost,
-            bytes_out=self.times * sum(tensor.nbytes for tensor in made),
-            gradient_bytes=self.times * sum(tensor.nbytes for tensor in made if tensor.requires_grad),
+            bytes_out=self.times * sum(tensor.nbytes for tensor in results),
+            gradient_bytes=self.times * sum(tensor.nbytes for tensor in results if tensor.requires_grad),
             saved=frozenset(self._saved),
             parameters=used,
-            trains=any(self.held[key].trained for key in used),
+            trains=any(self.parameters[key].trained for key in used),
             again=self._again,
         )
         if self._again:
@@ -390,12 +390,12 @@ class _CostingRun:
         self.guessed |= dict.fromkeys(call.name for call in opaque_calls(self.program.opaque.get(str(node.target))))
         self.values[node] = faked(node.meta["val"], self.fake)
         # The estimate is a linear layer of all its parameters: 2 FLOPs per weight and row, twice as many in backward.
-        made = tensors_in(self.values[node])
-        rows = self.times * max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in made), default=1)
-        count = sum(self.held[key].count for key in self._parameters(node))
-        flops, moved = 2.0 * rows * count, 4.0 * count + self.times * sum(tensor.nbytes for tensor in made)
+        results = tensors_in(self.values[node])
+        rows = self.times * max((tensor.numel() // max((1, *tensor.shape[-1:])) for tensor in results), default=1)
+        count = sum(self.parameters[key].count for key in self._parameters(node))
+        flops, moved = 2.0 * rows * count, 4.0 * count + self.times * sum(tensor.nbytes for tensor in results)
         seconds = self.hardware.seconds(flops, moved, 4)
-        for tensor in made:
+        for tensor in results:
             self._pack(tensor)
         return NodeCost(seconds, 2 * seconds, seconds, flops, 2 * flops, 3 * flops / self.hardware.peak(4))
 
@@ -409,8 +409,8 @@ class _CostingRun:
             used = [*module.parameters(), *read]
         used += [self.values[operand] for operand in node.all_input_nodes if operand.op == "get_attr"]
         inputs = [str(operand.target) for operand in node.all_input_nodes if operand.op == "placeholder"]
-        found = [self._inputs[name] for name in inputs if name in self._inputs]
-        return frozenset([*found, *(self._keys[id(tensor)] for tensor in used if id(tensor) in self._keys)])
+        keys = [self._inputs[name] for name in inputs if name in self._inputs]
+        return frozenset([*keys, *(self._keys[id(tensor)] for tensor in used if id(tensor) in self._keys)])
 
 
 # --- the cost of an operator below autograd ---
@@ -446,32 +446,32 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        given, made = tensors_in((args, kwargs)), tensors_in(result)
+        arguments, results = tensors_in((args, kwargs)), tensors_in(result)
         # A view moves nothing, and launches no kernel.
-        memory = {id(tensor.untyped_storage()) for tensor in given}
-        is_view = not schema_of(func).is_mutable and all(id(tensor.untyped_storage()) in memory for tensor in made)
-        if is_view or not made:
+        memory = {id(tensor.untyped_storage()) for tensor in arguments}
+        is_view = not schema_of(func).is_mutable and all(id(tensor.untyped_storage()) in memory for tensor in results)
+        if is_view or not results:
             return
         name = packet_of(func).__name__
         flops = self._times * _flops(func, name, args, kwargs, result)
-        read = made if name in _GATHERS else given
-        moved = self._times * sum(tensor.nbytes for tensor in [*read, *made])
-        seconds = self._hardware.seconds(flops, moved, made[0].element_size())
+        read = results if name in _GATHERS else arguments
+        moved = self._times * sum(tensor.nbytes for tensor in [*read, *results])
+        seconds = self._hardware.seconds(flops, moved, results[0].element_size())
         self.forward += seconds
         self.flops += flops
         if not torch.is_grad_enabled():
             self.without_gradient += seconds
         before = self.backward_flops
         # No backward runs; its costs follow from the factors that need a gradient.
-        factors = given[1:3] if name in _ADDED_FIRST else given
+        factors = arguments[1:3] if name in _ADDED_FIRST else arguments
         needing = [tensor for tensor in factors if tensor.requires_grad and torch.is_grad_enabled()]
         if needing:
-            self._note_gradients(name, needing, made, seconds, flops)
+            self._note_gradients(name, needing, results, seconds, flops)
         if flops:
-            self.ideal += (flops + self.backward_flops - before) / self._hardware.peak(made[0].element_size())
+            self.ideal += (flops + self.backward_flops - before) / self._hardware.peak(results[0].element_size())
 
     def _note_gradients(
-        self, name: str, needing: Sequence[Tensor], made: Sequence[Tensor], seconds: float, flops: float
+        self, name: str, needing: Sequence[Tensor], results: Sequence[Tensor], seconds: float, flops: float
     ) -> None:
         """Adds the backward costs of an operator. A product's backward is a product for each factor that needs a
         gradient. Other backwards move as many bytes as forward; an embedding's gradient is as large as its table."""
@@ -485,7 +485,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.backward_flops += flops * len(needing)
         elif name in _GATHERS:
             needing = needing[:1]
-            table = needing[0].nbytes + self._times * sum(tensor.nbytes for tensor in made)
+            table = needing[0].nbytes + self._times * sum(tensor.nbytes for tensor in results)
             seconds = self._hardware.seconds(0, table, needing[0].element_size())
         else:
             needing = sorted(needing, key=self._is_weight)[:1]  # an activation, if there is one

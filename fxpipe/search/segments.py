@@ -109,14 +109,14 @@ class Line:
     @cached_property
     def crossing(self) -> list[float]:
         """For each position, the bytes of the values that are made before it and used after it."""
-        place = {block: position for position, block in enumerate(self.order)}
+        position_of = {block: position for position, block in enumerate(self.order)}
         # A value crosses every position from its maker to its last user: add its size at the first such position,
         # subtract it after the last, and sum.
         change = [0.0] * (len(self.order) + 2)
-        for value in (value for value in self.work.values if value.source in place):
+        for value in (value for value in self.work.values if value.source in position_of):
             users = (*value.targets, *(self.work.result if value.returned else ()))
-            change[place[value.source] + 1] += value.size
-            change[max(place[user] for user in users) + 1] -= value.size
+            change[position_of[value.source] + 1] += value.size
+            change[max(position_of[user] for user in users) + 1] -= value.size
         return _sums(change)[1:-1]
 
     def seconds(self, waits: float, ahead: float = 0.0) -> Tensor:
@@ -149,9 +149,9 @@ class Line:
 def between(sums: Sequence[float]) -> Tensor:
     """[i, j] → the sum between two positions; infinite unless j > i. ``sums``: the sum before each position."""
     at = _tensor(sums)
-    found = at - at[:, None]
-    place = torch.arange(len(at), device="cpu")
-    return found.masked_fill_(place <= place[:, None], math.inf)
+    spans = at - at[:, None]
+    positions = torch.arange(len(at), device="cpu")
+    return spans.masked_fill_(positions <= positions[:, None], math.inf)
 
 
 def partition(cost: Callable[[int], Tensor], segments: int) -> Cuts | None:
@@ -178,17 +178,17 @@ def balanced(line: Line, segments: int, microbatches: int | None = None, memory:
     ``memory``, segments fit these bytes, and the cuts of the fewest total bytes and the fewest parameter bytes follow.
     A segment is assumed to hold as many micro-batches as a stage of 1F1B with as many later stages."""
 
-    def held(behind: int) -> Tensor:
+    def bytes_of_stage(behind: int) -> Tensor:
         return line.static + min(microbatches or 1, 1 + behind) * line.saved
 
     def seconds(waits: float, ahead: float) -> Callable[[int], Tensor]:
         plain = line.seconds(waits, ahead)
-        return lambda behind: plain if memory is None else plain.masked_fill(held(behind) > memory, math.inf)
+        return lambda behind: plain if memory is None else plain.masked_fill(bytes_of_stage(behind) > memory, math.inf)
 
     # By time first, then by bytes: if memory is short, only the cut of the fewest bytes may fit.
     costs = [seconds(waits, ahead) for ahead in (0.0, *([1 / microbatches] if microbatches else [])) for waits in WAITS]
     if memory is not None:
-        costs += [held, lambda behind: line.static]
+        costs += [bytes_of_stage, lambda behind: line.static]
     yield from dict.fromkeys(cuts for cost in costs if (cuts := partition(cost, segments)) is not None)
 
 

@@ -89,8 +89,8 @@ class Staged:
         self.work, self.layout, self.microbatches, self._keeping = work, layout, microbatches, keeping
         self._hardware, self._rank_of = work.costs.hardware, layout.rank_of
         # A stage with a block that is not recomputed is not recomputed at all.
-        kept = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
-        self._recomputed = tuple(stage not in kept for stage in range(layout.stages))
+        storing = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
+        self._recomputed = tuple(stage not in storing for stage in range(layout.stages))
         members: list[list[int]] = [[] for _ in range(layout.stages)]
         for block, stage in enumerate(layout.stage_of):
             members[stage].append(block)
@@ -102,7 +102,7 @@ class Staged:
     @cached_property
     def messages(self) -> Mapping[tuple[int, int], int]:
         """(source stage, target stage) → the bytes that pass between them for a micro-batch."""
-        found: dict[tuple[int, int], int] = {}
+        sizes: dict[tuple[int, int], int] = {}
         stage_of = self.layout.stage_of
         # The last stage that makes a part of the model's result assembles the result.
         last = max((stage_of[block] for block in self.work.result), default=0)
@@ -110,8 +110,8 @@ class Staged:
             source = stage_of[value.source]
             users = {stage_of[target] for target in value.targets} | ({last} if value.returned else set())
             for target in users - {source}:
-                found[source, target] = found.get((source, target), 0) + value.size
-        return found
+                sizes[source, target] = sizes.get((source, target), 0) + value.size
+        return sizes
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -120,11 +120,11 @@ class Staged:
     @cached_property
     def backward(self) -> tuple[bool, ...]:
         """Whether each stage has a backward: the stage, or a stage before it, has trained parameters."""
-        found = [stage.trains for stage in self.stages]
+        has_backward = [stage.trains for stage in self.stages]
         # Stages are numbered in topological order, so sorting edges by target settles each source before its targets.
         for source, target in sorted(self.edges, key=lambda edge: edge[1]):
-            found[target] = found[target] or found[source]
-        return tuple(found)
+            has_backward[target] = has_backward[target] or has_backward[source]
+        return tuple(has_backward)
 
     @cached_property
     def costs(self) -> Costs:
@@ -139,7 +139,7 @@ class Staged:
         def at_once(seconds: Iterable[float]) -> tuple[float, ...]:
             return tuple(cost * size for cost, size in zip(seconds, self.groups, strict=True))
 
-        def held(keys: Iterable[frozenset[int]]) -> tuple[float, ...]:
+        def saved_bytes(keys: Iterable[frozenset[int]]) -> tuple[float, ...]:
             return tuple(map(node_costs.saved_bytes, keys))
 
         again = tuple(float(stage.again) for stage in self.stages)
@@ -148,9 +148,9 @@ class Staged:
             at_once(stage.backward for stage in self.stages),
             at_once(min(stage.weight, stage.backward) for stage in self.stages),
             max(hops, default=0.0),
-            held(stage.saved for stage in self.stages),
+            saved_bytes(stage.saved for stage in self.stages),
             tuple(arriving),
-            held(stage.deferred for stage in self.stages) if node_costs.halves else None,
+            saved_bytes(stage.deferred for stage in self.stages) if node_costs.halves else None,
             again if any(again) else None,
         )
 
@@ -187,20 +187,20 @@ class Staged:
         precision = self.work.costs.account.precision
         sizes: dict[frozenset[int], float] = {}
         for key, ranks in owners.items():
-            held = self.work.costs.parameters[key]
-            if len(ranks) > 1 and held.trained:
-                size = held.count * precision.reduce.itemsize if precision and held.floating else held.size
+            cost = self.work.costs.parameters[key]
+            if len(ranks) > 1 and cost.trained:
+                size = cost.count * precision.reduce.itemsize if precision and cost.floating else cost.size
                 sizes[frozenset(ranks)] = sizes.get(frozenset(ranks), 0.0) + size
         return sum(2 * (len(ranks) - 1) / len(ranks) * self._hardware.hop(size) for ranks, size in sizes.items())
 
     @cached_property
     def static_bytes(self) -> tuple[float, ...]:
         """Per rank, the bytes of its parameters, gradients and optimizer state; shared parameters count once."""
-        found: list[set[int]] = [set() for _ in range(rank_count(self._rank_of))]
-        for stage, place in zip(self.stages, self._rank_of, strict=True):
-            for rank in ranks_of(place):
-                found[rank] |= stage.parameters
-        return tuple(map(self.work.costs.static_bytes, found))
+        keys: list[set[int]] = [set() for _ in range(rank_count(self._rank_of))]
+        for stage, entry in zip(self.stages, self._rank_of, strict=True):
+            for rank in ranks_of(entry):
+                keys[rank] |= stage.parameters
+        return tuple(map(self.work.costs.static_bytes, keys))
 
     def peaks(self, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         """Per rank, the bytes of parameters, gradients and optimizer state plus the peak bytes of activations."""

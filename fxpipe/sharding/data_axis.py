@@ -82,7 +82,9 @@ def sums_of(zero: int, transport: Transport, precision: Precision | None, replic
     """How this rank's gradients are summed. ``replicated``: whether a stage lies on several ranks, which shard it."""
     wire = precision.reduce if precision else None
     if transport.data_size == 1:
-        return GradientSums(zero if replicated and transport.pipe_rank is not None else 0, 1, 0, 1, wire)
+        # The ranks of a stage shard its optimizer state and gradients; zero=3 shards over the data axis alone.
+        shards = replicated and transport.pipe_rank is not None and zero < 3
+        return GradientSums(zero if shards else 0, 1, 0, 1, wire)
     shard = transport.ranks("shard")
     return GradientSums(zero, len(shard), shard.index(transport.rank), len(transport.ranks("replica")), wire)
 

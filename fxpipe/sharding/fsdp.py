@@ -278,6 +278,8 @@ class FullyShardedGradients(Gradients):
     take the new parameters.
     """
 
+    shards_parameters = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -91,6 +91,9 @@ class Gradients(ABC):
     in ``Ownership``.
     """
 
+    shards_parameters = False
+    """Whether stages gather parameters over the data axis: then all replicas run the same stages in the same order."""
+
     def __init__(
         self,
         own: Mapping[str, nn.Parameter],

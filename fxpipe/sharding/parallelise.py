@@ -33,6 +33,8 @@ from fxpipe.sharding.reducer import Reducer, Shared
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
 from fxpipe.torch_compat import pytree
+from fxpipe.trace.patching import backward_hooks
+from fxpipe.trace.record.opaque import Checkpointed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,8 +70,14 @@ def changed_stages(
         if transport.pipe_rank in (None, *graph.ranks(stage.index)) and isinstance(stage.module, nn.Module)
     }
     mesh = None if transport.pipe_rank is None else topology.mesh
-    for copied in copies.values():
+    for index, copied in copies.items():
+        before = copied.uncalled()
         parallelize(copied.module, mesh)
+        if path := next((path for path, part in copied.uncalled().items() if before.get(path, part) != part), ""):
+            raise RunError(
+                f"parallelize has replaced {path} of stage {graph[index].name}, or put hooks on it, but the stage does "
+                f"not call it as a whole: it uses what is inside; parallelize that, or call {path} in forward"
+            )
     changed = _changed(graph, copies)
     replace_tensors(graph.module, changed)
     return ChangedStages(copies, changed)
@@ -126,24 +134,44 @@ class _StageCopy:
         except AttributeError:
             return None
 
+    def uncalled(self) -> dict[str, tuple[nn.Module, int]]:
+        """Returns path → (part, number of its hooks), for the parts that a captured stage's code takes apart. No call
+        would run new hooks, or a new part; FSDP2's hooks need not run, see ``FsdpStage``."""
+        if not isinstance(self.original, fx.GraphModule):
+            return {}
+        called = tuple(f"{node.target}." for node in self.original.graph.nodes if node.op == "call_module")
+        return {
+            path: (part, len(part._forward_pre_hooks) + len(part._forward_hooks) + len(backward_hooks(part)))
+            for path, part in self.module.named_modules()
+            if path and not f"{path}.".startswith(called) and not hasattr(part, "set_reshard_after_forward")
+        }
+
 
 def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
-    """Copies a stage's module. RunError if a part of the module cannot be copied."""
+    """Copies a stage's module. RunError if a part of it cannot be copied, or has other names than in the model."""
     module = stage.module
     assert isinstance(module, nn.Module)
+    if any(isinstance(part, Checkpointed) and [*part.body.parameters()] for part in module.modules()):
+        raise RunError(
+            f"stage {stage.name} has modules in a function given to torch.utils.checkpoint, where parallelize= does "
+            "not see them by their names; write recompute=True, or checkpoint_wrapper in parallelize, instead"
+        )
     # deepcopy does not copy objects in its memo: the copy has the model's tensors, and new modules.
     tensors = [*all_tensors(graph.module).values(), *all_tensors(module).values()]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    is_users = graph.module._modules.get(stage.name) is module  # otherwise the module is a capture's code
     try:
         made = copy.deepcopy(module, memo)
+        if not is_users:
+            _name_parts(made, stage, graph.module, memo)
     except Exception as error:
         raise RunError(
             f"parallelize= works on copies of modules that share their tensors, but one in stage {stage.name} cannot "
             f"be copied: {type(error).__name__}: {error}; give it a __deepcopy__, or keep what cannot be copied out of "
             "its attributes"
         ) from error
-    twins = tuple((part, memo[id(part)]) for part in module.modules() if id(part) in memo)
-    is_users = graph.module._modules.get(stage.name) is module  # otherwise the module is a capture's code
+    parts = dict.fromkeys([*module.modules(), *graph.module.modules()])
+    twins = tuple((part, memo[id(part)]) for part in parts if id(part) in memo)
     return _StageCopy(module, made, f"{stage.name}." if is_users else "", twins)
 
 
@@ -163,6 +191,15 @@ class ChangedStages:
         before = self.changed
         self.changed = {key: new.get(id(tensor), tensor) for key, tensor in before.items()}
         return {key: new[id(tensor)] for key, tensor in before.items() if id(tensor) in new}
+
+
+def _name_parts(made: nn.Module, stage: Stage, model: nn.Module, memo: dict[int, Any]) -> None:
+    """Puts copies of the user's modules in place of a captured stage's bare containers, where the stage uses all of
+    their tensors, so that ``parallelize`` finds them by name and class."""
+    users, used = dict(model.named_modules(remove_duplicate=False)), set(map(id, stage.tensors.values()))
+    for path, part in list(made.named_modules()):
+        if type(part) is nn.Module and path in users and used.issuperset(map(id, all_tensors(users[path]).values())):
+            made.set_submodule(path, copy.deepcopy(users[path], memo))
 
 
 # --- the changes that parallelize made
@@ -432,7 +469,7 @@ class ParallelGradients(Reducer):
         parallel: Parallel,
     ) -> None:
         super().__init__(shared, alone, transport, sums, capacity, tied)
-        self._sharded = parallel.sharded
+        self._sharded, self.shards_parameters = parallel.sharded, bool(parallel.sharded)
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}

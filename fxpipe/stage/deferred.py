@@ -24,7 +24,7 @@ class Left(Protocol):
     """The data that a call of a compiled graph leaves for W."""
 
     @property
-    def kept(self) -> list[Tensor]:
+    def pending(self) -> list[Tensor]:
         """The tensors that it holds."""
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
@@ -76,10 +76,10 @@ class Deferred:
     def accumulate(self) -> None:
         """Runs W: adds the parameters' gradients to their ``.grad``; once."""
         # the last call goes back first, as in a whole backward: so a parameter's sums have the same order
-        made = [pair for left in reversed(self._left) for pair in left.gradients() if pair[0].requires_grad]
-        roots = [*self._roots, *(get_gradient_edge(parameter) for parameter, _ in made)]
-        seeds = [*self._seeds, *(gradient for _, gradient in made)]
-        parameters = self._parameters | {id(parameter): parameter for parameter, _ in made}
+        pairs = [pair for left in reversed(self._left) for pair in left.gradients() if pair[0].requires_grad]
+        roots = [*self._roots, *(get_gradient_edge(parameter) for parameter, _ in pairs)]
+        seeds = [*self._seeds, *(gradient for _, gradient in pairs)]
+        parameters = self._parameters | {id(parameter): parameter for parameter, _ in pairs}
         # parameters that are frozen by now are left out
         ends = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self._roots, self._seeds, self._parameters, self._left = [], [], {}, []
@@ -87,9 +87,9 @@ class Deferred:
             torch.autograd.backward(roots, seeds, inputs=ends)
 
     @property
-    def kept(self) -> list[Tensor]:
+    def pending(self) -> list[Tensor]:
         """The tensors that wait for W; of calls with a graph of their own, only the gradients."""
-        return [*self._seeds, *(value for left in self._left for value in left.kept)]
+        return [*self._seeds, *(value for left in self._left for value in left.pending)]
 
 
 def deferring(function: Callable[..., Any], name: str, is_attention: bool = False) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         deferred: Deferred,
         module: nn.Module | None,
         parameters: Sequence[Tensor],
-        held: Sequence[Any],
+        attached: Sequence[Any],
         /,
         *args: Any,
         **kwargs: Any,
@@ -118,26 +118,26 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         if not is_trained or (module is not None and runs_hooks(module)):
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        stays = set(map(id, pytree.tree_leaves(held)))
-        tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
-        given = {place: leaf for place, leaf in tensors.items() if id(leaf) not in stays}
-        if not (_uses_each_once(*args, **kwargs) if is_attention else len(given) == len(set(map(id, given.values())))):
+        stays = set(map(id, pytree.tree_leaves(attached)))
+        tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+        ends = {index: leaf for index, leaf in tensors.items() if id(leaf) not in stays}
+        if not (_uses_each_once(*args, **kwargs) if is_attention else len(ends) == len(set(map(id, ends.values())))):
             return run(*args, **kwargs)
         # detached from the stage's graph: backward through the call ends here, and _Join continues
-        cut = {id(leaf): leaf.detach().requires_grad_() for leaf in given.values()}
-        for place, leaf in given.items():
-            leaves[place] = cut[id(leaf)]
+        cut = {id(leaf): leaf.detach().requires_grad_() for leaf in ends.values()}
+        for index, leaf in ends.items():
+            leaves[index] = cut[id(leaf)]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         results, shape = pytree.tree_flatten(run(*args, **kwargs))
-        places = [place for place, result in enumerate(results) if isinstance(result, Tensor) and result.requires_grad]
+        places = [index for index, result in enumerate(results) if isinstance(result, Tensor) and result.requires_grad]
         if places:
-            own = _OwnGraph(deferred, used, list(cut.values()), [get_gradient_edge(results[place]) for place in places])
-            made = [results[place].detach() for place in places]
-            sources = {id(leaf): leaf for leaf in given.values()}.values()
+            own = _OwnGraph(deferred, used, list(cut.values()), [get_gradient_edge(results[index]) for index in places])
+            values = [results[index].detach() for index in places]
+            sources = {id(leaf): leaf for leaf in ends.values()}.values()
             anchor = torch.empty(0, requires_grad=True)
-            joined = _Join.apply(anchor, own, made, *sources)  # type: ignore[no-untyped-call]
-            for place, result in zip(places, joined, strict=True):
-                results[place] = result
+            joined = _Join.apply(anchor, own, values, *sources)  # type: ignore[no-untyped-call]
+            for index, result in zip(places, joined, strict=True):
+                results[index] = result
         return pytree.tree_unflatten(results, shape)
 
     call.__name__ = call.__qualname__ = name
@@ -173,10 +173,10 @@ class _Join(torch.autograd.Function):
     gradient, even if no argument of the call requires a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, own: _OwnGraph, made: Sequence[Tensor], *sources: Tensor) -> Any:
+    def forward(ctx: Any, anchor: Tensor, own: _OwnGraph, values: Sequence[Tensor], *sources: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.own = own
-        return tuple(made)
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -186,5 +186,5 @@ class _Join(torch.autograd.Function):
         roots, seeds = [root for root, _ in arrived], [seed for _, seed in arrived]
         own.deferred.keep(roots, seeds, own.parameters)
         # W differentiates the same graph later, so the graph is retained
-        found = own.entered and torch.autograd.grad(roots, own.entered, seeds, retain_graph=True, allow_unused=True)
-        return None, None, None, *found
+        grads = own.entered and torch.autograd.grad(roots, own.entered, seeds, retain_graph=True, allow_unused=True)
+        return None, None, None, *grads

@@ -17,7 +17,7 @@ _MEMORY = "data_ptr numpy tolist storage share_memory_ __array__ __dlpack__ __fo
 """Methods of a tensor that read its values without any dispatcher."""
 
 
-class HeldElsewhere(RunError):
+class ElsewhereError(RunError):
     """Raised by a use of values that another rank has."""
 
 
@@ -37,38 +37,38 @@ class Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls, memory: Tensor, why: str, device: torch.device) -> Self:
-        made: Self = wrapper(cls, memory.shape, memory.dtype, device, memory.stride())
-        made.memory, made.why = memory, why
-        return made
+        stub: Self = wrapper(cls, memory.shape, memory.dtype, device, memory.stride())
+        stub.memory, stub.why = memory, why
+        return stub
 
     @classmethod
     def of(cls, tensor: Tensor, why: str, device: torch.device) -> Tensor:
         """Returns the placeholder of a tensor: of the tensor's kind, with its attributes."""
         # a tensor keeps the attributes that a user has set, such as a tag for weight decay
-        made: Tensor = cls(torch.empty_like(tensor.detach(), device="meta"), why, device)
+        stub: Tensor = cls(torch.empty_like(tensor.detach(), device="meta"), why, device)
         is_parameter = isinstance(tensor, nn.Parameter)
-        made = nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
-        made.__dict__.update({**vars(tensor), **vars(made)})
-        return made
+        stub = nn.Parameter(stub, tensor.requires_grad) if is_parameter else stub.requires_grad_(tensor.requires_grad)
+        stub.__dict__.update({**vars(tensor), **vars(stub)})
+        return stub
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, first = func.overloadpacket.__name__, args[0]
         # new tensors made like this one are real: they use none of its values
-        given = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        options = {key: value for key, value in (kwargs or {}).items() if value is not None}
         if isinstance(first, Elsewhere):
-            given = {"device": first.device, "dtype": first.dtype} | given
+            options = {"device": first.device, "dtype": first.dtype} | options
             if name in _NOT_USED:
-                return cls(first.memory.to(given["dtype"]), first.why, given["device"])
+                return cls(first.memory.to(options["dtype"]), first.why, options["device"])
             if name.endswith("_like") or name.startswith("new_"):
-                return func(first.memory, *args[1:], **given)
-        return next(leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Elsewhere)).refuse()
+                return func(first.memory, *args[1:], **options)
+        return next(leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Elsewhere)).refuse()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.memory.untyped_storage()
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise HeldElsewhere(self.why)
+        raise ElsewhereError(self.why)
 
     @property
     def grad(self) -> Tensor | None:

@@ -94,9 +94,9 @@ class Listed:
     @classmethod
     def of(cls, listing: ListOfTensors, whole: Any, entries: Sequence[Any]) -> Any:
         """Returns a list or tuple. ``whole``: all entries in a single tensor, as long as forward changes no entry."""
-        made = cls([_Member() for _ in entries])  # type: ignore[call-arg]
-        made.listing, made.whole, made.entries = listing, whole, listing.kind(entries)
-        return made
+        listed = cls([_Member() for _ in entries])  # type: ignore[call-arg]
+        listed.listing, listed.whole, listed.entries = listing, whole, listing.kind(entries)
+        return listed
 
     def opened(self) -> Any:
         """Returns the plain list of entries; the capture is then for this number of entries."""

@@ -73,11 +73,11 @@ def read_loss(result: Any) -> MicrobatchLoss:
         loss, count = loss
         _check_count(count)
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()):
-        found = f"{type(loss).__name__} {shown(loss):.80}"
+        description = f"{type(loss).__name__} {shown(loss):.80}"
         if isinstance(loss, Tensor):
-            found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
+            description = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
         raise RunError(
-            f"the loss must be one number, but the model returned {found}; "
+            f"the loss must be one number, but the model returned {description}; "
             f"reduce it (.mean() or fxpipe.Sum(total, count)), or pass {_loss_fn_for(result)} to fxpipe.compile"
         )
     return MicrobatchLoss(loss, count, metrics)
@@ -86,10 +86,8 @@ def read_loss(result: Any) -> MicrobatchLoss:
 def _loss_fn_for(result: Any) -> str:
     """Returns the code of ``loss_fn=`` for the first number in a container that a model returned."""
     items = result.items() if isinstance(result, Mapping) else enumerate(result if isinstance(result, tuple) else ())
-    found = (
-        key for key, value in items if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
-    )
-    return next((f"loss_fn=lambda out: out[{key!r}]" for key in found), "loss_fn=")
+    keys = (key for key, value in items if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
+    return next((f"loss_fn=lambda out: out[{key!r}]" for key in keys), "loss_fn=")
 
 
 def _check_count(count: Any) -> None:
@@ -218,12 +216,12 @@ class StepLoss:
     @staticmethod
     def of_ranks(losses: Sequence[StepLoss]) -> StepLoss:
         """Returns the losses of a step whose micro-batches have their losses on several ranks."""
-        known = [loss for loss in losses if loss.is_known]
-        if len(known) < 2:
-            return known[0] if known else losses[0]
-        weighty = [loss for loss in known if not loss.is_empty]
+        known_losses = [loss for loss in losses if loss.is_known]
+        if len(known_losses) < 2:
+            return known_losses[0] if known_losses else losses[0]
+        weighty = [loss for loss in known_losses if not loss.is_empty]
         whole = StepLoss()
-        whole._kind = (weighty or known)[0].kind
+        whole._kind = (weighty or known_losses)[0].kind
         for loss in weighty:
             loss.kind.check(whole.kind, "micro-batch")
             whole._parts |= loss._parts
@@ -260,7 +258,7 @@ class StepLoss:
         step, dtype = StepLoss(), metric_dtype(kind.dtype)
         step._kind = kind
         for microbatch, row in enumerate(rows):
-            metrics = {name: row[2 + place].to(dtype) for place, name in enumerate(kind.metrics)}
+            metrics = {name: row[2 + column].to(dtype) for column, name in enumerate(kind.metrics)}
             step._parts[microbatch] = LossPart(row[0].to(kind.dtype), row[1] if kind.is_sum else None, metrics)
         return step
 

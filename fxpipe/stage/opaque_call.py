@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError
 from fxpipe.like import TensorLike
 from fxpipe.stage.awaiting import ReadsMore
-from fxpipe.stage.elsewhere import HeldElsewhere
+from fxpipe.stage.elsewhere import ElsewhereError
 from fxpipe.stage.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree, tensors_in, version_of
 
@@ -73,12 +73,12 @@ class Structure:
         self, tensors: Sequence[Any], lists: Callable[[ListOfTensors, list[Any]], Any] = ListOfTensors.stands_for
     ) -> Any:
         """Returns the value with these tensors in place of its own. ``lists``: returns the value for a list."""
-        given = iter(tensors)
+        values = iter(tensors)
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, ListOfTensors):
-                return lists(leaf, list(islice(given, 1 + leaf.count)))
-            return next(given) if leaf is TENSOR else leaf
+                return lists(leaf, list(islice(values, 1 + leaf.count)))
+            return next(values) if leaf is TENSOR else leaf
 
         return pytree.tree_unflatten(list(map(fill, self.leaves)), self.spec)
 
@@ -90,17 +90,17 @@ class Structure:
             parts = self.spec.flatten_up_to(pytree.tree_map(lambda leaf: leaf, value))
         except ValueError:
             return None
-        found = [_tensors_in(leaf, part) for leaf, part in zip(self.leaves, parts, strict=True)]
-        return None if None in found else list(chain.from_iterable(found))  # type: ignore[arg-type]
+        tensors = [_tensors_in(leaf, part) for leaf, part in zip(self.leaves, parts, strict=True)]
+        return None if None in tensors else list(chain.from_iterable(tensors))  # type: ignore[arg-type]
 
-    def foreign(self, known: Container[int] = ()) -> Any:
-        """Returns a leaf that cannot be in a program, such as an object; ``TENSOR`` if there is none. ``known``: the
+    def foreign(self, allowed: Container[int] = ()) -> Any:
+        """Returns a leaf that cannot be in a program, such as an object; ``TENSOR`` if there is none. ``allowed``: the
         identities of objects that can be in a program."""
         others = (leaf for leaf in self.leaves if leaf is not TENSOR and not isinstance(leaf, PLAIN_LEAF))
-        return next((leaf for leaf in others if id(leaf) not in known), TENSOR)
+        return next((leaf for leaf in others if id(leaf) not in allowed), TENSOR)
 
     def __str__(self) -> str:
-        return str(self.filled(["tensor"] * len(self.tensors), lists=lambda leaf, given: leaf.kind(given[1:])))
+        return str(self.filled(["tensor"] * len(self.tensors), lists=lambda leaf, entries: leaf.kind(entries[1:])))
 
 
 def _tensors_in(leaf: Any, part: Any) -> Sequence[Tensor | None] | None:
@@ -133,8 +133,8 @@ class SizeCheck(Protocol):
 class OpaqueCall(ReadsMore):
     """A call of an opaque region, from flat argument tensors to flat result tensors.
 
-    ``owner``, ``method``: the module and the method that run. ``parts``: the modules that the method uses. ``given``,
-    ``returned``: the arguments and results at capture, with a ``TensorLike`` for each tensor; the number of tensors,
+    ``owner``, ``method``: the module and the method that run. ``parts``: the modules that the method uses.
+    ``arguments``, ``returned``: the values at capture, with a ``TensorLike`` for each tensor; the number of tensors,
     and all other values, are part of the capture.
     """
 
@@ -144,7 +144,7 @@ class OpaqueCall(ReadsMore):
         owner: nn.Module,
         method: str,
         parts: dict[str, nn.Module],
-        given: Structure,
+        arguments: Structure,
         returned: Structure,
     ) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class OpaqueCall(ReadsMore):
         self.varies = True
         """Whether the results may have other sizes in each step."""
         self._owner = (owner,)  # in a tuple, or nn.Module would register it as a submodule
-        self._given, self._returned = given, returned
+        self._arguments, self._returned = arguments, returned
         self.guard: SizeCheck | None = None
         """The check of the results, and of the sizes that follow the tensors among the arguments."""
         self.of_one_type = False
@@ -164,15 +164,15 @@ class OpaqueCall(ReadsMore):
         self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
         """The check of the changes that the call makes."""
 
-    def forward(self, *given: Any) -> tuple[Any, ...]:
+    def forward(self, *values: Any) -> tuple[Any, ...]:
         # the sizes for the guard follow the tensors
-        count = self._given.leaves.count(TENSOR)
-        tensors, sizes = given[:count], given[count:]
-        args, kwargs = self._given.filled(tensors)
+        count = self._arguments.leaves.count(TENSOR)
+        tensors, sizes = values[:count], values[count:]
+        args, kwargs = self._arguments.filled(tensors)
         with unwritten(self.name, tensors), self.watch():
             returned = self._run(args, kwargs)
-        found = self._returned.of_another(returned)
-        if found is None:
+        results = self._returned.of_another(returned)
+        if results is None:
             lines = [listing.opened_at for listing in self.opened if listing.opened_at]
             opened_at = "\n".join([", and this code looks at entries:", *lines]) if lines else ""
             raise RunError(
@@ -182,12 +182,12 @@ class OpaqueCall(ReadsMore):
                 'code behind concatenates it, torch.cat(list), or where tracer="export" sees its length in an input\'s '
                 f"size{opened_at}"
             )
-        for tensor, seen in zip(found, self._returned.tensors, strict=True):
+        for tensor, seen in zip(results, self._returned.tensors, strict=True):
             if tensor is not None:
                 self._check(tensor, seen)
         if self.guard is not None:
-            self.guard.check(found, sizes)
-        return tuple(found)
+            self.guard.check(results, sizes)
+        return tuple(results)
 
     @property
     def uses(self) -> list[bool]:
@@ -213,7 +213,7 @@ class OpaqueCall(ReadsMore):
     def _run(self, args: Any, kwargs: Any) -> Any:
         try:
             return getattr(self.owner, self.method)(*args, **kwargs)
-        except HeldElsewhere as error:
+        except ElsewhereError as error:
             error.add_note(
                 f"in {self.name}, an opaque region: a method has the parameters that it was seen to use, and those "
                 "that no other stage uses; pass an example in which it calls the submodules that it needs, or keep a "

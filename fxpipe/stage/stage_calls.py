@@ -172,17 +172,17 @@ class Backward:
         roots, seeds = _begin(saved, gradients)
         # through the anchor, autograd runs the nodes that collect the arrivals' gradients
         ends = [*parameters, *([_ANCHOR] if any(arrival is not None for arrival in saved.arrivals) else ())]
-        found: Sequence[Tensor | None] = [None] * len(ends)
+        computed: Sequence[Tensor | None] = [None] * len(ends)
         if roots and ends:
-            found = torch.autograd.grad(roots, ends, seeds, allow_unused=True)
-        return list(map(_gradient, saved.arrivals)), list(found[: len(parameters)])
+            computed = torch.autograd.grad(roots, ends, seeds, allow_unused=True)
+        return list(map(_gradient, saved.arrivals)), list(computed[: len(parameters)])
 
     def __str__(self) -> str:
         returned = ", ".join(f"d_{name}" for name in self.names)
-        given = ", ".join(f"d_{output}" for output in self.outputs)
+        taken = ", ".join(f"d_{output}" for output in self.outputs)
         return (
-            f"# backward of stage {printable(self.name)}\ndef backward(saved, ({given})):\n"
-            f"    torch.autograd.backward([{', '.join(self.outputs)}], [{given}])  # parameters accumulate into .grad\n"
+            f"# backward of stage {printable(self.name)}\ndef backward(saved, ({taken})):\n"
+            f"    torch.autograd.backward([{', '.join(self.outputs)}], [{taken}])  # parameters accumulate into .grad\n"
             f"    return [{returned}]"
         )
 
@@ -225,8 +225,8 @@ def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], 
             roots.append(output)
             seeds.append(saved.seed if gradient is True else gradient)
             continue
-        given = [gradient] if gradient is True else pytree.tree_leaves(gradient)
-        for root, seed in zip(output, given, strict=True):
+        leaves = [gradient] if gradient is True else pytree.tree_leaves(gradient)
+        for root, seed in zip(output, leaves, strict=True):
             if root is not None and seed is not None:
                 roots.append(root)
                 seeds.append(saved.seed if seed is True else seed)
@@ -253,8 +253,8 @@ def shapes_of(value: Any) -> Any:
 
 def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool, whole: str = "") -> None:
     """Raises RunError if a submodule that the tracer record calls as a whole returns other shapes than at capture."""
-    found = shapes_of(result)
-    if found != captured:
+    shapes = shapes_of(result)
+    if shapes != captured:
         instead = (
             'tracer="record" captures the code behind it for those alone; pass tracer="export" or "symbolic"'
             if whole
@@ -262,6 +262,6 @@ def check_shapes(result: Any, captured: Any, name: str, is_rehearsed: bool, whol
             'selecting), or keep it whole, boundaries={...: "whole"}, under tracer="export"'
         )
         raise RunError(
-            f"{f'{whole}, an opaque region,' if whole else name} returned tensors of shapes {found}, but was captured "
+            f"{f'{whole}, an opaque region,' if whole else name} returned tensors of shapes {shapes}, but was captured "
             f"with {captured}, and {instead}, which takes sizes that change"
         )

@@ -111,13 +111,13 @@ def _refused_in(error: BaseException, request: Request) -> str:
     traces = [list(traceback.walk_tb(link.__traceback__)) for link in _links(error)]
     line = LINE.search(str(error))
     if line is not None:  # takes the traceback, among the error's causes, with the line that the message names
-        place = line["file"], int(line["line"])
-        traces = [trace for trace in traces if any((f.f_code.co_filename, number) == place for f, number in trace)]
-    found = next((found for trace in traces if (found := _innermost([frame for frame, _ in trace], paths))), None)
-    found = found or getattr(error, "method", None)  # the export tracer raises after forward has returned
-    if found is None:
+        location = line["file"], int(line["line"])
+        traces = [trace for trace in traces if any((f.f_code.co_filename, number) == location for f, number in trace)]
+    refused = next((refused for trace in traces if (refused := _innermost([frame for frame, _ in trace], paths))), None)
+    refused = refused or getattr(error, "method", None)  # the export tracer raises after forward has returned
+    if refused is None:
         return ""
-    path, method = found
+    path, method = refused
     name = f"{path}.{method}".lstrip(".") if method else path
     whole = any(f"{name}.".startswith(f"{region.name}.") for region in request.whole)
     if whole or _is_cut(path, request, method):

@@ -62,7 +62,7 @@ class FakeModel:
         """The value with each tensor replaced by a similar fake tensor without an autograd graph."""
         return pytree.tree_map_only(Tensor, lambda tensor: self.leaf(TensorLike.of(tensor)), value)
 
-    def made(self, like: TensorLike) -> Tensor:
+    def result_like(self, like: TensorLike) -> Tensor:
         """A fake tensor that is no leaf if it requires a gradient, as if an operation returned it."""
         fake = self.leaf(like)
         if not like.requires_grad:
@@ -94,23 +94,23 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
     fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device, compute)
     # by id: a tied parameter gets a single fake tensor for all of its names
     stand_ins: dict[int, Tensor] = {}
-    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    originals: list[tuple[dict[str, Any], str, Tensor]] = []
     for prefix, submodule in module.named_modules():
         for table in (submodule._parameters, submodule._buffers):
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                held.append((table, name, tensor))
+                originals.append((table, name, tensor))
                 if id(tensor) not in stand_ins:
                     stand_in = stand_ins[id(tensor)] = _stand_in(fake, tensor)
                     fake.names[id(stand_in)] = f"{prefix}.{name}".lstrip(".")
     try:
-        for table, name, tensor in held:
+        for table, name, tensor in originals:
             table[name] = stand_ins[id(tensor)]
         with quiet():
             yield fake
     finally:
-        for table, name, tensor in held:
+        for table, name, tensor in originals:
             table[name] = tensor
         _empty_caches()
 
@@ -149,13 +149,13 @@ def _empty_caches() -> None:
 
 
 def _caches(module: ModuleType) -> list[Any]:
-    found = [*vars(module).values()]
-    held = [*map(id, found)]
+    values = [*vars(module).values()]
+    ids = [*map(id, values)]
     # a search of every class takes longer than the capture of a small model
-    if _FOUND.get(module, ((), ()))[0] != held:
-        for cls in [value for value in found if isinstance(value, type)]:
-            found += vars(cls).values()
-        _FOUND[module] = held, [*filter(_CACHE.__instancecheck__, found)]
+    if _FOUND.get(module, ((), ()))[0] != ids:
+        for cls in [value for value in values if isinstance(value, type)]:
+            values += vars(cls).values()
+        _FOUND[module] = ids, [*filter(_CACHE.__instancecheck__, values)]
     return _FOUND[module][1]
 
 

@@ -128,6 +128,8 @@ class Request:
     """Whether the program must be valid for any strings in containers among the inputs."""
     holding: Mapping[str, Sequence[bool]] = field(default_factory=lambda: MappingProxyType({}))
     """The name of an input whose containers are constants of the program → whether each of its leaves is, too."""
+    is_kept: Callable[[str, nn.Module], bool] = lambda path, module: False
+    """Whether a tracer that keeps modules keeps this submodule as one call also in a model without boundaries."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Makes the context of each call of the model."""
 
@@ -168,17 +170,17 @@ class Request:
 
         The call passes arguments by position where possible, as hooks expect, and uses ``__call__``, so that hooks run.
         """
-        given = {**self._with_words(values), **self.fixed}
+        arguments = {**self._with_words(values), **self.fixed}
         signature = inspect.signature(self.module.forward)
-        takes_target = self.target in given and target_of(self.loss_fn) is not None
-        target = (given.pop(self.target),) if takes_target else ()
+        takes_target = self.target in arguments and target_of(self.loss_fn) is not None
+        target = (arguments.pop(self.target),) if takes_target else ()
         # forward pre-hooks see positional arguments alone; arguments after a missing argument go by name
         leading = []
         for p in signature.parameters.values():
-            if p.kind is not p.POSITIONAL_ONLY or (p.name not in given and p.default is p.empty):
+            if p.kind is not p.POSITIONAL_ONLY or (p.name not in arguments and p.default is p.empty):
                 break
-            leading.append(given.pop(p.name, p.default))
-        bound = signature.bind(*leading, **given)
+            leading.append(arguments.pop(p.name, p.default))
+        bound = signature.bind(*leading, **arguments)
         with self.around():
             output = self.module(*bound.args, **bound.kwargs)
             return tensors_of_words(self.loss_fn(output, *target) if self.loss_fn else output)

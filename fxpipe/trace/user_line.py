@@ -54,23 +54,23 @@ def current_line() -> str:
 
 def line_of(error: BaseException) -> str:
     """The innermost line of user code in an error's traceback."""
-    found = ""
+    line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         if is_users(frame.f_code.co_filename):
-            found = _format(frame, number)
-    return found
+            line = _format(frame, number)
+    return line
 
 
 def place_in(text: str) -> str:
     """The first line that a text names in traceback form, as "model.py:12"; empty if the text names no line."""
-    found = LINE.search(text)
-    return f"{Path(found['file']).name}:{found['line']}" if found else ""
+    match = LINE.search(text)
+    return f"{Path(match['file']).name}:{match['line']}" if match else ""
 
 
 def users_line_in(text: str) -> str:
     """The innermost line of user code in a text in traceback form; empty if the text has no such line."""
-    found = [line for line in _LINE_AND_CODE.finditer(text) if is_users(line["file"])]
-    return found[-1][0].strip("\n") if found else ""
+    lines = [line for line in _LINE_AND_CODE.finditer(text) if is_users(line["file"])]
+    return lines[-1][0].strip("\n") if lines else ""
 
 
 def definition(function: Callable[..., object]) -> str:

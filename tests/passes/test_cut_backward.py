@@ -21,7 +21,7 @@ def captured(function: Callable[..., Sequence[Tensor | None]], given: Sequence[T
 def halved(function: Callable[..., Any], given: Sequence[Tensor], later: Sequence[int]) -> Halves:
     """The halves of a function, which have made what it makes."""
     halves = cut_backward(captured(function, given), later)
-    values = dict(zip(halves.given, given, strict=True))
+    values = dict(zip(halves.arguments, given, strict=True))
     for part in (halves.of_input, halves.of_weights):
         values |= dict(zip(part.gives, part.code(*[values[name] for name in part.takes]), strict=True))
     for name, wanted in zip(halves.gradients, function(*given), strict=True):
@@ -44,7 +44,7 @@ def test_i_makes_what_comes_back_and_w_the_weights_gradient() -> None:
         return dy.mm(weight), dy.t().mm(x), None
 
     halves = halved(linear, numbers((6, 3), (6, 4), (3, 4)), later=[1])
-    dy, x, weight = halves.given
+    dy, x, weight = halves.arguments
     assert (halves.of_input.takes, calls(halves.of_input)) == ((dy, weight), [ATEN.mm.default])
     assert (halves.of_weights.takes, calls(halves.of_weights)) == ((dy, x), [ATEN.t.default, ATEN.mm.default])
 

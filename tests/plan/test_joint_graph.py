@@ -100,7 +100,7 @@ def run_halves(made: Callable[..., Any], x: Tensor) -> None:
     with deferred.collecting():
         result.backward(torch.ones_like(result))
     deferred.accumulate()
-    assert deferred.kept == []
+    assert deferred.pending == []
 
 
 def test_inductor_compiles_the_three_parts() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.plan.placement import place
+from fxpipe.plan.placement import place_stages
 
 NAMES = ["image", "text", "fuse", "loss"]
 
@@ -45,7 +45,7 @@ def test_the_greatest_rank_is_as_small_as_in_any_contiguous_cut() -> None:
     for _ in range(60):
         sizes = [draw.choice([0, 0, 1, 3, 10, 50, 200]) for _ in range(draw.randint(1, 9))]
         ranks = draw.randint(1, len(sizes))
-        placement = place(graph_of(sizes), ranks, None)
+        placement = place_stages(graph_of(sizes), ranks, None)
         every = contiguous(len(sizes), ranks)
         assert placement in every
         assert greatest(sizes, placement, ranks) == min(greatest(sizes, other, ranks) for other in every)
@@ -54,12 +54,12 @@ def test_the_greatest_rank_is_as_small_as_in_any_contiguous_cut() -> None:
 def test_what_is_wanted_is_done_whatever_the_balance() -> None:
     graph = graph_of([1, 1, 1, 100], NAMES)
     wanted = {"loss": 0, "fuse": 0, "text": 1, "image": 0}
-    assert place(graph, 2, wanted) == tuple(wanted[name] for name in graph.names)
+    assert place_stages(graph, 2, wanted) == tuple(wanted[name] for name in graph.names)
 
 
 def test_more_ranks_than_stages_is_told_with_both_numbers_and_a_remedy() -> None:
     with pytest.raises(PartitionError, match=r"6 pipe ranks, but the model has 4 stages \(image, .*mark 2 more with"):
-        place(graph_of([1] * 4, NAMES), 6, None)
+        place_stages(graph_of([1] * 4, NAMES), 6, None)
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_more_ranks_than_stages_is_told_with_both_numbers_and_a_remedy() -> None
 )
 def test_a_placement_that_cannot_be_is_refused(wanted: dict[str, int], fact: str) -> None:
     with pytest.raises(PartitionError) as error:
-        place(graph_of([1] * 4, NAMES), 2, wanted)
+        place_stages(graph_of([1] * 4, NAMES), 2, wanted)
     assert fact in str(error.value)

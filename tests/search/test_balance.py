@@ -28,7 +28,7 @@ from fxpipe.search.block_graph import Block, BlockGraph, BlockValue, work_of_pro
 from fxpipe.search.choose import Balanced, balance, coarsened, whole_modules
 from fxpipe.search.memory import Account
 from fxpipe.search.moves import search
-from fxpipe.search.node_costs import HeldParameter, NodeCost, NodeCosts, costs_from_shapes
+from fxpipe.search.node_costs import NodeCost, NodeCosts, ParameterCost, costs_from_shapes
 from fxpipe.search.segments import Line, depth_first, entries, partition
 from fxpipe.search.segments import balanced as cuts_of
 from fxpipe.search.simulated_layouts import Judge, StageLayout
@@ -242,7 +242,7 @@ def test_tied_layers_stay_together_where_that_costs_nothing() -> None:
     """Two sources and two sinks of equal time: which source shares a rank with which sink is all the same."""
     for sink in (2, 3):
         work = work_of([2.0] * 4, [(0, 2), (1, 2), (0, 3), (1, 3)], tied=[(0, sink)], size=10**6, result=(2, 3))
-        given = replace(work, given=True)
+        given = replace(work, blocks_are_stages=True)
         rank_of = search(given, 2, 4, with_costs("1f1b"), None).best.layout.rank_of
         assert rank_of[0] == rank_of[sink]
 
@@ -478,7 +478,7 @@ def work_of(
 ) -> BlockGraph:
     """A work of blocks of so many seconds; the last makes the result, or ``result``. ``tied``: groups that share a
     parameter of that size. ``saved``: the bytes that each keeps."""
-    held = {key: HeldParameter(size, size // 4, True) for key in range(len(tied))}
+    held = {key: ParameterCost(size, size // 4, True) for key in range(len(tied))}
     made = [
         plain_block(time, [number], [key for key, group in enumerate(tied) if number in group])
         for number, time in enumerate(seconds)
@@ -501,11 +501,11 @@ def test_given_stages_fit_where_equal_bytes_of_parameters_do() -> None:
     """The bytes in flight are those of a graph, not of a chain; the cut by what a chain holds takes 45.6 MB."""
     seconds = [1.22e-3, 7.09e-3, 1.43e-3, 7.3e-3, 6.7e-3]
     megabytes, in_flight = [28, 7, 16, 23, 18], [0, 3.6, 0.8, 3.37, 7.05]  # parameters with 16 bytes for each
-    held = {n: HeldParameter(4 * count, count, True) for n, count in enumerate(int(m / 16e-6) for m in megabytes)}
+    held = {n: ParameterCost(4 * count, count, True) for n, count in enumerate(int(m / 16e-6) for m in megabytes)}
     costs = NodeCosts({}, {n: int(size * 1e6) for n, size in enumerate(in_flight)}, held, REFERENCE)
     blocks_ = tuple(plain_block(3 * time, [n], [n]) for n, time in enumerate(seconds))
     values = tuple(BlockValue(a, (b,), 10_000) for a, b in ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4)))
-    work = BlockGraph(blocks_, values, (4,), costs, given=True)
+    work = BlockGraph(blocks_, values, (4,), costs, blocks_are_stages=True)
     found = search(work, 3, 4, with_costs("1f1b"), 45e6)
     assert max(found.best.peak_bytes) <= 45e6
 
@@ -578,7 +578,7 @@ def test_a_parameter_on_two_ranks_costs_its_sum() -> None:
 def test_gradients_of_the_same_ranks_are_summed_together_in_the_type_that_precision_says() -> None:
     """Two parameters of 500,000 numbers, which stages run with in bfloat16 and sum in float32."""
     work = work_of([1.0, 1.0], [(0, 1)], tied=[(0, 1), (0, 1)])
-    held = {key: HeldParameter(10**6, 5 * 10**5, trained=True) for key in (0, 1)}
+    held = {key: ParameterCost(10**6, 5 * 10**5, trained=True) for key in (0, 1)}
     slow = replace(SLOW_LINK, latency=10.0)
     precise = replace(work.costs, parameters=held, account=Account(precision=fxpipe.Precision()), hardware=slow)
     work = replace(work, costs=precise)
@@ -667,6 +667,17 @@ def test_an_encoder_is_on_all_ranks_where_that_gains_more_than_three_percent() -
     )  # value, gradient and AdamW's state, on each of its ranks
     chain = balanced(Chain(4), 2, several=True)
     assert all(isinstance(place, int) for place in chain.placement)
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero": 3}, {"parallelize": lambda stage, mesh: None}], ids=["zero=3", "function"]
+)
+def test_an_encoder_whose_parameters_are_sharded_is_on_all_ranks_likewise(options: dict[str, Any]) -> None:
+    batch = (torch.zeros(32, 8), torch.zeros(32, 8))
+    defaults: dict[str, Any] = {"boundaries": "auto", "microbatches": 8, "example_args": batch, "hardware": FLOPS}
+    found = fxpipe.compile(Lens(4, nn.Identity()), fxpipe.Topology([("pipe", 2)]), **defaults, **options)
+    assert found.stages.placement == ((0, 1), 0, 1)
+    assert found.stages.names[0] == "encoder"
 
 
 def test_a_long_encoder_on_all_ranks_is_several_stages_which_fill_shorter_gaps() -> None:

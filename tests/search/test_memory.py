@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Precision, Topology, stage_boundary
 from fxpipe.options import Options
-from fxpipe.search.memory import Account, Held, dealt
+from fxpipe.search.memory import Account, StaticBytes, dealt
 from tests.activations import counted as activations_counted
 from tests.counted_bytes import Counted, alive, counted
 from tests.pool import Pool
@@ -26,24 +26,25 @@ TOPOLOGY = Topology([("pipe", 2), ("data", 2)])
 @pytest.mark.parametrize(
     ("zero", "held"),
     [
-        (0, Held(2, 4, 12)),
-        (1, Held(2, 4 + 4 / 8, 12 / 8)),
-        (2, Held(2, 4 / 8, 12 / 8, 12)),
-        (3, Held(4 / 8, 4 / 8, 8 / 8, 2 + 4)),
+        (0, StaticBytes(2, 4, 12)),
+        (1, StaticBytes(2, 4 + 4 / 8, 12 / 8)),
+        (2, StaticBytes(2, 4 / 8, 12 / 8, 12)),
+        (3, StaticBytes(4 / 8, 4 / 8, 8 / 8, 2 + 4)),
     ],
 )
-def test_bytes_of_a_parameter_in_bfloat16_sharded_over_eight(zero: int, held: Held) -> None:
-    assert Account(zero, 8, HALF).held(1000, 2, trained=True) == Held(*(1000 * size for size in vars(held).values()))
+def test_bytes_of_a_parameter_in_bfloat16_sharded_over_eight(zero: int, held: StaticBytes) -> None:
+    expected = StaticBytes(*(1000 * size for size in vars(held).values()))
+    assert Account(zero, 8, HALF).bytes_of(1000, 2, trained=True) == expected
 
 
 def test_without_precision_all_is_of_the_parameters_own_type() -> None:
-    assert [Account().held(10, element, trained=True).sum for element in (2, 4, 8)] == [80, 160, 320]
-    assert Account().held(10, 4, trained=False) == Held(40)
+    assert [Account().bytes_of(10, element, trained=True).sum for element in (2, 4, 8)] == [80, 160, 320]
+    assert Account().bytes_of(10, 4, trained=False) == StaticBytes(40)
 
 
 def test_what_is_frozen_has_a_master_and_no_more() -> None:
-    assert Account(1, 2, HALF).held(10, 2, trained=False) == Held(20, 0, 20)
-    assert Account(1, 2, HALF).held(10, 8, trained=False, floating=False) == Held(80)
+    assert Account(1, 2, HALF).bytes_of(10, 2, trained=False) == StaticBytes(20, 0, 20)
+    assert Account(1, 2, HALF).bytes_of(10, 8, trained=False, floating=False) == StaticBytes(80)
 
 
 @pytest.mark.parametrize(

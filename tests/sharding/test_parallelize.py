@@ -114,15 +114,19 @@ class Traced(nn.Module):
 
 
 class TakenApart(nn.Module):
-    """Runs a block's parts in training, and the block itself in evaluation."""
+    """Runs a block's parts in training, and the block itself in evaluation; or, if it has a ``spare`` parameter without
+    a use, the block itself for a single row."""
 
-    def __init__(self) -> None:
+    def __init__(self, spare: bool = False) -> None:
         super().__init__()
-        self.a, self.b = Block(), Block()
+        self.a, self.b, self.spare = Block(), Block(), spare
+        if spare:
+            self.b.register_parameter("spare", nn.Parameter(torch.ones(1)))
 
     def forward(self, x: Tensor) -> Tensor:
         h = fxpipe.stage_boundary(self.a(x), name="b")
-        out = self.b.norm(self.b.down(self.b.up(h))) if self.training else self.b(h)
+        whole = len(x) == 1 if self.spare else not self.training
+        out = self.b(h) if whole else self.b.norm(self.b.down(self.b.up(h)))
         return out.square().sum(-1).mean()
 
 
@@ -725,13 +729,84 @@ def test_what_cannot_be_is_refused_by_compile(options: dict[str, Any], message: 
         fxpipe.compile(graph_of(), Topology([("pipe", 2)]), **{"parallelize": nothing} | options)
 
 
+# --- what it is given are the user's modules, and what it does to them happens ---
+
+
+def taken_apart(parallelize: Any, model: nn.Module, ranks: int = 2, **options: Any) -> fxpipe.ForwardBackward:
+    defaults: dict[str, Any] = {"microbatches": PARTS, "example_args": (batch(0, 0),), "parallelize": parallelize}
+    return fxpipe.compile(model, Topology([("pipe", ranks)]), **defaults, **options)
+
+
+def test_a_block_that_is_taken_apart_in_training_alone_is_itself_in_evaluation() -> None:
+    model = TakenApart()
+    plain = copy.deepcopy(model).eval()
+    forward_backward = taken_apart(nothing, model)
+    forward_backward(batch(0, 0))
+    expected = torch.stack([plain(x) for x in batch(0, 0).chunk(PARTS)]).mean()
+    assert forward_backward.evaluate(batch(0, 0)).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_a_capture_in_other_pieces_is_refused() -> None:
-    graph = fxpipe.compile(
-        TakenApart(), Topology([("pipe", 2)]), parallelize=nothing, microbatches=PARTS, example_args=(batch(0, 0),)
-    )
-    graph(batch(0, 0))
+    forward_backward = taken_apart(nothing, TakenApart(spare=True))
+    forward_backward(batch(0, 0))
     with pytest.raises(RunError, match="runs b of stage b as a whole, which the first kind took apart"):
-        graph.evaluate(batch(0, 0))
+        forward_backward(batch(0, 0)[:PARTS])
+
+
+class Nested(nn.Module):
+    """``inner`` has the blocks in a list, and no boundary is marked."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner, self.head, self.checkpointed = nn.Module(), nn.Linear(WIDTH, 1), checkpointed
+        self.inner.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": "auto"}, {"boundaries": "auto", "ranks": 2}], ids=str)
+def test_without_boundaries_the_users_modules_are_there_by_name_and_class_and_are_called(options: Any) -> None:
+    calls: list[str] = []
+
+    def watched(stage: nn.Module, mesh: Any) -> None:
+        for name, part in stage.named_modules():
+            if isinstance(part, Block | nn.Linear | nn.LayerNorm):
+                part.register_forward_hook(lambda *_, name=name: calls.append(name))
+
+    model = Nested()
+    expected = torch.stack([model(x) for x in batch(0, 0).chunk(PARTS)]).mean()
+    forward_backward = taken_apart(watched, model, **{"ranks": 1, **options})
+    assert forward_backward(batch(0, 0)).item() == pytest.approx(expected.item(), rel=1e-6)
+    leaves = [name for name, part in model.named_modules() if isinstance(part, Block | nn.Linear | nn.LayerNorm)]
+    assert sorted(calls) == sorted(leaves * PARTS)
+
+
+def hooked(stage: nn.Module, mesh: Any) -> None:
+    for part in stage.modules():
+        if isinstance(part, Block):
+            part.register_forward_hook(lambda *_: None)
+
+
+def wrapped(stage: nn.Module, mesh: Any) -> None:
+    for name, part in list(stage.named_modules()):
+        if isinstance(part, Block):
+            stage.set_submodule(name, checkpoint_wrapper(part))
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "model", "ranks", "message"),
+    [
+        (hooked, TakenApart(), 2, "has replaced b of stage b, or put hooks on it, but the stage does not call it"),
+        (wrapped, TakenApart(), 2, "has replaced b of stage b, or put hooks on it, but the stage does not call it"),
+        (nothing, Nested(checkpointed=True), 1, r"given to torch\.utils\.checkpoint.*write recompute=True"),
+    ],
+)
+def test_what_would_never_run_is_refused(parallelize: Any, model: nn.Module, ranks: int, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        taken_apart(parallelize, model, ranks)
 
 
 @in_a_new_world

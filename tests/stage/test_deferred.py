@@ -65,10 +65,10 @@ def test_the_first_half_makes_the_inputs_gradients_and_the_second_the_parameters
     assert x.grad is not None
     assert torch.equal(x.grad, wanted_x)
     assert gradients(model) == [None, None]
-    assert [tuple(one.shape) for one in deferred.kept] == [(6, 4), (6, 4)]
+    assert [tuple(one.shape) for one in deferred.pending] == [(6, 4), (6, 4)]
     deferred.accumulate()
     assert all(map(torch.equal, gradients(model), wanted))
-    assert deferred.kept == []
+    assert deferred.pending == []
     before = copy.deepcopy(gradients(model))
     deferred.accumulate()
     assert all(map(torch.equal, gradients(model), before))
@@ -95,7 +95,7 @@ def test_what_needs_no_gradient_at_all_leaves_nothing() -> None:
     loss = in_halves(model.requires_grad_(False), deferred, batch()).sum()
     with deferred.collecting():
         loss.backward()
-    assert deferred.kept == []
+    assert deferred.pending == []
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -34,7 +34,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "watching": (capturing, "watch"),
     "capturing": (Capturing, "of"),
     "grouping": (plan_state, "for_groups"),
-    "placing": (plan_state, "place"),
+    "placing": (plan_state, "place_stages"),
     "choosing a table": (Tables, "choose"),
     "lowering": (plan_state, "lower"),
     "proving": (plan_state, "prove"),

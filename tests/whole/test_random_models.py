@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 import fxpipe
 from fxpipe import Topology
 from fxpipe.graph.operators import handoff, private
+from fxpipe.parameters.dtensors import whole_of
 from tests.harness import (
     Engine,
     accumulate,
@@ -33,6 +34,7 @@ from tests.harness import (
 )
 from tests.pool import Pool
 from tests.random_models import RandomModel, batch, staged
+from tests.sharding.test_parallelize import in_a_new_world
 from tests.thinned import ALL
 
 MODELS = 300 if ALL else 10
@@ -181,8 +183,14 @@ def trained(draw: Draw) -> Trained:
         if draw.clip is not None:
             forward_backward.clip_grad_norm_(draw.clip)
         optimizer.step()
-    found.parameters = {name: tensor.detach().clone() for name, tensor in forward_backward.named_parameters()}
+    named = forward_backward.named_parameters()
+    found.parameters = {name: whole_of(tensor.detach()).clone() for name, tensor in named}
     return found
+
+
+@in_a_new_world
+def trained_in_shards(draw: Draw) -> Trained:
+    return trained(draw)
 
 
 def plain(draw: Draw) -> Trained:
@@ -203,8 +211,9 @@ def plain(draw: Draw) -> Trained:
 
 def check(draw: Draw, engine: Engine) -> None:
     story = f"on\n{RandomModel(draw.seed)}\n{draw}\n"
+    run = trained_in_shards if draw.zero == 3 else trained
     try:
-        results: Sequence[Trained] = engine(draw.ranks * draw.data, trained, draw)
+        results: Sequence[Trained] = engine(draw.ranks * draw.data, run, draw)
     except Exception as error:
         raise AssertionError(f"{error} {story}") from error
     wanted, first = plain(draw), dict[str, Tensor]()
@@ -258,10 +267,11 @@ OPTIONS: Sequence[dict[str, Any]] = [
     {"zero": 2, "data": 2, "ranks": 2, "clip": 0.5},
     {"zero": 1, "data": 2, "ranks": 2, "clip": 0.5},
     {"zero": 0, "data": 2, "ranks": 2},
+    {"zero": 3, "data": 2, "ranks": 2, "clip": 0.5},
 ]
 
 
-@pytest.mark.parametrize("number", range(12 if ALL else 2))
+@pytest.mark.parametrize("number", range(15 if ALL else 2))
 def test_stages_on_several_ranks_train_as_in_plain_pytorch_in_four_processes(number: int, pool: Pool) -> None:
     options, first = dict(OPTIONS[number % len(OPTIONS)]), 100 * number + 100
     if options.pop("ranks", 4) == 2:

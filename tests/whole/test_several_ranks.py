@@ -62,6 +62,7 @@ def test_zero_shards_the_optimizer_state_over_all_holders() -> None:
     image, others = (4 * 6 + 6) + (6 * 4 + 4), (4 * 4 + 4) + (4 + 1)
     whole = strict(0)(2, elements_of_state, 0)
     assert sum(whole) == 2 * image + others
+    assert strict(0)(2, elements_of_state, 3) == whole  # which shards over the data axis, and there is none
     parts = strict(0)(2, elements_of_state, 1)
     assert sum(parts) == image + others
     assert all(part < total for part, total in zip(parts, whole, strict=True))
@@ -71,8 +72,6 @@ def test_zero_shards_the_optimizer_state_over_all_holders() -> None:
     ("norm", "options", "said"),
     [
         (nn.BatchNorm1d(6), {}, "'image' is on ranks 0, 1, and its forward writes image.1.num_batches"),
-        (None, {"zero": 3}, "zero=3 shards what one rank holds; write zero=2"),
-        (None, {"parallelize": lambda *_: None, "example_args": ROWS}, "parallelize= works on what one rank holds"),
         (None, {"placement": {"image": (0, 2), "joined": 0, "head": 1}}, r"uses ranks \[0, 1, 2\]; with 2 pipe ranks"),
         (None, {"placement": {"image": "all", "joined": 0, "head": 0}, "ranks": 3, "schedule": "zb_v"}, "zb_v"),
     ],
@@ -132,11 +131,13 @@ class Counting(nn.Module):
         return x
 
 
-def test_a_buffer_that_such_a_stage_writes_is_found_in_the_step() -> None:
+@pytest.mark.parametrize("options", [{}, {"parallelize": lambda stage, mesh: None}], ids=["whole", "function"])
+def test_a_buffer_that_such_a_stage_writes_is_found_in_the_step(options: dict[str, Any]) -> None:
     stages = {"image": nn.Sequential(nn.Linear(4, 4), Counting()), "loss": lambda x: x.square().mean()}
     graph = fxpipe.StageGraph.from_callables(stages, [("image", "loss")], {"image": ["x"]})
     placement: dict[str, Any] = {"image": "all", "loss": 1}
-    forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), microbatches=2, placement=placement)
+    options = {"microbatches": 2, "placement": placement, **options}
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 2)]), **options)
     with pytest.raises(RunError, match=r"'image' is on ranks 0, 1, and its forward writes image\.1\.calls"):
         forward_backward(ROWS[0])
 

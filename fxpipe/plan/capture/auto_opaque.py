@@ -13,7 +13,7 @@ from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.options import Options
-from fxpipe.passes.alias_groups import held
+from fxpipe.passes.alias_groups import tensor_ids
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import is_compiled, pytree
 from fxpipe.trace import Request, Uncaptured, accepted
@@ -59,13 +59,13 @@ def capture_in_part(
             seen = request if compiled is request or observe is None else observe(compiled)
             return again(seen, tries_compiled=False)
         request = replace(request, whole=tuple(region for region in request.whole if region.varies))
-    given, failure, parts, added = request, "", 0, dict[str, str]()
+    original, failure, parts, added = request, "", 0, dict[str, str]()
     while True:
         try:
             request = observe(request) if added and observe is not None else request
-            found = accepted(request, tracer, partial(examine, request))
+            result = accepted(request, tracer, partial(examine, request))
             most = 1.0 if request.any_words else MOST_OF_COST
-            return found, request, _with_shares(added, shares(found), most) if added else {}
+            return result, request, _with_shares(added, shares(result), most) if added else {}
         except PartitionError as error:
             if added:
                 error.add_note(f"{', '.join(added)} is opaque by itself: no tracer could capture it")
@@ -88,7 +88,7 @@ def capture_in_part(
             # 2. Without added regions, forward may read numbers from tensors, and each number needs its own capture.
             if request.asks_numbers or request.any_words or not options.auto_opaque:
                 raise TraceError(failure) from error
-            request, added = replace(given, asks_numbers=True), {}
+            request, added = replace(original, asks_numbers=True), {}
 
 
 def _words_in(request: Request) -> bool:
@@ -133,7 +133,7 @@ def _with_regions(request: Request, part: str) -> Request:
 
 def unused(program: Program) -> frozenset[str]:
     """The names of the parameters and buffers that no node uses."""
-    used = frozenset[int]().union(*(held(program, node) for node in program.nodes))
+    used = frozenset[int]().union(*(tensor_ids(program, node) for node in program.nodes))
     return frozenset(name for name, tensor in all_tensors(program.module).items() if id(tensor) not in used)
 
 

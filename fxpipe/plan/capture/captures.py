@@ -153,17 +153,17 @@ class Captures:
 
     def asking(self, error: Unanswered) -> Captures:
         """The captures with the question that ``error`` left unanswered, which each micro-batch then answers."""
-        asked = replace(self, asks_numbers=error.numbers)
+        captures = replace(self, asks_numbers=error.numbers)
         if error.question is None:
-            return replace(asked, by_value=True)
-        return replace(asked, questions=self.questions.with_question(error.question))
+            return replace(captures, by_value=True)
+        return replace(captures, questions=self.questions.with_question(error.question))
 
     @property
     def inputs_with_objects(self) -> set[str]:
         """The inputs that are or hold objects in some capture."""
-        given = [each for pattern in self.by_pattern for each in pattern.given]
-        fixed = {name for each in given for name, value in each.fixed if isinstance(value, ObjectValue)}
-        inside = ((name, leaf) for each in given for name, _, leaves in each.holding for leaf in leaves)
+        inputs = [each for pattern in self.by_pattern for each in pattern.given]
+        fixed = {name for each in inputs for name, value in each.fixed if isinstance(value, ObjectValue)}
+        inside = ((name, leaf) for each in inputs for name, _, leaves in each.holding for leaf in leaves)
         return fixed | {name for name, leaf in inside if isinstance(leaf, ObjectValue)}
 
     def with_tensors_of_module(self) -> Captures:

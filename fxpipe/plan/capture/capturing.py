@@ -54,6 +54,13 @@ OBSERVED = 16
 """The most micro-batches for which the results of opaque regions are remembered."""
 
 
+def _is_block(path: str, module: nn.Module) -> bool:
+    """Whether a module is an entry of a module list, or has no list inside: a search cuts between such modules."""
+    lists = nn.ModuleList | nn.ModuleDict | nn.Sequential
+    in_a_list = any(name.isdecimal() for name in path.split("."))
+    return in_a_list or not any(isinstance(part, lists) for part in module.modules())
+
+
 class Examined(NamedTuple):
     """A tracer's program, the same program cut into stages, and the stages, which were checked against the model."""
 
@@ -232,6 +239,8 @@ class Tracing:
             asks_numbers=captures.asks_numbers,
             holding={name: [leaf is not None for leaf in leaves] for name, _, leaves in this.given[0].holding},
         )
+        if self.options.parallelize is not None:  # the function needs the user's modules
+            request = replace(request, is_kept=_is_block if self.balancing.finds_cuts else lambda *_: True)
         if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:
             return replace(request, answers=dict(this.answered), ask=captures.questions.ask)
         return request
@@ -249,10 +258,10 @@ class Tracing:
 
         return pytree.tree_map_only(ObjectValue, looked_up, value)
 
-    def _check_unchanged(self, given: GivenInputs) -> None:
+    def _check_unchanged(self, inputs: GivenInputs) -> None:
         """TraceError if forward has changed an object among its inputs."""
-        inside = ((name, leaf) for name, _, leaves in given.holding for leaf in leaves)
-        for name, value in (*given.fixed, *inside):
+        inside = ((name, leaf) for name, _, leaves in inputs.holding for leaf in leaves)
+        for name, value in (*inputs.fixed, *inside):
             if isinstance(value, ObjectValue) and like_of(self.captures.objects[value]) != value:
                 raise TraceError(
                     f"forward changes {value}, which is or is in input {name!r}, while it is captured, and no stage "

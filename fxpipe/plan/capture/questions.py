@@ -31,24 +31,24 @@ class Questions:
     def answers(self, values: Mapping[str, Any]) -> Answers:
         """The answers for a micro-batch with these inputs; some may be missing."""
         # In forward's order: the questions after ``if mask.all():`` depend on the answer to it.
-        found: dict[str, Answer] = {}
+        facts: dict[str, Answer] = {}
         for question in self.asked.values():
-            if question.key not in found and all(found.get(key, known) == known for key, known in question.before):
+            if question.key not in facts and all(facts.get(key, other) == other for key, other in question.before):
                 try:
                     answer = question.answer(values)
                 except Exception:  # this question is for another kind of micro-batch
                     answer = None
                 if answer is not None:
-                    found[question.key] = answer
-        return tuple(found.items())
+                    facts[question.key] = answer
+        return tuple(facts.items())
 
-    def ask(self, request: Request, program: Program, asked: Any, before: Answers) -> None:
+    def ask(self, request: Request, program: Program, query: Any, before: Answers) -> None:
         """Raises ``Unanswered`` with a new question, which a program computes; returns if the value depends on more
         than inputs. RunError if no rank was given the inputs of a known question.
 
-        ``asked``: the kind of value, the key and the line. ``before``: the answers that forward already has.
+        ``query``: the kind of value, the key and the line. ``before``: the answers that forward already has.
         """
-        question = None if len(before) == MOST_QUESTIONS else _question_of(program, asked, before, request)
+        question = None if len(before) == MOST_QUESTIONS else _question_of(program, query, before, request)
         if question is None:
             return
         if (before, question.key) in self.asked:
@@ -70,16 +70,16 @@ class Questions:
     def described(self, answers: Answers) -> list[str]:
         """The user's lines that ask the questions behind these answers, in order, under a heading."""
         lines = {question.key: question.line for question in self.asked.values()}
-        asked = [lines[key] for key, _ in answers]
+        shown = [lines[key] for key, _ in answers]
         # a line in traceback form becomes "if mask.all(): (model.py:12)"
-        asking = dict.fromkeys(f"  {line.splitlines()[-1].strip()} ({place_in(line)})" for line in asked)
+        asking = dict.fromkeys(f"  {line.splitlines()[-1].strip()} ({place_in(line)})" for line in shown)
         head = "each outcome of these takes a capture, and a step waits for a GPU to know it:"
         return [head, *asking] if asking else []
 
 
-def _question_of(program: Program, asked: Any, before: Answers, request: Request) -> Question | None:
+def _question_of(program: Program, query: Any, before: Answers, request: Request) -> Question | None:
     """The question that a program computes; None if the answer depends on more than inputs and constants."""
-    if not asked.key:
+    if not query.key:
         return None
     # 1. Only nodes that every stage could copy: deterministic functions of inputs and constants.
     program = mark_copies(erase_boundaries(program))
@@ -102,13 +102,13 @@ def _question_of(program: Program, asked: Any, before: Answers, request: Request
     modes = request.autocast, request.compute
     varying = request.varying if program.holds_for is not None else ()
     sizes = tuple(
-        (name, place, dim, size)
+        (name, index, dim, size)
         for name in inputs
-        for place, leaf in enumerate(pytree.tree_leaves((request.example or {})[name]))
+        for index, leaf in enumerate(pytree.tree_leaves((request.example or {})[name]))
         for dim, size in enumerate(leaf.shape if isinstance(leaf, TensorLike) else ())
-        if (name, place, dim) not in varying
+        if (name, index, dim) not in varying
     )
-    return Question(asked.key, asked.line, before, inputs, sizes, run, asked.kind, *modes, writes)
+    return Question(query.key, query.line, before, inputs, sizes, run, query.kind, *modes, writes)
 
 
 def _needed(program: Program, written: Collection[frozenset[str]]) -> set[fx.Node]:

@@ -167,7 +167,7 @@ def for_groups(
         whole = capturing.of(groups, _sample(sample, size, batch_dim))
         places |= _places(capturing.captures, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
         merged = cache(partial(_with_stages, stages=stages))  # micro-batches of one capture remain one object
-        captured = [merged(single, whole[place // size]) for place, single in enumerate(captured)]
+        captured = [merged(single, whole[index // size]) for index, single in enumerate(captured)]
     return [replace(captured[0], places=places), *captured[1:]]
 
 
@@ -201,7 +201,7 @@ def _places(
     programs = [(captured.program, example_of(shape)) for captured, shape in pair]
     runs = [shapes_of(program, example, *how) for program, example in programs if program is not None]
     (ours, other), (first, second) = (_edges_between(captured.graph) for captured, _ in pair), runs
-    found: dict[tuple[str, int], tuple[int, ...]] = {}
+    places: dict[tuple[str, int], tuple[int, ...]] = {}
     for between, edges in ours.items():  # both graphs have the same order
         if pair[0][0].graph[between[1]].gathered is None:
             continue
@@ -210,8 +210,8 @@ def _places(
             for leaf, (small, large) in enumerate(leaves):
                 if small is not None and large is not None and len(small) == len(large):
                     sizes = enumerate(zip(small, large, strict=True))
-                    found[mine.value, leaf] = tuple(dim for dim, each in sizes if each == rows)
-    return found
+                    places[mine.value, leaf] = tuple(dim for dim, each in sizes if each == rows)
+    return places
 
 
 def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDim) -> Pattern:
@@ -236,8 +236,8 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
                 )
         shapes.append(shape)
     groups = tuple(shapes)
-    given = pattern.given[: len(groups)]
-    return replace(pattern, given=given, shapes=groups, everyone=(), answers=(), asks=False)
+    inputs = pattern.given[: len(groups)]
+    return replace(pattern, given=inputs, shapes=groups, everyone=(), answers=(), asks=False)
 
 
 def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | str:

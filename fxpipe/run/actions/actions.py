@@ -410,7 +410,7 @@ class WeightsAction(_BoundAction):
         later, self.left_behind.later = self.left_behind.later, None
         if later is not None:
             parameters = self.executor.parameters.in_call(self._parameters)
-            new, passing = without_gradient(parameters), later.kept
+            new, passing = without_gradient(parameters), later.pending
             self.stage.backward.weights(later)
             give_own_memory(new, passing)
 

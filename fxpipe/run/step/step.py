@@ -131,7 +131,8 @@ class Steps:
         self.recorder = TimelineRecorder(transport, state.device)
         # a suffix of the announced call names
         self.which = f", of compile {transport.number}" if transport.number > 1 else ""
-        self.sync = True
+        self.sync, self.is_averaged = True, False
+        """Whether calls sum gradients; and whether the parameters are averages, in ``Average.applied``."""
         self._unsummed = False  # whether the last call left gradients that are not yet summed over replicas
         self.seed, self.number = state.seed, 0
         """The base seed of random numbers; and the number of steps so far, which is the next step's number."""
@@ -148,11 +149,17 @@ class Steps:
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum; None before the first step
         self.values: ValueRecorder | None = None
 
+    def check_trained(self, error: type[FxpipeError] = RunError) -> None:
+        """Raises an error inside of ``with average.applied():``, for a call that needs the trained parameters."""
+        if self.is_averaged:
+            raise error("the parameters are averages inside of `with average.applied():`; make this call outside of it")
+
     # the phases of a step
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> tuple[StepOutcome, Mapping[Edge, int] | None]:
         """Runs forward, backward and gradient reduction of a batch, after ``recorder.begin``. Returns the outcome, and
         the bytes of each edge in the first step of a plan, else None. A collective call of all ranks."""
+        self.check_trained()
         agreed, batches = self._agree(calls, split_evenly, training=True)
         plan, known, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
@@ -160,7 +167,7 @@ class Steps:
         with self.failing.together():
             shares = self._shares(agreed, batches, training=True)
         with self.failing.together(FxpipeError):
-            check_rows(self.transport, plan, self._gradients.sums.zero, self._gradients.meets)
+            self._check_rows(plan, self._gradients.sums.zero, training=True)
         with self.failing.together():
             # the plan's losses have a single form, or may have another form for each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
@@ -241,8 +248,9 @@ class Steps:
         asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(asked + self.which):
             agreed, batches = self._agree([call], True, training=False, wants_loss=outputs == "loss")
+            with self.failing.together(FxpipeError):
+                self._check_rows(agreed.plan, 0, training=False)
             with self.failing.together():
-                check_rows(self.transport, agreed.plan, 0, self._gradients.meets)
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
@@ -302,6 +310,11 @@ class Steps:
         matters = self.transport.pipe_rank in agreed.plan.output_ranks or self._items.items.is_taken
         shares = shares_of(self.transport, weights, training, over_replicas=matters)
         return [share for share in shares for _ in range(group)]
+
+    def _check_rows(self, plan: Plan, zero: int, training: bool) -> None:
+        """RunError if replicas that must run the same rows run different ones. A collective call of the data axis."""
+        gradients = self._gradients
+        check_rows(self.transport, plan, zero, gradients.shards_parameters, gradients.meets, training)
 
     def _row(self, plan: Plan) -> Sequence[Action]:
         """Returns the actions of the schedule that this process runs."""

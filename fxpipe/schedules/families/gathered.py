@@ -138,7 +138,7 @@ def _makers(problem: Problem, split: bool) -> Iterator[Maker]:
 
 def _listed(problem: Problem, extra: int, priority: Priority, split: bool) -> tuple[Row, ...]:
     caps = _caps(problem, extra)
-    return list_schedule(problem, problem.costs, caps, priority, held=caps if split else None)
+    return list_schedule(problem, problem.costs, caps, priority, weight_caps=caps if split else None)
 
 
 def _caps(problem: Problem, extra: int) -> Caps:

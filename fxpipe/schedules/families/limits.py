@@ -83,16 +83,16 @@ def excess(
             if peak > cap:
                 return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
     if memory is not None and costs.activation_bytes is not None:
-        held = peak_bytes(schedule, replace(costs, again_bytes=None))  # the limit is for micro-batches in flight
-        for rank, (most, room) in enumerate(zip(held, memory, strict=True)):
+        peaks = peak_bytes(schedule, replace(costs, again_bytes=None))  # the limit is for micro-batches in flight
+        for rank, (most, room) in enumerate(zip(peaks, memory, strict=True)):
             if exceeds(most, room):
                 return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
     return None
 
 
-def exceeds(held: float, room: float) -> bool:
+def exceeds(size: float, room: float) -> bool:
     """Whether the bytes held are more than the room, beyond rounding errors."""
-    return held > room * (1 + 1e-9)
+    return size > room * (1 + 1e-9)
 
 
 # --- how many micro-batches a stage may hold ---

@@ -28,8 +28,8 @@ def backward_first(problem: Problem) -> Key:
 
 def longest_way_first(problem: Problem) -> Key:
     """Prefers backwards; among backwards, and among forwards, the longest remaining path."""
-    way = _way_to_go(problem)
-    return lambda stage, op: ((op is Op.F, way(stage, op)), ())
+    remaining = _way_to_go(problem)
+    return lambda stage, op: ((op is Op.F, remaining(stage, op)), ())
 
 
 def oldest_first(problem: Problem) -> Key:
@@ -39,8 +39,8 @@ def oldest_first(problem: Problem) -> Key:
 
 def forward_first(problem: Problem) -> Key:
     """Prefers forwards, as far as the cap allows; otherwise as ``longest_way_first``."""
-    way = _way_to_go(problem)
-    return lambda stage, op: ((op is not Op.F, way(stage, op)), ())
+    remaining = _way_to_go(problem)
+    return lambda stage, op: ((op is not Op.F, remaining(stage, op)), ())
 
 
 PRIORITIES: Sequence[Priority] = (backward_first, longest_way_first, oldest_first, forward_first)
@@ -65,14 +65,14 @@ def list_schedule(
     costs: Costs,
     caps: Caps,
     priority: Priority,
-    held: Caps | None = None,
+    weight_caps: Caps | None = None,
     room: Sequence[float] | None = None,
 ) -> tuple[Row, ...]:
     """Returns rows in which no stage holds more than ``caps`` micro-batches between forward and backward.
 
-    ``held``: splits backwards into I and W, and limits the micro-batches held from forward to W; ``caps`` then ends
-    with I. ``room``: limits the bytes that each rank holds from forward to W, by the costs' ``activation_bytes`` and
-    ``deferred_bytes``; as many micro-batches as ``caps`` allows must fit.
+    ``weight_caps``: splits backwards into I and W, and limits the micro-batches held from forward to W; ``caps`` then
+    ends with I. ``room``: limits the bytes that each rank holds from forward to W, by the costs' ``activation_bytes``
+    and ``deferred_bytes``; as many micro-batches as ``caps`` allows must fit.
 
     The rows do not deadlock. Take the first unfinished micro-batch: no earlier one is in flight, so the first stage's
     missing forward may run; and when all forwards have run, the last stage's backward may run. Micro-batches that wait
@@ -82,7 +82,7 @@ def list_schedule(
     turns, tried = [1] * len(problem.placement), {}
 
     def makespan(dependencies: Dependencies) -> float:
-        scheduler = _WithinCaps(problem, costs, caps, priority(problem), held, room, dependencies)
+        scheduler = _WithinCaps(problem, costs, caps, priority(problem), weight_caps, room, dependencies)
         tried[id(dependencies)] = scheduler.run()
         return max(scheduler.free)
 
@@ -101,13 +101,13 @@ class _WithinCaps(ListScheduler):
         costs: Costs,
         caps: Caps,
         key: Key,
-        held: Caps | None,
+        weight_caps: Caps | None,
         room: Sequence[float] | None,
         dependencies: Dependencies,
     ) -> None:
-        self.problem, self.costs, self.caps, self.held, self.room = problem, costs, caps, held, room
+        self.problem, self.costs, self.caps, self.weight_caps, self.room = problem, costs, caps, weight_caps, room
         self.holds = [0.0] * problem.ranks  # bytes
-        split = held is not None or room is not None
+        split = weight_caps is not None or room is not None
         turn = {stage: turn for stages in problem.stages_of for turn, stage in enumerate(stages)}
         units = Units(problem.ranks, costs)
         # W's come last; the other ready actions are ordered by key and micro-batch, by stage, and forwards first.
@@ -137,7 +137,7 @@ class _WithinCaps(ListScheduler):
         size, group = self.problem.group(line // 3), self.problem.group(other // 3)
         units, others = self.units.lines[line], self.units.lines[other]
         first = max(-(shift // size), 0)
-        self.units.need(units[first:], (others[(place * size + shift) // group] for place in range(first, len(units))))
+        self.units.need(units[first:], (others[(index * size + shift) // group] for index in range(first, len(units))))
 
     def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
         line = self.units.line_of[unit]
@@ -147,7 +147,7 @@ class _WithinCaps(ListScheduler):
             size = self.problem.group(stage)
             if (forwards - gradients + 1) * size > self.caps[stage]:
                 return False
-            if self.held is not None and (forwards - weights + 1) * size > self.held[stage]:
+            if self.weight_caps is not None and (forwards - weights + 1) * size > self.weight_caps[stage]:
                 return False
         if self.room is None or (change := self._change(unit)) <= 0:
             return True

@@ -171,8 +171,8 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     # 1F1B comes first: if it reaches the lower bound, no other table is made.
     costs = problem.costs
     makers: list[Maker] = []
-    for held in tried:
-        makers += [partial(with_caps, caps=held), *by_each_priority(costs, held)]
+    for stage_caps in tried:
+        makers += [partial(with_caps, caps=stage_caps), *by_each_priority(costs, stage_caps)]
     few = with_fewer_microbatches(problem, MANY, 2 * max(problem.depth))
     if few is not problem:
         makers = [partial(with_caps, caps=usual), shortest(few, makers, costs).maker]
@@ -183,7 +183,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
 
 def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice | None:
     """The shortest table with split backwards; None if all hold too much: a W may need more bytes than its I."""
-    makers = [make for held in tried for make in by_each_priority(problem.costs, held, room=problem.memory)]
+    makers = [make for stage_caps in tried for make in by_each_priority(problem.costs, stage_caps, room=problem.memory)]
     if few is problem:
         return shortest_within_limits(problem, makers)
     best = shortest_within_limits(few, makers)

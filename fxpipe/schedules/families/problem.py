@@ -43,7 +43,7 @@ class Problem:
         check_length("backward=", self.backward, count)
         check_length("costs.forward", self.costs.forward, count)
         check_graph(self.edges, count, self.microbatches)
-        ranks = {rank for place in self.placement for rank in ranks_of(place)}
+        ranks = {rank for entry in self.placement for rank in ranks_of(entry)}
         if ranks != set(range(len(ranks))):
             raise ScheduleError(f"placement {list(self.placement)} leaves a rank without stages; ranks count from 0")
         if self.in_flight is not None:
@@ -76,7 +76,7 @@ class Problem:
     @cached_property
     def homes(self) -> tuple[int, ...]:
         """The rank of each stage, the first rank if the stage is on several."""
-        return tuple(ranks_of(place)[0] for place in self.placement)
+        return tuple(ranks_of(entry)[0] for entry in self.placement)
 
     @cached_property
     def dependencies(self) -> Dependencies:

@@ -49,13 +49,13 @@ def reckoned(problem: Problem) -> Problem:
     costs, memory = problem.costs.with_recompute(problem.recomputed), problem.memory
     whole = costs.activation_bytes
     if whole is not None:
-        kept = costs.input_bytes or (0.0,) * len(whole)
-        held = tuple(kept[s] if s in problem.recomputed else size for s, size in enumerate(whole))
-        costs = replace(costs, activation_bytes=held)
+        inputs = costs.input_bytes or (0.0,) * len(whole)
+        activation_bytes = tuple(inputs[s] if s in problem.recomputed else size for s, size in enumerate(whole))
+        costs = replace(costs, activation_bytes=activation_bytes)
         if memory is not None:
             # While a micro-batch is recomputed, a stage holds all of it and the inputs of the others. A rank recomputes
             # one at a time, so it reserves the largest bytes of its stages.
-            beside = [max(size - held[s], 0) * problem.group(s) for s, size in enumerate(whole)]
+            beside = [max(size - activation_bytes[s], 0) * problem.group(s) for s, size in enumerate(whole)]
             most = [max(beside[stage] for stage in stages) for stages in problem.stages_of]
             for rank, (room, peak) in enumerate(zip(memory, most, strict=True)):
                 if exceeds(peak, room):
@@ -88,12 +88,12 @@ def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) ->
 def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
     """Returns, per stage, whether the backward does not always directly follow the forward: if it always does,
     recomputation saves no memory."""
-    found = [False] * len(schedule.placement)
+    gains = [False] * len(schedule.placement)
     for row in schedule.rows:
         for action, following in zip(row, [*row[1:], None], strict=True):
             if action.op is Op.F and schedule.backward[action.stage]:
-                found[action.stage] |= following is None or following._replace(op=Op.F) != action
-    return tuple(found)
+                gains[action.stage] |= following is None or following._replace(op=Op.F) != action
+    return tuple(gains)
 
 
 # --- stages on several ranks ---
@@ -109,15 +109,15 @@ def placed_beside(family: Family, problem: Problem) -> Sequence[Sequence[Action]
             "be asked another problem, and its rows changed; give a Schedule, with the rows that shall run"
         )
     alone, real = _alone(problem)
-    found = family(alone)
-    best = _Floating(problem, alone, real, tuple(map(tuple, found))).best()
-    return Chosen.like(found, best)
+    rows = family(alone)
+    best = _Floating(problem, alone, real, tuple(map(tuple, rows))).best()
+    return Chosen.like(rows, best)
 
 
 def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:
     """The problem with a new rank for each stage on several ranks, and the real rank of each other rank."""
     stages = replicated(problem.placement)
-    real = sorted({place for place in problem.placement if isinstance(place, int)})
+    real = sorted({entry for entry in problem.placement if isinstance(entry, int)})
     extra = {stage: len(real) + number for number, stage in enumerate(stages)}
     homes = (extra[s] if s in extra else real.index(problem.homes[s]) for s in range(len(problem.placement)))
     costs, memory = problem.costs, problem.memory
@@ -170,8 +170,8 @@ class _Floating:
 
     def _most_from(self, row: Row) -> list[float]:
         """Returns the most bytes that a fixed row holds from each of its places on."""
-        held, backward = self.problem.costs.held, self.problem.backward
-        changes = (held(action) if backward[action.stage] else 0.0 for action in row)
+        byte_change, backward = self.problem.costs.held, self.problem.backward
+        changes = (byte_change(action) if backward[action.stage] else 0.0 for action in row)
         return list(accumulate(reversed([0.0, *accumulate(changes)]), max))[::-1]
 
     def _latest(self) -> list[float]:
@@ -241,18 +241,18 @@ def _lines(row: Row, rank_of: RankOf) -> dict[tuple[int, bool, bool], list[Unit]
 class _Attempt(ListScheduler):
     """A list schedule. ``forward``, ``backward``: the makespans that forwards and backwards aim at."""
 
-    def __init__(self, known: _Floating, forward: float, backward: float) -> None:
-        super().__init__(known.units, known.latest)  # by latest start: the most urgent unit first
-        self.known, self.forward, self.backward = known, forward, backward
-        self.held = [0.0] * len(self.free)  # bytes held by actions outside the fixed order
+    def __init__(self, facts: _Floating, forward: float, backward: float) -> None:
+        super().__init__(facts.units, facts.latest)  # by latest start: the most urgent unit first
+        self.facts, self.forward, self.backward = facts, forward, backward
+        self.extra_bytes = [0.0] * len(self.free)  # bytes held by actions outside the fixed order
         self.in_flight: dict[tuple[int, int], int] = {}
 
     def begin(self, rank: int, unit: int) -> None:
-        problem, actions = self.known.problem, self.units.actions[unit]
+        problem, actions = self.facts.problem, self.units.actions[unit]
         last = actions[-1]
         if problem.backward[last.stage]:
             if problem.memory is not None and self.units.line_of[unit] != rank:
-                self.held[rank] += sum(map(problem.costs.held, actions))
+                self.extra_bytes[rank] += sum(map(problem.costs.held, actions))
             change = last.count if last.op is Op.F else 0 if last.op is Op.I else -last.count
             self.in_flight[rank, last.stage] = self.in_flight.get((rank, last.stage), 0) + change
 
@@ -266,7 +266,7 @@ class _Attempt(ListScheduler):
     def _delays(self, unit: int, following: int, now: float) -> bool:
         """Whether a unit would delay the next action of the fixed order too much."""
         # A unit delays the fixed order if that action could have begun before the unit ends, and cannot afford to wait.
-        latest, end = self.known.latest, now + self.units.time[unit]
+        latest, end = self.facts.latest, now + self.units.time[unit]
         aim = self.forward if self.units.actions[unit][-1].op is Op.F else self.backward
         arrives = 0.0 if self.missing[following] else self.arrives[following]
         return latest[unit] > latest[following] and end > max(arrives, latest[following] + aim)
@@ -274,13 +274,13 @@ class _Attempt(ListScheduler):
     def _has_room(self, rank: int, unit: int, left: int) -> bool:
         """Whether a forward keeps within its cap, and its rank within its memory. ``left``: the number of remaining
         actions of the fixed row."""
-        known, action = self.known, self.units.actions[unit][-1]
-        if action.op is not Op.F or not known.problem.backward[action.stage]:
+        facts, action = self.facts, self.units.actions[unit][-1]
+        if action.op is not Op.F or not facts.problem.backward[action.stage]:
             return True
-        if self.in_flight.get((rank, action.stage), 0) + action.count > known.caps[action.stage]:
+        if self.in_flight.get((rank, action.stage), 0) + action.count > facts.caps[action.stage]:
             return False
-        if known.problem.memory is None:
+        if facts.problem.memory is None:
             return True
         # The most bytes that the fixed row will hold from here on are reserved for it.
-        rest = known.held_by_rest[rank][-1 - left]
-        return not exceeds(self.held[rank] + known.problem.costs.held(action) + rest, known.problem.memory[rank])
+        rest = facts.held_by_rest[rank][-1 - left]
+        return not exceeds(self.extra_bytes[rank] + facts.problem.costs.held(action) + rest, facts.problem.memory[rank])

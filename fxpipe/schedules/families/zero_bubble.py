@@ -46,7 +46,7 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     if problem.costs.are_alike:
         return in_halves(problem)
     limits = (_deepest(problem),) * len(problem.placement)  # the most that ZB-H1 holds at any stage
-    makers = [in_halves, *by_each_priority(problem.costs, limits, held=limits)]
+    makers = [in_halves, *by_each_priority(problem.costs, limits, weight_caps=limits)]
     return shortest(problem, makers, problem.costs).rows
 
 
@@ -56,7 +56,7 @@ def in_halves(problem: Problem) -> tuple[Row, ...]:
     if problem.one_stage_a_rank:
         return tuple(_h1_row(problem, stage, deepest) for (stage,) in problem.stages_of)
     stages = len(problem.placement)
-    return list_schedule(problem, Costs.of(stages), problem.depth, backward_first, held=(deepest,) * stages)
+    return list_schedule(problem, Costs.of(stages), problem.depth, backward_first, weight_caps=(deepest,) * stages)
 
 
 def _deepest(problem: Problem) -> int:

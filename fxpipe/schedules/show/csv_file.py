@@ -55,10 +55,10 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
     rows: list[tuple[Action, ...]] = []
     messages: list[Counter[str]] = []  # of each rank
     for number, line in enumerate(_lines(path), start=1):
-        cells = [(place, cell.strip()) for place, cell in enumerate(line, start=1) if cell.strip()]
+        cells = [(column, cell.strip()) for column, cell in enumerate(line, start=1) if cell.strip()]
         messages.append(Counter(cell for _, cell in cells if _MESSAGE.fullmatch(cell)))
         try:
-            rows.append(tuple(action for place, cell in cells for action in _actions(cell, place)))
+            rows.append(tuple(action for column, cell in cells for action in _actions(cell, column)))
         except ScheduleError as error:
             raise ScheduleError(f"{name}, line {number}, {error}") from None
     if not any(rows):
@@ -91,7 +91,7 @@ def _lines(path: StrPath) -> list[list[str]]:
         raise ScheduleError(f"{os.fspath(path)} is no CSV file in UTF-8: {error}") from None
 
 
-def _actions(cell: str, place: int) -> list[Action]:
+def _actions(cell: str, column: int) -> list[Action]:
     """The actions of a cell: none for a message, which is lowered anew, and none for a cell about parameters."""
     if _MESSAGE.fullmatch(cell) or _PARAMETERS.fullmatch(cell):
         return []
@@ -99,21 +99,21 @@ def _actions(cell: str, place: int) -> list[Action]:
     try:
         return list(map(Action.parse, overlap[1].split(";") if overlap else [cell]))
     except ScheduleError as error:
-        raise ScheduleError(f"cell {place}: {error}") from None
+        raise ScheduleError(f"cell {column}: {error}") from None
 
 
 def _placement(rows: Sequence[Sequence[Action]], name: str) -> Placement:
     """A stage is on the rank that has most of its actions, so that ``verify`` names a cell on a wrong rank. A stage is
     on r ranks, in turns, if each micro-batch is on a single rank, and every r-th on the same rank."""
-    found: dict[int, list[tuple[int, int]]] = {}  # stage → (micro-batch, or group, and rank) of its actions
+    cells_of: dict[int, list[tuple[int, int]]] = {}  # stage → (micro-batch, or group, and rank) of its actions
     for rank, row in enumerate(rows):
         for action in row:
-            found.setdefault(action.stage, []).append((action.microbatch // action.count, rank))
-    missing = next(stage for stage in itertools.count() if stage not in found)
-    if missing < len(found):
+            cells_of.setdefault(action.stage, []).append((action.microbatch // action.count, rank))
+    missing = next(stage for stage in itertools.count() if stage not in cells_of)
+    if missing < len(cells_of):
         raise ScheduleError(f"{name} has no action of stage {missing}; stages count from 0, without a gap")
     places: list[int | tuple[int, ...]] = []
-    for _, cells in sorted(found.items()):
+    for _, cells in sorted(cells_of.items()):
         counts = Counter(rank for _, rank in cells)
         turns = {number % len(counts): rank for number, rank in cells}
         # Ranks that take turns show a pattern: micro-batch i is on rank turns[i mod r], for every i.
@@ -126,11 +126,11 @@ def _placement(rows: Sequence[Sequence[Action]], name: str) -> Placement:
 
 
 def _check_messages(name: str, messages: Sequence[Counter[str]], schedule: Schedule) -> None:
-    for rank, (found, row) in enumerate(zip(messages, schedule.instructions, strict=True)):
+    for rank, (present, row) in enumerate(zip(messages, schedule.instructions, strict=True)):
         steps = (step for step in row if isinstance(step, Send | Receive))
         wanted = Counter(_cell(step, schedule.links[step.message.edge]) for step in steps)
-        if found != wanted:
-            extra, lacking = (" ".join(some.elements()) or "none" for some in (found - wanted, wanted - found))
+        if present != wanted:
+            extra, lacking = (" ".join(some.elements()) or "none" for some in (present - wanted, wanted - present))
             raise ScheduleError(
                 f"{name}, line {rank + 1}: with edges={schedule.edges} rank {rank} sends and receives other messages; "
                 f"too many: {extra}; missing: {lacking}; mend the line, or edges="

@@ -195,8 +195,8 @@ def _reductions(layout: PictureLayout) -> Iterator[str]:
     """Draws the reductions as thin bars below the rows."""
     unit = unit_of(layout.timeline)
     for rank, lanes in enumerate(layout.lanes):
-        for place, lane in enumerate(lanes):
-            y = layout.y(rank) + layout.height + 1 + place * LANE
+        for index, lane in enumerate(lanes):
+            y = layout.y(rank) + layout.height + 1 + index * LANE
             for _, what, start, end in lane:
                 x, width = layout.x(start), max(round(layout.x(end) - layout.x(start), 2), 1)
                 text = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
@@ -286,8 +286,8 @@ class PictureLayout:
         lines = min(self.lines, len(stages))
         top = self.y(rank) + (self.height - lines * LINE) / 2
         room = self.column - SWATCH - 8
-        for place, stage in enumerate(stages):
-            x, y = self.labels_left + place // lines * self.column, top + place % lines * LINE
+        for index, stage in enumerate(stages):
+            x, y = self.labels_left + index // lines * self.column, top + index % lines * LINE
             yield stage, x, y, truncated(self.timeline.schedule.label(stage), room)
 
 

@@ -67,7 +67,7 @@ class Sample:
         """
         first = self.batches[places[0]]
         # 1. Another micro-batch shows values of the first micro-batch that the capture has made constants.
-        others = [self.batches[place] for place in reversed(places[1:])]
+        others = [self.batches[index] for index in reversed(places[1:])]
         # 2. A single micro-batch: other rows with numbers that the model allows, such as token ids. A permutation would
         # not help, since a loss is a mean. Packed inputs are left out: their counts belong to the original rows.
         if not counted(self.batch_dim):
@@ -167,27 +167,27 @@ def _in_a_line(error: Exception) -> str:
 def _unfit(request: Request, batch: Batch) -> str:
     """The reason why a model cannot be checked, or not cheaply; empty if it can."""
     # Bounds are fixed so that all ranks check or no rank does: measured seconds would differ between ranks.
-    given = tensors_in(dict(batch))
-    held = all_tensors(request.module).values()
-    if any(tensor.is_meta for tensor in [*held, *given]):
+    inputs = tensors_in(dict(batch))
+    tensors = all_tensors(request.module).values()
+    if any(tensor.is_meta for tensor in [*tensors, *inputs]):
         return "the model or the example is on the meta device"
     if any(isinstance(part, nn.SyncBatchNorm) for part in request.module.modules()):
         return "SyncBatchNorm waits for other ranks in forward"
     parameters = sum(parameter.numel() for parameter in request.module.parameters())
-    positions = max(map(_positions, given), default=0)
-    most = MOST_ON_ACCELERATOR if any(is_accelerator(tensor.device) for tensor in held) else MOST_WORK
+    positions = max(map(_positions, inputs), default=0)
+    most = MOST_ON_ACCELERATOR if any(is_accelerator(tensor.device) for tensor in tensors) else MOST_WORK
     if parameters > MOST_PARAMETERS or parameters * positions > most:
         return f"{parameters:,} numbers in parameters at {positions:,} positions of a micro-batch take too long"
     return ""
 
 
-def _positions(given: Tensor) -> int:
+def _positions(tensor: Tensor) -> int:
     """The most positions at which a parameter is used. Integers are tokens; images have channels in dimension 1, other
     floating-point inputs have features last."""
-    if not given.is_floating_point() or given.dim() < 2:
-        return given.numel()
-    features = given.shape[-1] if given.dim() < 4 else given.shape[1]
-    return given.numel() // max(features, 1)
+    if not tensor.is_floating_point() or tensor.dim() < 2:
+        return tensor.numel()
+    features = tensor.shape[-1] if tensor.dim() < 4 else tensor.shape[1]
+    return tensor.numel() // max(features, 1)
 
 
 class _Called(nn.Module):
@@ -229,18 +229,18 @@ class _Trial:
         draws = any(stage.draws_random for stage in self.graph)
         try:
             with as_in_a_step(self.request, self._devices if draws else None), rounding or nullcontext():
-                for place, batch in enumerate(self.batches):
-                    seen |= call(own(self.request, batch), place)
+                for microbatch, batch in enumerate(self.batches):
+                    seen |= call(own(self.request, batch), microbatch)
                     for name, buffer in self.request.module.named_buffers():
-                        seen[Fact(BUFFER, name, place)] = buffer.detach().clone()
+                        seen[Fact(BUFFER, name, microbatch)] = buffer.detach().clone()
         finally:
             self._state.restore()
         return seen
 
-    def model(self, batch: Batch, place: int) -> Seen:
+    def model(self, batch: Batch, microbatch: int) -> Seen:
         """Runs the model on a micro-batch and returns the values to compare."""
-        kept = watching(self.request.module, self.request.whole, _Called())
-        with kept, within(self.request.autocast):
+        watched = watching(self.request.module, self.request.whole, _Called())
+        with watched, within(self.request.autocast):
             result = self.request.call(batch)
 
         def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -248,38 +248,38 @@ class _Trial:
                 return [None] * len(parameters)
             return torch.autograd.grad(loss, parameters, allow_unused=True)
 
-        return self._seen(result, place, gradients)
+        return self._seen(result, microbatch, gradients)
 
-    def stages(self, batch: Batch, place: int) -> Seen:
+    def stages(self, batch: Batch, microbatch: int) -> Seen:
         """Runs the stages on a micro-batch and returns the values to compare."""
         # Stages run as on their ranks, but in one process: an output goes to the stages that take it, and is released.
         arrived: dict[Edge, Any] = {}
         saved: list[Saved] = []
         result = None
         for stage in self.graph:
-            given: Batch = {**batch, **{str(size): size.of(batch) for size in stage.sizes}}
-            inputs = [given[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
+            values: Batch = {**batch, **{str(size): size.of(batch) for size in stage.sizes}}
+            inputs = [values[entry] if isinstance(entry, str) else arrived[entry] for entry in stage.inputs]
             arrived = {edge: value for edge, value in arrived.items() if edge not in stage.inputs}
             with within(self.request.autocast):
-                outputs, kept = stage.forward(*inputs)
-            saved.append(kept)
+                outputs, data = stage.forward(*inputs)
+            saved.append(data)
             arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result belongs to no edge
             result = outputs[-1] if stage.returns_result else result
-        return self._seen(result, place, partial(self._backward, saved))
+        return self._seen(result, microbatch, partial(self._backward, saved))
 
     def _backward(self, saved: Sequence[Saved], loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradient of each of these parameters, summed over the stages."""
         saved[self.graph.output_stage].take_root(loss, self._seed)
-        found: list[Tensor | None] = [None] * len(parameters)
+        sums: list[Tensor | None] = [None] * len(parameters)
         returned: dict[Edge, Any] = {}
-        for stage, kept in reversed(list(zip(self.graph, saved, strict=True))):
-            given = [returned.pop(edge, None) for edge in stage.outputs] + [True] * stage.returns_result
-            arrivals, gradients = stage.backward.apart(kept, given, parameters)
+        for stage, data in reversed(list(zip(self.graph, saved, strict=True))):
+            output_gradients = [returned.pop(edge, None) for edge in stage.outputs] + [True] * stage.returns_result
+            arrivals, gradients = stage.backward.apart(data, output_gradients, parameters)
             for entry, gradient in zip(stage.inputs, arrivals, strict=True):
                 if isinstance(entry, Edge):  # a value gathered as "batch" and as "global" arrives twice
                     returned[entry] = added(returned[entry], gradient) if entry in returned else gradient
-            found = list(map(added, found, gradients))
-        return found
+            sums = list(map(added, sums, gradients))
+        return sums
 
     def check_proportional(self, got: Seen) -> None:
         """TraceError if the stages' gradients in ``got`` are not proportional to the loss's gradient. If the count of a
@@ -296,36 +296,37 @@ class _Trial:
             )
 
     def _seen(
-        self, result: Any, place: int, gradients: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]]
+        self, result: Any, microbatch: int, gradients: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]]
     ) -> Seen:
         """The loss and its ``gradients``; in evaluation the tensors and numbers of the result."""
         if not self.request.training:
             leaves, _ = pytree.tree_flatten_with_path(result)
             numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, (Tensor, int, float))]
             return {
-                Fact("the output", pytree.keystr(path), place): torch.as_tensor(leaf).detach() for path, leaf in numbers
+                Fact("the output", pytree.keystr(path), microbatch): torch.as_tensor(leaf).detach()
+                for path, leaf in numbers
             }
         part = read_loss(result)
-        found = gradients(part.value, list(self._trainable.values()))
-        seen = Seen({Fact("the loss", "", place): part.value.detach()})
+        computed = gradients(part.value, list(self._trainable.values()))
+        seen = Seen({Fact("the loss", "", microbatch): part.value.detach()})
         if part.count is not None:
-            seen[Fact("the count of the loss", "", place)] = torch.as_tensor(part.count).detach().clone()
+            seen[Fact("the count of the loss", "", microbatch)] = torch.as_tensor(part.count).detach().clone()
         for name, value in part.metrics.items():
-            seen[Fact("the loss's", repr(name), place)] = torch.as_tensor(value).detach().clone()
-        named = zip(self._trainable, found, strict=True)
-        return seen | {Fact(GRADIENT, name, place): gradient for name, gradient in named}
+            seen[Fact("the loss's", repr(name), microbatch)] = torch.as_tensor(value).detach().clone()
+        named = zip(self._trainable, computed, strict=True)
+        return seen | {Fact(GRADIENT, name, microbatch): gradient for name, gradient in named}
 
     def loss(self, batch: Batch) -> MicrobatchLoss:
         """The model's loss of a batch, from the state and the random numbers with which each run begins."""
-        found: list[MicrobatchLoss] = []
+        losses: list[MicrobatchLoss] = []
 
-        def run(batch: Batch, place: int) -> Seen:
+        def run(batch: Batch, microbatch: int) -> Seen:
             with torch.no_grad(), within(self.request.autocast):
-                found.append(read_loss(self.request.call(batch)))
+                losses.append(read_loss(self.request.call(batch)))
             return Seen()
 
         _Trial(self.graph, self.request, [batch]).run(run)
-        return found[0]
+        return losses[0]
 
     def compare(self, got: Seen, wanted: Seen) -> None:
         """TraceError if a value of the stages differs from the model's value.
@@ -353,9 +354,9 @@ class _Trial:
         if own.shape != other.shape:
             return f"{fact} has shape {list(own.shape)} {ours} and {list(other.shape)} in the model"
         apart = differences(own, other)
-        place = int(apart.argmax())
+        index = int(apart.argmax())
         where = f", at {list(map(int, torch.unravel_index(apart.argmax(), own.shape)))}" if own.dim() else ""
-        mine, right = (value.flatten()[place].item() for value in (own, other))
+        mine, right = (value.flatten()[index].item() for value in (own, other))
         return f"{fact} is {mine:.6g} {ours} and {right:.6g} in the model{where}"
 
 

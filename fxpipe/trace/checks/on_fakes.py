@@ -114,6 +114,6 @@ def shapes_of(
                 if of_one_size and "val" in node.meta:
                     values[node] = faked(node.meta["val"], fake)
     return {
-        node.name: tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(made))
-        for node, made in values.items()
+        node.name: tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(value))
+        for node, value in values.items()
     }

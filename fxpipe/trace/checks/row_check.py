@@ -47,11 +47,11 @@ def rows_interact(
     pairs = (first, other), (other, first), (first, first), (other, other)
     try:
         parts = [loss(joined(pair, batch_dim)) for pair in pairs]
-        given = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in batches]
+        own_weights = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in batches]
     except Exception:  # inputs that cannot be joined, or a model for a fixed number of rows
         return ""
     # a Sum's totals and counts add up without weights
-    weights = [1.0, 1.0, *given] if parts[0].count is None else [1.0] * 4
+    weights = [1.0, 1.0, *own_weights] if parts[0].count is None else [1.0] * 4
     totals = torch.stack([weight * part.value for weight, part in zip(weights, parts, strict=True)])
     counts: list[Any] = [
         weight if part.count is None else part.count for weight, part in zip(weights, parts, strict=True)

@@ -24,10 +24,10 @@ from fxpipe.validation import is_list
 def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
     """Each tensor among the inputs: (input name, leaf index, description of the tensor)."""
     return [
-        (name, place, leaf)
-        for name, given in description
-        if given.kind == "input"
-        for place, leaf in enumerate(given.detail[1])
+        (name, index, leaf)
+        for name, entry in description
+        if entry.kind == "input"
+        for index, leaf in enumerate(entry.detail[1])
         if isinstance(leaf, TensorLike)
     ]
 
@@ -35,41 +35,41 @@ def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
 def changing(shapes: Iterable[Description]) -> tuple[list[str], list[str]]:
     """The inputs whose sizes differ between these micro-batches, and the inputs whose non-tensor leaves differ."""
     sizes, values = defaultdict[str, set[Any]](set), defaultdict[str, set[Any]](set)
-    for name, given in (pair for shape in shapes for pair in shape):
-        sizes[name].add(tuple(given.shapes))
+    for name, entry in (pair for shape in shapes for pair in shape):
+        sizes[name].add(tuple(entry.shapes))
         values[name].add(
-            tuple(leaf for leaf in given.detail[1] if not isinstance(leaf, TensorLike)) if given.like else ()
+            tuple(leaf for leaf in entry.detail[1] if not isinstance(leaf, TensorLike)) if entry.like else ()
         )
-    first, second = ([name for name, found in kind.items() if len(found) > 1] for kind in (sizes, values))
+    first, second = ([name for name, seen in kind.items() if len(seen) > 1] for kind in (sizes, values))
     return first, second
 
 
 def sizes_between(then: Description, now: Description, or_same: bool = False) -> dict[int, int]:
     """Size in one micro-batch → size in another. A size that maps to several sizes is left out. ``or_same``: a size
     that stays the same in some inputs, as a width does, and maps to one other size in the rest maps to the latter."""
-    before = {(name, place): leaf.shape for name, place, leaf in tensors_of(then)}
+    before = {(name, index): leaf.shape for name, index, leaf in tensors_of(then)}
     pairs = [
         pair
-        for name, place, leaf in tensors_of(now)
-        for pair in zip(before.get((name, place), ()), leaf.shape, strict=False)
+        for name, index, leaf in tensors_of(now)
+        for pair in zip(before.get((name, index), ()), leaf.shape, strict=False)
     ]
     return _unambiguous(pairs, or_same)
 
 
 def entries_between(then: Description, now: Description) -> dict[int, int]:
     """The old number of list entries → the new number, for the lists among the inputs, as ``sizes_between``."""
-    before = {name: given.like for name, given in then if is_list(given.like)}
+    before = {name: value.like for name, value in then if is_list(value.like)}
     return _unambiguous([(len(before[name]), len(g.like)) for name, g in now if name in before and is_list(g.like)])
 
 
 def _unambiguous(pairs: Iterable[tuple[int, int]], or_same: bool = False) -> dict[int, int]:
     """Old number → new number, for the old numbers that map to exactly one new number."""
-    found: dict[int, set[int]] = {}
+    targets: dict[int, set[int]] = {}
     for old, new in pairs:
-        found.setdefault(old, set()).add(new)
+        targets.setdefault(old, set()).add(new)
     if or_same:
-        found = {old: new - {old} or new for old, new in found.items()}
-    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+        targets = {old: new - {old} or new for old, new in targets.items()}
+    return {old: new.pop() for old, new in targets.items() if len(new) == 1}
 
 
 def unlike(then: Description, now: Description) -> tuple[int, int]:
@@ -88,10 +88,10 @@ def outline(description: Description) -> Hashable:
         return len(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
 
     return tuple(
-        (name, given.kind, given.detail)
-        if given.kind != "input"
-        else (name, given.detail[0], tuple(map(without_sizes, given.detail[1])))
-        for name, given in description
+        (name, entry.kind, entry.detail)
+        if entry.kind != "input"
+        else (name, entry.detail[0], tuple(map(without_sizes, entry.detail[1])))
+        for name, entry in description
     )
 
 
@@ -102,8 +102,8 @@ def varying(now: Description, then: Description | None) -> frozenset[Place]:
     """
     pairs = () if then is None else zip(tensors_of(now), tensors_of(then), strict=True)
     return frozenset(
-        (name, place, dim)
-        for (name, place, mine), (_, _, other) in pairs
+        (name, index, dim)
+        for (name, index, mine), (_, _, other) in pairs
         for dim, (size, old) in enumerate(zip(mine.shape, other.shape, strict=True))
         if size > 1 and old not in (1, size)
     )
@@ -124,14 +124,14 @@ def with_sizes(
 def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None = None) -> dict[str, int]:
     """Input → the bytes of its tensors over all of these micro-batches. If ``precision`` changes a tensor's type, the
     bytes of the cast copy are added."""
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for shape in shapes:
         for name, _, leaf in tensors_of(shape):
             each = leaf.dtype.itemsize
             if precision is not None and leaf.dtype.is_floating_point and leaf.dtype != precision.compute:
                 each += precision.compute.itemsize
-            found[name] = found.get(name, 0) + math.prod(leaf.shape) * each
-    return found
+            totals[name] = totals.get(name, 0) + math.prod(leaf.shape) * each
+    return totals
 
 
 # --- Which sizes of micro-batches were seen to vary ---
@@ -161,8 +161,8 @@ class Family:
 
     def free(self, shape: Description) -> frozenset[Place]:
         """The dimensions of a new shape to be kept symbolic: they vary, and their size in the shape is not 1."""
-        sizes = ((name, place, enumerate(like.shape)) for name, place, like in tensors_of(shape))
-        large = {(name, place, dim) for name, place, dims in sizes for dim, size in dims if size > 1}
+        sizes = ((name, index, enumerate(like.shape)) for name, index, like in tensors_of(shape))
+        large = {(name, index, dim) for name, index, dims in sizes for dim, size in dims if size > 1}
         return varying(shape, self.latest) | (self.varying & large)
 
     def noting(self, shape: Description, pattern: Pattern, guard: SizeGuard | None) -> Family:

@@ -63,7 +63,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
     modules = dict(plain_model(model).named_modules(remove_duplicate=False))
     rules = list(_rules(modules, boundaries))
     finds_cuts = (ALL, AUTO) in rules
-    found: dict[str, dict[Side, Gather | None]] = {}
+    cuts: dict[str, dict[Side, Gather | None]] = {}
     regions: dict[str, Region] = {}
     for name, rule in rules:
         if (name, rule) == (ALL, AUTO):
@@ -80,12 +80,12 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
         # rules add up: two rules may cut the same submodule, before and after
         for path, side, gather in _cuts(name, rule, _matching(modules, name)):
             _check_called(path, modules[path])
-            sides = found.setdefault(path, {})
+            sides = cuts.setdefault(path, {})
             if sides.get(side) not in (None, gather):
                 raise PartitionError(f"boundaries= gathers {side} {path!r} in two ways; write one")
             sides[side] = sides.get(side) or gather
-    _check_outside(found, regions.values())
-    return Resolved({path: _cut(found[path]) for path in modules if path in found}, (*regions.values(),), finds_cuts)
+    _check_outside(cuts, regions.values())
+    return Resolved({path: _cut(cuts[path]) for path in modules if path in cuts}, (*regions.values(),), finds_cuts)
 
 
 def _check_outside(cut: Iterable[str], regions: Collection[Region]) -> None:
@@ -157,8 +157,8 @@ def _is_method(modules: Mapping[str, nn.Module], name: str) -> bool:
     owner, _, method = name.rpartition(".")
     if owner not in modules or name in modules or not name:
         return False
-    found = getattr(type(modules[owner]), method, None)
-    return callable(getattr(modules[owner], method, None) if isinstance(found, property) else found)
+    attribute = getattr(type(modules[owner]), method, None)
+    return callable(getattr(modules[owner], method, None) if isinstance(attribute, property) else attribute)
 
 
 def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
@@ -166,9 +166,9 @@ def _matching(modules: Mapping[str, nn.Module], name: str) -> list[str]:
     if not name:
         raise PartitionError("boundaries= names '', the model itself; name the submodules where it is to be cut")
     parts = name.split(".")
-    found = [name] if name in modules else [path for path in modules if path and fnmatched(path, parts)]
-    if found:
-        return found
+    paths = [name] if name in modules else [path for path in modules if path and fnmatched(path, parts)]
+    if paths:
+        return paths
     if name == AUTO:
         raise PartitionError(f'boundaries= has "auto" where a submodule is named; {_WITH_REGIONS}')
     what = "matches no submodule" if any(sign in name for sign in "*?[") else "is no submodule of the model"

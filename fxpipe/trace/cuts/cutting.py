@@ -75,9 +75,9 @@ class _CutCalls:
         if "before" not in gathers:
             output = inner(*args, **kwargs)
         else:
-            given = tuple(args), dict(kwargs)
-            behind = self._cross(given, path, gathers["before"], f"{path} is given")
-            passed = _Passed(given, behind, path)
+            arguments = tuple(args), dict(kwargs)
+            behind = self._cross(arguments, path, gathers["before"], f"{path} is given")
+            passed = _Passed(arguments, behind, path)
             output = inner(*behind[0], **behind[1])
             passed.hand_back()
         return self._cross(output, None, gathers["after"], f"{path} returns") if "after" in gathers else output
@@ -123,21 +123,21 @@ class _Passed:
     If the submodule changes a list or dict, ``x[0] = self.branch(x[0])``, the caller's list or dict changes, too.
     """
 
-    def __init__(self, given: Any, behind: Any, path: str) -> None:
+    def __init__(self, caller: Any, behind: Any, path: str) -> None:
         self._path, self._behind = path, behind  # an id is valid as long as its object lives
         self._callers: dict[int, Any] = {}
         """The id of a leaf or container after the boundary → the caller's leaf or container."""
         self._containers: list[tuple[Any, Any, list[Any]]] = []
-        self._pair(given, behind)
+        self._pair(caller, behind)
 
-    def _pair(self, given: Any, behind: Any) -> None:
-        self._callers[id(behind)] = given
-        if given is behind or (_is_leaf(given) and not fields_of(given)):
+    def _pair(self, caller: Any, behind: Any) -> None:
+        self._callers[id(behind)] = caller
+        if caller is behind or (_is_leaf(caller) and not fields_of(caller)):
             return
-        if isinstance(given, (list, dict)) or fields_of(given):
-            self._containers.append((given, behind, _entries(behind)))
+        if isinstance(caller, (list, dict)) or fields_of(caller):
+            self._containers.append((caller, behind, _entries(behind)))
         whose, theirs = (
-            part.values() if isinstance(part, dict) else fields_of(part).values() or part for part in (given, behind)
+            part.values() if isinstance(part, dict) else fields_of(part).values() or part for part in (caller, behind)
         )
         for value, other in zip(whose, theirs, strict=True):
             self._pair(value, other)
@@ -147,26 +147,26 @@ class _Passed:
 
         TraceError for a changed container that is passed twice, as the other copy lacks it, or is of another class.
         """
-        given_as = Counter(id(given) for given, _, _ in self._containers)
-        for given, behind, before in self._containers:
+        given_as = Counter(id(caller) for caller, _, _ in self._containers)
+        for caller, behind, before in self._containers:
             now = _entries(behind)
             if len(now) == len(before) and all(value is other for value, other in zip(now, before, strict=True)):
                 continue
-            if given_as[id(given)] > 1 or (type(given) not in _PLAIN and not fields_of(given)):
+            if given_as[id(caller)] > 1 or (type(caller) not in _PLAIN and not fields_of(caller)):
                 raise refuse(
-                    f"{self._path} changes a {type(given).__name__} that it is given, which would be lost behind a "
+                    f"{self._path} changes a {type(caller).__name__} that it is given, which would be lost behind a "
                     "boundary",
                     "return what is new, or put stage_boundary on the tensors where forward makes them",
                 )
             if fields := fields_of(behind):
                 for name, part in fields.items():
-                    object.__setattr__(given, name, self._callers.get(id(part), part))
+                    object.__setattr__(caller, name, self._callers.get(id(part), part))
                 continue
-            given.clear()
-            if isinstance(given, dict):
-                given.update({key: self._callers.get(id(part), part) for key, part in behind.items()})
+            caller.clear()
+            if isinstance(caller, dict):
+                caller.update({key: self._callers.get(id(part), part) for key, part in behind.items()})
             else:
-                given.extend(self._callers.get(id(part), part) for part in behind)
+                caller.extend(self._callers.get(id(part), part) for part in behind)
 
 
 _PLAIN = (list, dict, OrderedDict, defaultdict)
@@ -193,14 +193,14 @@ def crossing(
 
     ``refusal``: the fact and the remedy of the TraceError if ``value`` holds no traced tensor.
     """
-    leaves, made = _flat(value, is_leaf, is_traced)
-    places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
+    leaves, build = _flat(value, is_leaf, is_traced)
+    places = [index for index, leaf in enumerate(leaves) if is_traced(leaf)]
     if not places:
         fact = f"stage_boundary was given {type(value).__name__} {value!r:.60}, in which there is no traced tensor"
         raise refuse(*(refusal or (fact, "give it the tensors that cross the cut")))
-    for place, behind in zip(places, carry([leaves[place] for place in places]), strict=True):
-        leaves[place] = behind
-    return made(iter(leaves))
+    for index, behind in zip(places, carry([leaves[index] for index in places]), strict=True):
+        leaves[index] = behind
+    return build(iter(leaves))
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -218,30 +218,30 @@ def _flat(
 ) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """The leaves of a value, and a function that builds the value from other leaves. A dataclass with a traced leaf
     counts as a container of its fields, and is built as a copy. ``around``: the ids of the dataclasses around."""
-    found, spec = pytree.tree_flatten(value, is_leaf)
+    parts, spec = pytree.tree_flatten(value, is_leaf)
     leaves: list[Any] = []
     makers: list[Callable[[Iterator[Any]], Any]] = []
-    for leaf in found:
+    for leaf in parts:
         fields = {} if is_traced(leaf) or id(leaf) in around else fields_of(leaf)
-        inner, made = _flat([*fields.values()], is_leaf, is_traced, (*around, id(leaf))) if fields else ([], next)
+        inner, build = _flat([*fields.values()], is_leaf, is_traced, (*around, id(leaf))) if fields else ([], next)
         if any(map(is_traced, inner)):
             leaves += inner
-            makers.append(partial(_with_fields, leaf, list(fields), made))
+            makers.append(partial(_with_fields, leaf, list(fields), build))
         else:
             leaves.append(leaf)
             makers.append(next)
     return leaves, lambda others: pytree.tree_unflatten([make(others) for make in makers], spec)
 
 
-def _with_fields(value: Any, names: Sequence[str], made: Callable[[Iterator[Any]], Any], others: Iterator[Any]) -> Any:
+def _with_fields(value: Any, names: Sequence[str], build: Callable[[Iterator[Any]], Any], others: Iterator[Any]) -> Any:
     again = copy.copy(value)
-    for name, part in zip(names, made(others), strict=True):
+    for name, part in zip(names, build(others), strict=True):
         object.__setattr__(again, name, part)
     return again
 
 
 def check_boundaries(graph: fx.Graph, executed: int) -> None:
     """TraceError unless the graph has as many boundaries as forward executed during the capture."""
-    found = sum(is_boundary(node) for node in graph.nodes)
-    if found != executed:
-        raise TraceError(f"{executed} boundaries were executed while tracing, {found} are in the graph")
+    count = sum(is_boundary(node) for node in graph.nodes)
+    if count != executed:
+        raise TraceError(f"{executed} boundaries were executed while tracing, {count} are in the graph")

@@ -104,8 +104,8 @@ class _ModesInGraph:
             return None
         # an outer with block keeps its number after an inner block ends: the numbers of all open blocks are the key
         innermost = {region.device: region for _, region in self._autocasts}
-        place = (*(number for number, _ in self._autocasts), -self._other_grad)
-        number = self._regions.setdefault(place, len(self._regions) + 1)
+        key = (*(number for number, _ in self._autocasts), -self._other_grad)
+        number = self._regions.setdefault(key, len(self._regions) + 1)
         return Modes(not self.grad if self._other_grad else None, tuple(innermost.values()), number)
 
 
@@ -149,19 +149,19 @@ class Conversion:
             self._in_memory.setdefault(storage_of(tensor), {})[name] = tensor
         self._regions: dict[Hashable, Node] = {}
         self._effects: dict[str, Effects] = {}
-        self._held: dict[Node, tuple[str, str]] = {}
+        self._lifted: dict[Node, tuple[str, str]] = {}
         """Placeholders other than the batch's → (the model's name of the parameter or buffer, or "" for any other
         tensor that forward uses; torch.export's name)."""
-        self._given: list[Node] = []
+        self._flat: list[Node] = []
         """The placeholders of the batch's tensors, followed by the placeholders of the stand-ins."""
         self._sort_inputs()
         # torch.export flattens the batch first, then the results of regions
         leaves, _ = pytree.tree_flatten_with_path(dict(self.values))
         paths = [tuple(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
         self._inputs = len(paths)
-        self._paths = dict(zip(self._given, paths, strict=False))
-        returned = [(key, place) for key, leaves in self.stand_ins.items() for place in range(len(leaves))]
-        self._stand_ins = dict(zip(self._given[self._inputs :], returned, strict=True))
+        self._paths = dict(zip(self._flat, paths, strict=False))
+        returned = [(key, index) for key, leaves in self.stand_ins.items() for index in range(len(leaves))]
+        self._stand_ins = dict(zip(self._flat[self._inputs :], returned, strict=True))
         self._clauses = self._taken_for_granted()
         self._guards = self._guards_of_calls()
 
@@ -172,8 +172,8 @@ class Conversion:
             self._parts[(pytree.MappingKey(name),)] = placeholder
         checks = self._checks()
         for node in self.exported.graph.nodes:
-            known = node.op != "call_function" or node in checks or self._modes.follow(node)
-            if not known and not self._is_late(node):
+            is_done = node.op != "call_function" or node in checks or self._modes.follow(node)
+            if not is_done and not self._is_late(node):
                 try:
                     self._convert(node)
                 except TraceError as error:
@@ -188,18 +188,18 @@ class Conversion:
             constants=self._constants,
             tracer="export",
             holds_for=self._holds_for(),
-            opaque={call.target: call.kept for call in self.calls},
+            opaque={call.target: call.opaque for call in self.calls},
             effects=self._effects,
         )
 
     def _checks(self) -> set[Node]:
         """The assertions, and the nodes that compute numbers for them alone: they may use a later region's result."""
-        found: set[Node] = set()
+        checks: set[Node] = set()
         for node in reversed(self.exported.graph.nodes):
             is_number = node.users and not tensors_in(node.meta.get("val"))
-            if node.target in ASSERTIONS or (is_number and found.issuperset(node.users)):
-                found.add(node)
-        return found
+            if node.target in ASSERTIONS or (is_number and checks.issuperset(node.users)):
+                checks.add(node)
+        return checks
 
     def _in_its_part(self, node: Node, error: TraceError) -> _Unconverted:
         """The error about a node, with the submodule that runs the node."""
@@ -212,28 +212,28 @@ class Conversion:
     def _taken_for_granted(self) -> list[str]:
         """The conditions on the sizes of inputs and of region results under which the graph is valid."""
         # without a symbolic size torch.export has no guards: the graph then assumes every size
-        given = [node.meta["val"] for node in self._given]
-        if any(map(_is_symbolic, given)):
-            return [clause for guard in size_guards(given) for clause in clauses_of(guard)]
-        shapes = [tensor.shape for tensor in given]
+        inputs = [node.meta["val"] for node in self._flat]
+        if any(map(_is_symbolic, inputs)):
+            return [clause for guard in size_guards(inputs) for clause in clauses_of(guard)]
+        shapes = [tensor.shape for tensor in inputs]
         return [f"L['t{i}'].size()[{dim}] == {n}" for i, shape in enumerate(shapes) for dim, n in enumerate(shape)]
 
     def _holds_for(self) -> SizeGuard | None:
         """Returns a check whether the graph is valid for the sizes of a batch; None if no input size is symbolic."""
-        if not any(_is_symbolic(node.meta["val"]) for node in self._given[: self._inputs]):
+        if not any(_is_symbolic(node.meta["val"]) for node in self._flat[: self._inputs]):
             return None
         # the region's call checks the clauses about its results; this check covers the inputs alone
         about = [f"({each})" for each in self._clauses if all(int(n) < self._inputs for n in _ASKED.findall(each))]
         code = compile(" and ".join(about) or "True", "<what a capture takes for granted>", "eval")
-        return lambda given: holds_for(code, {f"t{place}": tensor for place, tensor in enumerate(given)})
+        return lambda tensors: holds_for(code, {f"t{index}": tensor for index, tensor in enumerate(tensors)})
 
     def _guards_of_calls(self) -> dict[Hashable, SizeClauses]:
         """A region call's key → the size conditions to check on its results, without those on unused results."""
         ends = accumulate((len(leaves) for leaves in self.stand_ins.values()), initial=self._inputs)
         places = dict(zip(self.stand_ins, starmap(range, pairwise(ends)), strict=True))
-        uses = [zip(places[call.key], call.kept.uses, strict=True) for call in self.calls]
-        unused = {place for each in uses for place, used in each if not used}
-        used = [clause for clause in self._clauses if unused.isdisjoint(place for place, _ in sizes_in(clause))]
+        uses = [zip(places[call.key], call.opaque.uses, strict=True) for call in self.calls]
+        unused = {index for each in uses for index, used in each if not used}
+        used = [clause for clause in self._clauses if unused.isdisjoint(index for index, _ in sizes_in(clause))]
         guards = guards_of(used, [(call.region.name, places[call.key]) for call in self.calls])
         return {call.key: guard for call, guard in zip(self.calls, guards, strict=True)}
 
@@ -252,37 +252,37 @@ class Conversion:
                 f"whole{_line_of(node, *node.all_input_nodes)}"
             )
         if node.target is _WHOLE:
-            made = self._call_region(node)
+            created = self._call_region(node)
         else:
             target = boundary if node.target is _BOUNDARY else node.target
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
-            made = self._graph.create_node("call_function", target, args, kwargs, name=node.name)
-        made.meta["val"] = None if self.of_any_size else _static(node)
-        made.meta["sizes"] = _sizes_of(node.meta.get("val"))
-        made.meta["nn_module_stack"] = self._stack(node)
+            created = self._graph.create_node("call_function", target, args, kwargs, name=node.name)
+        created.meta["val"] = None if self.of_any_size else _static(node)
+        created.meta["sizes"] = _sizes_of(node.meta.get("val"))
+        created.meta["nn_module_stack"] = self._stack(node)
         if line := _line_of(node):
-            made.stack_trace = line.removeprefix("\n")
+            created.stack_trace = line.removeprefix("\n")
         if (modes := self._modes.now()) is not None:
-            made.meta["modes"] = modes
-        self._built[node] = made
-        return made
+            created.meta["modes"] = modes
+        self._built[node] = created
+        return created
 
     def _call_region(self, node: Node) -> Node:
         """Adds the call of a region, in place of the ``whole`` operator."""
         values, numbers, _, number = node.args
         call = self.calls[number]  # type: ignore[index]
-        given = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
+        iterators = {True: iter(values), False: iter(numbers)}  # type: ignore[arg-type]
         # after the region's own arguments, the call takes the sizes that its guard compares
-        args = [fx.node.map_arg(next(given[isinstance(value, Tensor)]), self._read) for value in call.values]
-        call.kept.guard = guard = self._guards[call.key]
-        call.kept.of_one_type = True
-        args += [self._graph.call_function(_SIZE, (self._read(self._given[place]), dim)) for place, dim in guard.others]
-        made = self._graph.create_node("call_module", call.target, tuple(args), name=call.target)
-        self._regions[call.key] = made
+        args = [fx.node.map_arg(next(iterators[isinstance(value, Tensor)]), self._read) for value in call.values]
+        call.opaque.guard = guard = self._guards[call.key]
+        call.opaque.of_one_type = True
+        args += [self._graph.call_function(_SIZE, (self._read(self._flat[index]), dim)) for index, dim in guard.others]
+        created = self._graph.create_node("call_module", call.target, tuple(args), name=call.target)
+        self._regions[call.key] = created
         path = f"{_ROOT}.{call.region.path}"
         node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
-        self._effects[made.name] = call.effects
-        return made
+        self._effects[created.name] = call.effects
+        return created
 
     def _stack(self, node: Node) -> dict[str, tuple[str, Any]]:
         """The submodules around the operation, under the model's names."""
@@ -300,14 +300,14 @@ class Conversion:
     def _sort_inputs(self) -> None:
         inputs = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(inputs, self.exported.graph_signature.input_specs, strict=True):
-            target, known = str(spec.target), ""
+            target, own_name = str(spec.target), ""
             if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 owner, _, name = target.removeprefix(f"{_ROOT}.").rpartition(".")
-                known = self._named[id(getattr(self.module.get_submodule(owner), name))]
+                own_name = self._named[id(getattr(self.module.get_submodule(owner), name))]
             if spec.kind is InputKind.USER_INPUT:
-                self._given.append(node)
+                self._flat.append(node)
             else:
-                self._held[node] = known, target
+                self._lifted[node] = own_name, target
 
     def _read(self, node: Node) -> Node:
         """The program's node for a node of the exported graph."""
@@ -318,26 +318,26 @@ class Conversion:
         if node in self._stand_ins:
             return self._returned_by(*self._stand_ins[node])
         if node in self._paths:
-            made = self._part(self._paths[node])
-        elif node in self._held:
-            known, target = self._held[node]
-            made = self._source(node, known or self._constant(node, target))
+            created = self._part(self._paths[node])
+        elif node in self._lifted:
+            own_name, target = self._lifted[node]
+            created = self._source(node, own_name or self._constant(node, target))
         else:
             raise TraceError(f"{node.format_node()} is no operation that stages can hold")
-        self._built[node] = made
-        return made
+        self._built[node] = created
+        return created
 
-    def _returned_by(self, key: tuple[str, int], place: int) -> Node:
+    def _returned_by(self, key: tuple[str, int], index: int) -> Node:
         """The node of one tensor in a region's result."""
         region = self._regions.get(key)
         if region is None:
             raise TraceError(
                 f"torch.export takes a size from what {key[0]}, an opaque region, returns after it is asked"
             )
-        part = self._graph.call_function(operator.getitem, (region, place))
-        part.meta["val"] = None if region.meta["val"] is None else region.meta["val"][place]
+        part = self._graph.call_function(operator.getitem, (region, index))
+        part.meta["val"] = None if region.meta["val"] is None else region.meta["val"][index]
         part.meta["nn_module_stack"] = region.meta["nn_module_stack"]
-        part.meta["sizes"] = _sizes_of(self.stand_ins[key][place])
+        part.meta["sizes"] = _sizes_of(self.stand_ins[key][index])
         return part
 
     def _part(self, path: tuple[Any, ...]) -> Node:
@@ -355,8 +355,8 @@ class Conversion:
     def _source(self, node: Node, name: str) -> Node:
         """The ``get_attr`` node of a parameter, buffer or constant. The first use creates the node."""
         if name not in self._sources:
-            made = self._sources[name] = self._graph.create_node("get_attr", name, name=name.replace(".", "_"))
-            made.meta["val"] = node.meta.get("val")
+            created = self._sources[name] = self._graph.create_node("get_attr", name, name=name.replace(".", "_"))
+            created.meta["val"] = node.meta.get("val")
         return self._sources[name]
 
     def _constant(self, node: Node, target: str) -> str:
@@ -417,8 +417,8 @@ _STAND_INS: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBo
 def _is_known(target: Any) -> bool:
     """Whether the target can run by itself: an operator of torch, or a function of Python or torch on numbers."""
     numbers = ("_operator", "builtins", "math")
-    known = getattr(target, "__module__", None) in numbers or getattr(target, "__name__", "").startswith("sym_")
-    return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or known
+    is_function = getattr(target, "__module__", None) in numbers or getattr(target, "__name__", "").startswith("sym_")
+    return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or is_function
 
 
 def _line_of(*nodes: Node) -> str:

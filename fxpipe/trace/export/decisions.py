@@ -22,7 +22,7 @@ from fxpipe.trace.user_line import current_line
 class Asked(BaseException):
     """Ends a run of forward that reads the unknown ``value``; a BaseException, so that no user's handler catches it.
 
-    ``key``: the key of the answer in ``known``; "" if the value has no description that identifies it.
+    ``key``: the key of the answer in ``answers``; "" if the value has no description that identifies it.
     """
 
     def __init__(self, value: Any, kind: Kind, key: str) -> None:
@@ -31,16 +31,16 @@ class Asked(BaseException):
 
 
 class Decisions(TorchFunctionMode):
-    """Answers forward's questions by ``known``, question's key → answer; raises ``Asked`` if the key is missing.
+    """Answers forward's questions by ``answers``, question's key → answer; raises ``Asked`` if the key is missing.
 
     Forward may ask for truth values, ``if mask.all():``. With ``numbers``, forward may also ask for numbers,
     ``int(lengths.max())``, and for the number of rows that an operation selects, ``mask.nonzero()``.
     """
 
-    def __init__(self, known: Mapping[str, Answer], numbers: bool) -> None:
+    def __init__(self, answers: Mapping[str, Answer], numbers: bool) -> None:
         super().__init__()
-        self._known, self._numbers = known, numbers
-        self.given: dict[str, Answer] = {}
+        self._known, self._numbers = answers, numbers
+        self.used: dict[str, Answer] = {}
         """Question's key → answer, in the order of the first questions."""
         self._nodes: dict[Any, str] = {}
         self._symbols: dict[str, str] = {}  # the symbol of a value → the description of the value's computation
@@ -77,40 +77,40 @@ class Decisions(TorchFunctionMode):
     def _by_places(self, index: Any) -> Any:
         """The index with the selected positions in place of each mask, so that their number depends on the mask alone,
         and not on the indexed tensor."""
-        found: list[Any] = []
+        indices: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             is_mask = isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() and _is_asked(part)
             places = part.nonzero(as_tuple=True) if is_mask else (part,)
             self._note_sizes(places if is_mask else ())
-            found += places
-        return tuple(found)
+            indices += places
+        return tuple(indices)
 
     def _note_sizes(self, result: Any) -> None:
         """Notes, and with ``numbers`` asks for, the result's sizes that depend on tensor values."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             for dim, size in enumerate(tensor.shape if isinstance(tensor, Tensor) else ()):
                 if isinstance(size, torch.SymInt) and is_unbacked(size):
-                    made = self._made(tensor)
-                    self._symbols[str(size.node.expr)] = made = made and f"size {dim} of {made}"
+                    origin = self._made(tensor)
+                    self._symbols[str(size.node.expr)] = origin = origin and f"size {dim} of {origin}"
                     if self._numbers:
-                        fix_size(size, int(self._asked(size, "number", made)))
+                        fix_size(size, int(self._asked(size, "number", origin)))
 
     def _made(self, tensor: Tensor) -> str:
         return computation_of(tensor, self._nodes, torch.ops.fxpipe.boundary.default)
 
-    def _asked(self, value: Any, kind: Kind, made: str) -> Answer:
+    def _asked(self, value: Any, kind: Kind, origin: str) -> Answer:
         # the key describes the computation, and not the line: equal computations have equal answers
-        key = made and f"{kind} of {made}"
+        key = origin and f"{kind} of {origin}"
         if key not in self._known:
             raise Asked(value, kind, key)
-        return self.given.setdefault(key, self._known[key])
+        return self.used.setdefault(key, self._known[key])
 
     def _instead_of(self, original: Callable[[Any], Any], kind: Kind) -> Callable[[Any], Any]:
         def ask(symbol: Any) -> Any:
             if not is_unbacked(symbol):
                 return original(symbol)
-            if kind == "truth" and (known := known_truth(symbol)) is not None:
-                return known
+            if kind == "truth" and (truth := known_truth(symbol)) is not None:
+                return truth
             text = _SYMBOL.sub(lambda match: self._symbols.get(match[0]) or "?", str(symbol.node.expr))
             return self._asked(symbol, kind, "" if "?" in text else text)
 

@@ -18,18 +18,18 @@ from fxpipe.errors import RunError
 from fxpipe.torch_compat import holds_for
 
 
-def _copying(name: str, schema: str, place: int) -> Any:
-    """An operator that returns copies of the tensors in its ``place``-th argument. The operator is never run."""
+def _copying(name: str, schema: str, position: int) -> Any:
+    """An operator that returns copies of the tensors in argument number ``position``. The operator is never run."""
 
     def copies(*args: Any) -> list[Tensor]:
-        return [tensor.clone() for tensor in args[place]]
+        return [tensor.clone() for tensor in args[position]]
 
     def fakes(*args: Any) -> list[Tensor]:
         # the copies keep the strides, as later operations may depend on the strides
-        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in args[place]]
+        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in args[position]]
 
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-        return tuple(gradients if argument == place else None for argument in range(4))
+        return tuple(gradients if argument == position else None for argument in range(4))
 
     operator = torch.library.custom_op(f"fxpipe::{name}", copies, mutates_args=(), schema=schema)
     operator.register_fake(fakes)
@@ -61,10 +61,10 @@ class SizeClauses(NamedTuple):
     def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         """RunError if a clause is false for these tensors and sizes."""
         shown: dict[int, Any] = {}
-        for (place, dim), size in zip(self.others, sizes, strict=True):
-            shown.setdefault(place, {})[dim] = int(size)
-        shapes = {place: list(tensor.shape) for place, tensor in enumerate(tensors) if tensor is not None}
-        broken = self.broken(shown | {self.first + place: shape for place, shape in shapes.items()})
+        for (index, dim), size in zip(self.others, sizes, strict=True):
+            shown.setdefault(index, {})[dim] = int(size)
+        shapes = {index: list(tensor.shape) for index, tensor in enumerate(tensors) if tensor is not None}
+        broken = self.broken(shown | {self.first + index: shape for index, shape in shapes.items()})
         if broken is not None:
             raise RunError(
                 f"{self.name}, an opaque region, returned tensors of shapes {list(shapes.values())}, and "
@@ -74,8 +74,8 @@ class SizeClauses(NamedTuple):
 
     def broken(self, sizes: Mapping[int, Any]) -> str | None:
         """The first clause that is false, or None. ``sizes``: the number of a tensor → the tensor's sizes."""
-        asked = {f"t{place}": _OfSize(shape) for place, shape in sizes.items()}
-        return next((clause for clause in self.clauses if not holds_for(clause, asked)), None)
+        sizes_of = {f"t{index}": _OfSize(shape) for index, shape in sizes.items()}
+        return next((clause for clause in self.clauses if not holds_for(clause, sizes_of)), None)
 
     @property
     def is_of_few(self) -> bool:
@@ -84,8 +84,8 @@ class SizeClauses(NamedTuple):
 
     def _in_words(self, clause: str) -> str:
         def shown(match: re.Match[str]) -> str:
-            place = int(match[1]) - self.first
-            return f"size {match[2]} of tensor {place}" if place >= 0 else f"size {match[2]} of what is before"
+            index = int(match[1]) - self.first
+            return f"size {match[2]} of tensor {index}" if index >= 0 else f"size {match[2]} of what is before"
 
         return _SIZE.sub(shown, clause)
 
@@ -111,7 +111,7 @@ def clauses_of(expression: str) -> list[str]:
 
 def sizes_in(clause: str) -> set[Size]:
     """The sizes that a clause compares."""
-    return {(int(place), int(dim)) for place, dim in _SIZE.findall(clause)}
+    return {(int(index), int(dim)) for index, dim in _SIZE.findall(clause)}
 
 
 def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> list[SizeClauses]:
@@ -120,11 +120,11 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
     The last call whose tensors a clause compares checks the clause. Clauses on strides and storage offsets are left
     out: these choose kernels, and do not change results.
     """
-    own = {place: number for number, (_, places) in enumerate(calls) for place in places}
+    own = {index: number for number, (_, places) in enumerate(calls) for index in places}
     mine: list[list[str]] = [[] for _ in calls]
     for clause in clauses:
         # only the last call knows all the sizes in the clause; a memory layout is no size
-        about = [own[place] for place, _ in sizes_in(clause) if place in own]
+        about = [own[index] for index, _ in sizes_in(clause) if index in own]
         if about and not _LAYOUT.search(clause):
             mine[max(about)].append(clause)
     return [

@@ -56,11 +56,11 @@ def export(request: Request) -> Program:
 
     Dimensions that vary stay symbolic if the model allows it.
     """
-    made = _export_regions if request.seen else _export
+    capture = _export_regions if request.seen else _export
     if not request.varying:
-        return made(request)
+        return capture(request)
     try:
-        program = made(request)
+        program = capture(request)
         opened = [call for part in program.opaque.values() for call in opaque_calls(part) if call.opened]
         lists = [opened for call in opened for opened in call.opened if not opened.unpacked]
         counted = _as_large(request, {opened.count for opened in lists})
@@ -68,19 +68,19 @@ def export(request: Request) -> Program:
             return program
         # a list has one entry for each image, say: the capture is valid for that number of images alone,
         # so this captures again with that dimension as a number
-        made_again = made(replace(request, varying=request.varying - counted))
+        made_again = capture(replace(request, varying=request.varying - counted))
         looks = " and ".join(f"forward looks at entries of a list that {call.name} returns" for call in opened)
         lines = [f"{looks}, so each number of them takes a capture", *dict.fromkeys(each.opened_at for each in lists)]
         return made_again.replace(fixed_sizes="\n".join(filter(None, [*lines, made_again.fixed_sizes])))
     except TraceError as error:
         why = f"torch.export takes no symbolic size of {named(request.varying)}: {error}"
-    return made(replace(request, varying=frozenset())).replace(fixed_sizes=why)
+    return capture(replace(request, varying=frozenset())).replace(fixed_sizes=why)
 
 
 def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
     """The varying dimensions whose size in the example is one of ``counts``, the lengths of lists."""
     leaves = {name: pytree.tree_leaves(value) for name, value in (request.example or {}).items()}
-    return frozenset(place for place in request.varying if leaves[place[0]][place[1]].shape[place[2]] in counts)
+    return frozenset(dim for dim in request.varying if leaves[dim[0]][dim[1]].shape[dim[2]] in counts)
 
 
 def _export(request: Request) -> Program:
@@ -94,10 +94,10 @@ def _export(request: Request) -> Program:
             with fixing_lines() as lines:  # stays empty if no size is symbolic
                 exported = _exported(call)
         program = call.program(exported).replace(sets=guard.own.taken, fixed_sizes=call.fixed_sizes(exported, lines))
-    answers = tuple(call.decisions.given.items())
-    if call.asked is not None:
-        request.ask(request, program, call.asked, answers)
-        raise TraceError(_branches(call.asked.line)) from call.asked
+    answers = tuple(call.decisions.used.items())
+    if call.question is not None:
+        request.ask(request, program, call.question, answers)
+        raise TraceError(_branches(call.question.line)) from call.question
     check_boundaries(program.graph, call.boundaries)
     return program.replace(answers=answers)
 
@@ -122,13 +122,13 @@ def _export_regions(request: Request) -> Program:
 
 def _guards(program: Program) -> list[SizeClauses]:
     """The size conditions that a program assumes for the results of regions."""
-    guards = [kept.guard for kept in program.opaque.values() if isinstance(kept, OpaqueCall)]
+    guards = [module.guard for module in program.opaque.values() if isinstance(module, OpaqueCall)]
     return [guard for guard in guards if isinstance(guard, SizeClauses)]
 
 
 def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
     printed = io.StringIO()  # on failure, torch.export prints the graph that it has so far
-    given = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
+    arguments = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
     sizes = call.dynamic_shapes if call.request.varying or call.stand_ins else None
     try:
         with contextlib.ExitStack() as stack:
@@ -139,14 +139,14 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
                 stack.enter_context(sizes_like_any())
             if sizes is not None:
                 stack.enter_context(symbolic_lengths())
-            exported = torch.export.export(_Root(call), given, dynamic_shapes=sizes, strict=False)
+            exported = torch.export.export(_Root(call), arguments, dynamic_shapes=sizes, strict=False)
     except FxpipeError:
         raise
     except Exception as error:
-        if call.asked is not None:  # forward asked for a value that the graph does not compute
-            raise TraceError(_branches(call.asked.line)) from call.asked
+        if call.question is not None:  # forward asked for a value that the graph does not compute
+            raise TraceError(_branches(call.question.line)) from call.question
         *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
-        if call.decisions.given and not is_torchs(raised_in.f_code.co_filename):
+        if call.decisions.used and not is_torchs(raised_in.f_code.co_filename):
             raise RunError(f"forward raised {type(error).__name__}: {error}\n{line_of(error)}") from error
         line = line_of(error)
         if isinstance(error, _NEEDS_VALUES):
@@ -180,7 +180,7 @@ class ExportedCall:
     ) -> None:
         self.request, self.guard, self.values, self.stand_ins = request, guard, values, stand_ins
         self.decisions = Decisions(request.answers, request.asks_numbers)
-        self.asked: Asked | None = None
+        self.question: Asked | None = None
         """The unanswered question at which forward ended, if any; the export then computes the value asked for."""
         self.boundaries = 0
         self._given: dict[tuple[str, int], list[Tensor]] = {}
@@ -189,9 +189,9 @@ class ExportedCall:
         self._spec = pytree.tree_structure(None)
         """The pytree structure of the result."""
         self._leaves = [
-            (name, place, leaf)
+            (name, index, leaf)
             for name, value in values.items()
-            for place, leaf in enumerate(pytree.tree_leaves(value))
+            for index, leaf in enumerate(pytree.tree_leaves(value))
             if isinstance(leaf, Tensor)
         ]
         """The inputs' tensors: (input's name, index of the leaf in the input, tensor)."""
@@ -206,8 +206,8 @@ class ExportedCall:
         it."""
         varying = self.request.varying
         inputs = [
-            {dim: Dim.AUTO for dim in range(leaf.dim()) if (name, place, dim) in varying}
-            for name, place, leaf in self._leaves
+            {dim: Dim.AUTO for dim in range(leaf.dim()) if (name, index, dim) in varying}
+            for name, index, leaf in self._leaves
         ]
         returned = [leaf for leaves in self.stand_ins.values() for leaf in leaves]
         return inputs, [dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in returned]
@@ -217,12 +217,12 @@ class ExportedCall:
         varying = self.request.varying
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
         specs = zip(inputs, exported.graph_signature.input_specs, strict=True)
-        given = [node.meta["val"] for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+        tensors = [node.meta["val"] for node, spec in specs if spec.kind is InputKind.USER_INPUT]
         places = [
-            (name, place, dim)
-            for (name, place, _), tensor in zip(self._leaves, given, strict=False)
+            (name, index, dim)
+            for (name, index, _), tensor in zip(self._leaves, tensors, strict=False)
             for dim, size in enumerate(tensor.shape)
-            if (name, place, dim) in varying and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols)
+            if (name, index, dim) in varying and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols)
         ]
         # a region's result has symbolic sizes, too, and the code may compare one to its own number: .expand(3, -1, -1)
         shown = list(dict.fromkeys(line for line, of_size in lines if line and (places or not of_size)))[:_LINES]
@@ -234,14 +234,14 @@ class ExportedCall:
     def flat(self, model: nn.Module, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> list[Any]:
         """The tensors that the model, or torch.export's stand-in for the model, computes from these tensors. Stores
         the result's other leaves and structure."""
-        given, kept = iter(tensors), iter(stand_ins)
-        self._given = {key: list(islice(kept, len(leaves))) for key, leaves in self.stand_ins.items()}
-        values = pytree.tree_map_only(Tensor, lambda _: next(given), dict(self.values))
+        inputs, results = iter(tensors), iter(stand_ins)
+        self._given = {key: list(islice(results, len(leaves))) for key, leaves in self.stand_ins.items()}
+        values = pytree.tree_map_only(Tensor, lambda _: next(inputs), dict(self.values))
         try:
             with module_calls_ended():
                 result = self.result(model, values)
-        except Asked as asked:
-            self.asked, result = asked, asked.value
+        except Asked as question:
+            self.question, result = question, question.value
         returned, self._spec = pytree.tree_flatten(result)
         # the graph's result leaves out objects, such as a cache of keys and values
         self._result = [
@@ -255,7 +255,7 @@ class ExportedCall:
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
-        with self.decisions.answered(), recording(self._record), self.regions.kept(), cuts, self.guard.tracing():
+        with self.decisions.answered(), recording(self._record), self.regions.as_nodes(), cuts, self.guard.tracing():
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:
@@ -282,9 +282,9 @@ class ExportedCall:
         return [tensor if like.requires_grad else tensor.detach() for tensor, like in zip(returned, likes, strict=True)]
 
     def program(self, exported: torch.export.ExportedProgram) -> Program:
-        module, calls, of_any_size = self.request.module, self.regions.calls, self.asked is not None
-        made = Conversion(exported, module, self.values, self._result, self.stand_ins, calls, of_any_size).program()
-        return made.replace(result=self._spec)
+        module, calls, of_any_size = self.request.module, self.regions.calls, self.question is not None
+        program = Conversion(exported, module, self.values, self._result, self.stand_ins, calls, of_any_size).program()
+        return program.replace(result=self._spec)
 
 
 class _Root(nn.Module):

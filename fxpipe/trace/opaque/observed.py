@@ -37,7 +37,7 @@ SeenCalls = Mapping[tuple[str, int], SeenCall]
 
 def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
     """The key of a region's call → the call, for the regions whose results ``boundaries=`` describes."""
-    found = {}
+    calls = {}
     names = first_names(request.module)
     for region in request.whole:
         if region.returns is not None:
@@ -45,8 +45,8 @@ def declared(request: Request) -> dict[tuple[str, int], SeenCall]:
             used = {} if is_method else all_tensors(request.module.get_submodule(region.path))
             reads = dict.fromkeys(names[id(tensor)] for tensor in used.values())
             returned = _described(region, region.returns, may_need_gradient=True)
-            found[region.name, 0] = SeenCall(returned, () if is_method else (region.path,), tuple(reads))
-    return found
+            calls[region.name, 0] = SeenCall(returned, () if is_method else (region.path,), tuple(reads))
+    return calls
 
 
 def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
@@ -154,10 +154,10 @@ class _Observer:
         _check_sets(region, sets, (region.path, *parts))
         asks = frozenset((self._paths.get(owner, ""), name) for owner, name in noted)
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=_are_words)
-        given = frozenset(size for leaf in leaves for size in getattr(leaf, "shape", ()))
-        given |= {len(leaf) for leaf in leaves if _are_words(leaf)}
+        sizes = frozenset(size for leaf in leaves for size in getattr(leaf, "shape", ()))
+        sizes |= {len(leaf) for leaf in leaves if _are_words(leaf)}
         returned = _described(region, result, torch.is_grad_enabled())
-        self._seen[region.name, number] = SeenCall(returned, parts, tuple(reads), tuple(writes), sets, asks, given)
+        self._seen[region.name, number] = SeenCall(returned, parts, tuple(reads), tuple(writes), sets, asks, sizes)
         return result
 
     def _sets(self, region: Region, before: Snapshot, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -242,17 +242,17 @@ def watch(program: Program, changed: Callable[[], str | None]) -> None:
     ``changed``: returns the name of an attribute that other code reads and that has changed since the step began.
     """
     calls = {
-        node: kept
+        node: call
         for node in program.nodes
-        if node.op == "call_module" and isinstance(kept := program.opaque.get(str(node.target)), OpaqueCall)
+        if node.op == "call_module" and isinstance(call := program.opaque.get(str(node.target)), OpaqueCall)
     }
-    of = {node: (kept.name, program.stage_of.get(node.name)) for node, kept in calls.items()}
-    for node, kept in calls.items():
+    of = {node: (call.name, program.stage_of.get(node.name)) for node, call in calls.items()}
+    for node, call in calls.items():
         others = (other for other in program.nodes if of.get(other) != of[node])
         read = {name for other in others for name in own_tensors(program, other)}
         # the graph orders the observed writes; all other tensors that other code reads must stay unchanged
         names = sorted(read - set(program.effects[node.name].writes))
-        kept.watch = partial(_unchanged, kept.name, program.module, names, changed)
+        call.watch = partial(_unchanged, call.name, program.module, names, changed)
 
 
 @contextlib.contextmanager
@@ -268,10 +268,10 @@ def _unchanged(
     before = states()
     yield
     written = (name for name, was, now in zip(names, before, states(), strict=True) if was != now)
-    found = next(written, None) or changed()
-    if found is not None:
+    other = next(written, None) or changed()
+    if other is not None:
         raise RunError(
-            f"{region}, an opaque region, changes {found}, which code outside of it reads, and which it did not change "
+            f"{region}, an opaque region, changes {other}, which code outside of it reads, and which it did not change "
             "when the model was captured: return the value, or keep what reads it whole with it"
         )
 

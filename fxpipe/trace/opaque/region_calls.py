@@ -31,7 +31,7 @@ class RegionCall:
     target: str
     """The name by which the graph calls the region."""
     seen: SeenCall
-    kept: OpaqueCall
+    opaque: OpaqueCall
     values: list[Any]
     """The tracer's values for the tensors and the computed numbers among the arguments."""
 
@@ -64,7 +64,7 @@ class Regions:
     calls: list[RegionCall] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def as_nodes(self) -> Iterator[None]:
         """While this context is open, each call of a region becomes one node."""
         self.calls.clear()
         with watching(self.request.module, self.request.whole, self._call), self._unread():
@@ -74,21 +74,21 @@ class Regions:
     def _objects(self) -> set[int]:
         """The ids of the modules' attributes, such as ``config``, and of the objects among the inputs; each rank has
         its own copies of these."""
-        held = {id(value) for part in self.request.module.modules() for value in vars(part).values()}
-        return held | set(map(id, pytree.tree_leaves([dict(self.request.fixed), dict(self.request.example or {})])))
+        ids = {id(value) for part in self.request.module.modules() for value in vars(part).values()}
+        return ids | set(map(id, pytree.tree_leaves([dict(self.request.fixed), dict(self.request.example or {})])))
 
     @property
     def opaque(self) -> dict[str, nn.Module]:
         """For ``Program.opaque``."""
-        return {call.target: call.kept for call in self.calls}
+        return {call.target: call.opaque for call in self.calls}
 
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # in a rehearsal of a submodule around the region, the region runs
         if self.runs():
             with aside():
                 return inner(*args, **kwargs)
-        given = Structure(tensors_of_words((args, kwargs)), self.is_value)
-        foreign = given.foreign(self._objects)
+        arguments = Structure(tensors_of_words((args, kwargs)), self.is_value)
+        foreign = arguments.foreign(self._objects)
         if foreign is not TENSOR:
             raise refuse(
                 f"{region.name}, an opaque region, is given a {type(foreign).__name__}, which cannot stand in a graph",
@@ -97,12 +97,12 @@ class Regions:
         seen = self._seen(region, number)
         module = self.request.module
         returned = Structure(seen.returned, line=current_line)
-        parts = {str(place): module.get_submodule(path) for place, path in enumerate(seen.parts)}
-        kept = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, given, returned)
-        kept.attributes, kept.varies = seen.sets | seen.asks, region.varies
-        place = self.request.whole.index(region)  # tells enc.proj from enc_proj
-        target = f"whole_{region.name.replace('.', '_')}_{place}_{number}"
-        call = RegionCall(region, number, target, seen, kept, list(given.tensors))
+        parts = {str(index): module.get_submodule(path) for index, path in enumerate(seen.parts)}
+        opaque = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, arguments, returned)
+        opaque.attributes, opaque.varies = seen.sets | seen.asks, region.varies
+        index = self.request.whole.index(region)  # tells enc.proj from enc_proj
+        target = f"whole_{region.name.replace('.', '_')}_{index}_{number}"
+        call = RegionCall(region, number, target, seen, opaque, list(arguments.tensors))
         self.calls.append(call)
         return returned.filled(self.carry(call))
 

@@ -34,7 +34,7 @@ class SeenCall:
     ``returned``: the call's result, with a ``TensorLike`` for each tensor. ``parts``: the paths of the submodules that
     the call ran; ``reads``: the names of the parameters and buffers that it may use; ``writes``: the names of the
     parameters and buffers that it wrote; ``sets``: (module's path, name) of each attribute that it changed; ``asks``:
-    the attributes that it read and some region changed. ``given``: the sizes of its tensors and lists of strings.
+    the attributes that it read and some region changed. ``sizes``: the sizes of its tensors and lists of strings.
     """
 
     returned: Any
@@ -43,7 +43,7 @@ class SeenCall:
     writes: tuple[str, ...] = ()
     sets: frozenset[tuple[str, str]] = frozenset()
     asks: frozenset[tuple[str, str]] = frozenset()
-    given: frozenset[int] = frozenset()
+    sizes: frozenset[int] = frozenset()
 
     @property
     def likes(self) -> list[TensorLike]:
@@ -55,7 +55,7 @@ class SeenCall:
         ``sizes``: an input's old size → its new size; ``lengths``: the same for the number of tensors in a list;
         ``entries``: the same for the number of containers in a list."""
         # only sizes of the call's own arguments change: a length may equal a layer's width
-        own, own_lengths = ({old: new for old, new in each.items() if old in self.given} for each in (sizes, lengths))
+        own, own_lengths = ({old: new for old, new in each.items() if old in self.sizes} for each in (sizes, lengths))
         return replace(self, returned=_guessed(self.returned, own, own_lengths, entries))
 
     @property

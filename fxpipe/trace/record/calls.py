@@ -76,7 +76,7 @@ class Calls:
         self.in_call: set[str] = set()
         """The names of the attributes that forward sets before it reads them."""
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
-        self._root = request.module
+        self._root, self._is_kept = request.module, request.is_kept
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
         # the tensors before the run: other tensors later show a functional_call
         self._tensors = all_tensors(self._root)
@@ -164,14 +164,15 @@ class Calls:
         return result
 
     def _may_be_kept(self, path: str, module: nn.Module) -> bool:
-        held = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
-        return path not in self._plan.descend and (self._plan.limit is None or held <= self._plan.limit)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+        limit = self._plan.limit
+        return path not in self._plan.descend and (limit is None or size <= limit or self._is_kept(path, module))
 
     def _keep_whole(self, frame: Frame, module: nn.Module, result: Any, touched: Touched) -> Any:
         """Records an opaque call as one operation, and returns its result."""
         recorder = self._recorder
         self.whole.add(frame.path)
-        is_made = any(id(tensor) not in frame.given for tensor in tensors(result))
+        is_made = any(id(tensor) not in frame.argument_ids for tensor in tensors(result))
         hooked = any(
             part._forward_hooks or part._forward_pre_hooks or backward_hooks(part) for part in module.modules()
         )
@@ -185,10 +186,10 @@ class Calls:
         if may_differ:  # later operations must use the call's result, and not its argument
             with no_function_modes():
                 result = pytree.tree_map_only(
-                    Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in frame.given else leaf, result
+                    Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in frame.argument_ids else leaf, result
                 )
-        kept = bool(effects.writes or hooked or not is_made)
-        frame.collapse(frame.path, result, touched, effects, kept)
+        stays = bool(effects.writes or hooked or not is_made)
+        frame.collapse(frame.path, result, touched, effects, stays)
         return result
 
     def _check_backward_hooks(self, path: str, module: nn.Module) -> None:
@@ -213,13 +214,13 @@ class Calls:
     def keep_region(self, call: RegionCall) -> tuple[Tensor, ...]:
         """Records a region's call as one operation, and returns fake tensors for its results."""
         recorder, reads = self._recorder, set(call.seen.reads)
-        call.kept.of_one_type = True
+        call.opaque.of_one_type = True
         frame = Frame(recorder, call.region.name, None, tuple(call.values), {})
-        frame.place = replace(frame.place, stack={**frame.place.stack, call.region.path: nn.Module})
+        frame.scope = replace(frame.scope, stack={**frame.scope.stack, call.region.path: nn.Module})
         recorder.marks += 1
-        result = tuple(map(recorder.fake.made, call.seen.likes))
+        result = tuple(map(recorder.fake.result_like, call.seen.likes))
         read = {storage for storage, (_, name) in recorder.storages.items() if name in reads}
-        frame.collapse(call.target, result, Touched(read, draws_random=True), call.effects, kept=True)
+        frame.collapse(call.target, result, Touched(read, draws_random=True), call.effects, stays=True)
         return result
 
     # functions
@@ -231,10 +232,10 @@ class Calls:
             if not self._is_ours():
                 return apply(function, *args, **kwargs)
             if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
-                run, preserve_rng_state, *given = args
+                run, preserve_rng_state, *inputs = args
                 options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
-                with recorder.checkpointed(Checkpoint(options, recorder.place())):
-                    return run(*given)
+                with recorder.checkpointed(Checkpoint(options, recorder.scope())):
+                    return run(*inputs)
             if function is BackwardHookFunction:  # the module has backward hooks; values stay the same in forward
                 results = apply(function, *args, **kwargs)
                 for before, after in zip(args, results, strict=True):
@@ -249,7 +250,7 @@ class Calls:
         def non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:  # the function runs at its yield
             if self._is_ours():
                 options = {"use_reentrant": False, **checkpoint_options(generator, args, kwargs)}
-                with self._recorder.checkpointed(Checkpoint(options, self._recorder.place())):
+                with self._recorder.checkpointed(Checkpoint(options, self._recorder.scope())):
                     yield
             else:
                 yield from generator(*args, **kwargs)
@@ -277,7 +278,7 @@ class Calls:
         touched.is_stateful |= recorder.random_moved()
         if frame.is_whole(result, touched):
             effects = effects_of(touched, frame.tensors, result, recorder.storages)
-            frame.collapse(name, result, touched, effects, kept=False)
+            frame.collapse(name, result, touched, effects, stays=False)
         else:
             recorder.problem(
                 f"torch.autograd.Function {function.__name__} is applied in a way that cannot be recorded: it uses or "
@@ -291,44 +292,44 @@ class Calls:
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
         """Rehearses a call that cannot run on fake tensors, and returns its result. Raises the error on failure."""
         recorder = self._recorder
-        again = error.tried and not error.asked  # every submodule around would fail with the same user's error
+        again = error.tried and not error.reads_values  # every submodule around would fail with the same user's error
         if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
             raise error
         error.tried = True
         try:
             # the recorder is paused while the call runs on real numbers
             with patched(recorder, "paused", True):
-                found = rehearse(inner, args, kwargs, frame.module, self._numbers)
+                rehearsed = rehearse(inner, args, kwargs, frame.module, self._numbers)
         except Exception as failure:
-            if not error.asked:
+            if not error.reads_values:
                 raise error from failure
             fact = f"{frame.path} cannot run by itself on made-up inputs, either: {failure}"
             raise NeedsValues(f"{error}\n{fact}") from failure
-        touched = found.touched
+        touched = rehearsed.touched
         if not frame.is_untouched() or frame.writes_elsewhere(touched):
             raise error
         # another branch may draw random numbers: a vector quantiser replaces unused codes by random rows
         touched.draws_random |= bool(touched.reads & recorder.storages.keys())
-        result = self._faked(frame, found)
+        result = self._faked(frame, rehearsed)
         self.whole.add(frame.path)
         effects = effects_of(touched, frame.tensors, result, recorder.storages)
-        shares = tuple(sorted({*effects.shares, *found.shares.values()}))
+        shares = tuple(sorted({*effects.shares, *rehearsed.shares.values()}))
         effects = replace(effects, shares=shares, is_rehearsed=True)
-        frame.collapse(target, result, touched, effects, kept=True)
+        frame.collapse(target, result, touched, effects, stays=True)
         return result
 
-    def _faked(self, frame: Frame, found: Rehearsed) -> Any:
+    def _faked(self, frame: Frame, rehearsed: Rehearsed) -> Any:
         """Fake tensors for a rehearsed call's result; a tensor that may share an argument's memory is a view of it."""
 
         def faked(number: int, like: TensorLike) -> Tensor:
-            shared = frame.tensors[found.shares[number]] if number in found.shares else None
+            shared = frame.tensors[rehearsed.shares[number]] if number in rehearsed.shares else None
             if shared is None or shared.dtype != like.dtype or shared.requires_grad < like.requires_grad:
-                return self._recorder.fake.made(like)
+                return self._recorder.fake.result_like(like)
             with no_function_modes():
                 shared = shared if like.requires_grad else shared.detach()
                 return shared.as_strided(like.shape, like.stride)
 
         # each leaf is None or the TensorLike of a tensor
-        leaves, spec = pytree.tree_flatten(found.result)
-        made = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
-        return pytree.tree_unflatten(made, spec)
+        leaves, spec = pytree.tree_flatten(rehearsed.result)
+        values = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
+        return pytree.tree_unflatten(values, spec)

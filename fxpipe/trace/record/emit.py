@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +31,15 @@ def needed(tape: Sequence[Operation], result: Sequence[Any], storages: Storages)
     A write has an effect if the storage belongs to the model, or if a later operation uses the storage.
     """
     read = [leaf for leaf in result if isinstance(leaf, TapeValue)]
-    wanted, memory = {id(value.maker) for value in read}, {*storages, *(storage_of(held(value)) for value in read)}
+    wanted, memory = {id(value.maker) for value in read}, {*storages, *(storage_of(fake_of(value)) for value in read)}
     # backwards, as the users of an operation's result, or of the storage that it writes, come later on the tape
-    found: list[Operation] = []
+    operations: list[Operation] = []
     for operation in reversed(tape):
-        if operation.kept or id(operation) in wanted or operation.writes & memory:
-            found.append(operation)
+        if operation.stays or id(operation) in wanted or operation.writes & memory:
+            operations.append(operation)
             wanted |= {id(value.maker) for value in operation.values}
-            memory |= {storage_of(held(value)) for value in operation.values}
-    return found[::-1]
+            memory |= {storage_of(fake_of(value)) for value in operation.values}
+    return operations[::-1]
 
 
 @dataclass
@@ -75,7 +76,7 @@ class _Writer:
     def write(self) -> fx.Graph:
         """Writes all operations in order, and returns the graph."""
         # groups consecutive operations in the same modes; a checkpoint's body enters the modes once for each group
-        for modes, group in itertools.groupby(self.tape, lambda operation: operation.place.modes.beside(self.around)):
+        for modes, group in itertools.groupby(self.tape, lambda operation: operation.scope.modes.beside(self.around)):
             entered = None
             if modes is not None and not self.keeps_notes:
                 regions: Any = tuple(tuple(region) for region in modes.autocast)  # plain, for generated code
@@ -94,8 +95,8 @@ class _Writer:
             mapped(operation.args, self.argument),
             mapped(operation.kwargs, self.argument),
         )
-        node.stack_trace = operation.place.line or None
-        node.meta["nn_module_stack"] = {path: (path, owner) for path, owner in operation.place.stack.items()}
+        node.stack_trace = operation.scope.line or None
+        node.meta["nn_module_stack"] = {path: (path, owner) for path, owner in operation.scope.stack.items()}
         node.meta["val"] = self.bare(operation.result)
         if modes is not None and self.keeps_notes:
             node.meta["modes"] = modes
@@ -109,8 +110,8 @@ class _Writer:
                 self.graph.call_function(check_shapes, (node, shapes, str(node.target), True))
         self._nodes[id(operation), ()] = node
         self._add_parts(operation, node)
-        for key, place in operation.stands_for.items():
-            self._nodes[key] = self._part(operation, (place,), node)
+        for key, index in operation.stands_for.items():
+            self._nodes[key] = self._part(operation, (index,), node)
 
     def _add_parts(self, maker: Operation | NamedSource, node: Node) -> None:
         for value in self._parts.get(id(maker), {}).values():
@@ -167,69 +168,66 @@ class Emitter:
         """The tape with one operation for each checkpointed part of this nesting depth; the outermost depth is 0."""
         uses = [(id(user), value) for user in tape for value in user.values]
         uses += [(id(result), leaf) for leaf in result if isinstance(leaf, TapeValue)]
-        found: list[Operation] = []
-        for inside, run in itertools.groupby(tape, lambda step: next(iter(step.place.checkpoints[depth:]), None)):
+        outlined: list[Operation] = []
+        for inside, run in itertools.groupby(tape, lambda step: next(iter(step.scope.checkpoints[depth:]), None)):
             group = list(run)
             if inside is None:
-                found.extend(group)
+                outlined.extend(group)
                 continue
-            made = {id(operation) for operation in group}
+            ids = {id(operation) for operation in group}
             # the part returns the values that later operations use, in the order of their first uses
-            outputs = {value.key: value for user, value in uses if id(value.maker) in made and user not in made}
-            found.append(self._outline(inside, group, list(outputs.values()), depth))
-        return found
+            outputs = {value.key: value for user, value in uses if id(value.maker) in ids and user not in ids}
+            outlined.append(self._outline(inside, group, list(outputs.values()), depth))
+        return outlined
 
     def _outline(self, part: Checkpoint, group: list[Operation], outputs: list[TapeValue], depth: int) -> Operation:
-        made = {id(operation) for operation in group}
-        outer = [value for operation in group for value in operation.values if id(value.maker) not in made]
+        ids = {id(operation) for operation in group}
+        outer = [value for operation in group for value in operation.values if id(value.maker) not in ids]
         inputs = list({value.key: value for value in outer}.values())
         body = self._outlined(group, outputs, depth + 1)
         # numbered after the inner checkpoints, which _outlined has added already
         name = f"checkpoint_{len(self.opaque)}"
-        self.opaque[name] = Checkpointed(self._body(body, inputs, outputs, part.place.modes), part.options)
+        self.opaque[name] = Checkpointed(self._body(body, inputs, outputs, part.scope.modes), part.options)
         touched = Touched()
         for operation in group:
             touched.add(operation.touched)
-        given, results = [held(value) for value in inputs], tuple(held(value) for value in outputs)
+        arguments, results = [fake_of(value) for value in inputs], tuple(fake_of(value) for value in outputs)
         # Backward runs the function again, and would repeat its writes to a tensor from outside. Plain PyTorch repeats
         # writes to the model's own buffers, too.
         own = (isinstance(value.maker, NamedSource) and value.maker.kind == "get_attr" for value in inputs)
-        if touched.writes & {storage_of(value) for value, is_own in zip(given, own, strict=True) if not is_own}:
+        if touched.writes & {storage_of(value) for value, is_own in zip(arguments, own, strict=True) if not is_own}:
             raise TraceError(
                 "a function given to torch.utils.checkpoint writes a tensor from outside of it, and would write it "
-                f"again in backward; write out of place\n{part.place.line}"
+                f"again in backward; write out of place\n{part.scope.line}"
             )
-        effects = effects_of(touched, given, results, self.storages)
-        call = Operation("call_module", name, tuple(inputs), {}, results, part.place, touched, 0, effects, kept=True)
-        call.stands_for = {value.key: place for place, value in enumerate(outputs)}
+        effects = effects_of(touched, arguments, results, self.storages)
+        call = Operation("call_module", name, tuple(inputs), {}, results, part.scope, touched, 0, effects, stays=True)
+        call.stands_for = {value.key: index for index, value in enumerate(outputs)}
         return call
 
     def _body(
         self, body: list[Operation], inputs: list[TapeValue], outputs: list[TapeValue], around: ModesNow
     ) -> fx.GraphModule:
         writer = _Writer(body, outputs, around, self.bare, keeps_notes=False)
-        for place, value in enumerate(inputs):
-            writer.bind(value, writer.graph.placeholder(f"input_{place}"))
+        for index, value in enumerate(inputs):
+            writer.bind(value, writer.graph.placeholder(f"input_{index}"))
         graph = writer.write()
         called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
         root = {name: self.opaque.get(name) or self.module.get_submodule(name) for name in sorted(called)}
         return graph_module(root, graph, "checkpointed")
 
 
-def effects_of(touched: Touched, given: Sequence[Tensor], result: Any, storages: Storages) -> Effects:
-    """The effects of a call, by the model's names, in the model's order. ``given``: the tensors among its arguments."""
+def effects_of(touched: Touched, arguments: Sequence[Tensor], result: Any, storages: Storages) -> Effects:
+    """The effects of a call, by the model's names, in the model's order. ``arguments``: its tensors."""
     shared = {storage_of(tensor) for tensor in tensors(result)}
     reads, writes = (
         tuple(name for _, name in sorted(storages[storage] for storage in memory & storages.keys()))
         for memory in (touched.reads, touched.writes)
     )
-    shares = tuple(place for place, tensor in enumerate(given) if storage_of(tensor) in shared)
+    shares = tuple(index for index, tensor in enumerate(arguments) if storage_of(tensor) in shared)
     return Effects(reads, writes, shares, draws_random=touched.draws_random or touched.is_stateful)
 
 
-def held(value: TapeValue) -> Any:
+def fake_of(value: TapeValue) -> Any:
     """The fake tensor of a value."""
-    found = value.maker.result
-    for key in value.path:
-        found = found[key]
-    return found
+    return functools.reduce(operator.getitem, value.path, value.maker.result)

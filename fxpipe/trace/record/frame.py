@@ -47,10 +47,10 @@ class Frame:
 
     def __init__(self, recorder: Recorder, path: str, module: nn.Module | None, args: Args, kwargs: Kwargs) -> None:
         recorder.check_random()
-        self._recorder, self.path, self.module, self.place = recorder, path, module, recorder.place()
+        self._recorder, self.path, self.module, self.scope = recorder, path, module, recorder.scope()
         self._fits = is_plain((args, kwargs))  # whether a graph can hold all arguments
         self.tensors = tensors((args, kwargs)) if self._fits else []
-        self.given = {id(tensor) for tensor in self.tensors}
+        self.argument_ids = {id(tensor) for tensor in self.tensors}
         if self._fits:
             args, kwargs = recorder.as_values(args), recorder.as_values(kwargs)
         self._args, self._kwargs = args, kwargs
@@ -64,7 +64,7 @@ class Frame:
         """The storages of the submodule's parameters and buffers; empty without a submodule."""
         return set() if self.module is None else held_by(self.module)
 
-    def collapse(self, target: str, result: Any, touched: Touched, effects: Effects, kept: bool) -> None:
+    def collapse(self, target: str, result: Any, touched: Touched, effects: Effects, stays: bool) -> None:
         """Replaces all operations recorded since the frame began by one operation."""
         recorder = self._recorder
         for operation in recorder.tape[self.start :]:
@@ -76,11 +76,11 @@ class Frame:
         recorder.set_inside |= {change.name for change in recorder.sets[self._sets :]}
         recorder.set_inside |= recorder.changes() - self._changed
         del recorder.sets[self._sets :]
-        made = recorder.append("call_module", target, self._args, self._kwargs, result, touched, self.place, effects)
-        made.kept = kept
+        call = recorder.append("call_module", target, self._args, self._kwargs, result, touched, self.scope, effects)
+        call.stays = stays
         for path, leaf in paths(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in self.given:
-                recorder.name(leaf, TapeValue(made, path))
+            if isinstance(leaf, Tensor) and id(leaf) not in self.argument_ids:
+                recorder.name(leaf, TapeValue(call, path))
 
     def is_untouched(self) -> bool:
         """Whether the call may still become one operation: so far it has no boundary, region call or set buffer."""
@@ -97,10 +97,10 @@ class Frame:
         leads_around = recorder.gradients > self._gradients and sum(tensor.requires_grad for tensor in self.tensors) > 1
         return (
             self.is_untouched()
-            and not recorder.hooked.keys() & self.given
+            and not recorder.hooked.keys() & self.argument_ids
             # the graph holds a number or flag as a constant, so it may not change from call to call
             and not (touched.is_stateful and has_plain)
-            and self.place.modes == recorder.place().modes
+            and self.scope.modes == recorder.scope().modes
             and touched.reads & recorder.storages.keys() <= reachable
             and not self.writes_elsewhere(touched)
             and self._is_closed()
@@ -110,14 +110,14 @@ class Frame:
 
     def writes_elsewhere(self, touched: Touched) -> bool:
         """Whether the call writes an argument, or a model tensor that its submodule does not hold."""
-        given = {storage_of(tensor) for tensor in self.tensors}
-        return bool((touched.writes & self._recorder.storages.keys()) - self.memory or touched.writes & given)
+        storages = {storage_of(tensor) for tensor in self.tensors}
+        return bool((touched.writes & self._recorder.storages.keys()) - self.memory or touched.writes & storages)
 
     def _is_closed(self) -> bool:
         """Whether the call's operations use only its arguments, the model's tensors and the call's own values."""
-        given = {self._recorder.value_of(tensor).key for tensor in self.tensors}
+        keys = {self._recorder.value_of(tensor).key for tensor in self.tensors}
         operations = (entry for entry in self._recorder.tape[self.start :] if isinstance(entry, Operation))
-        used = (value for operation in operations for value in operation.values if value.key not in given)
+        used = (value for operation in operations for value in operation.values if value.key not in keys)
         return all(value.maker.kind == "get_attr" or self._has_made(value.maker) for value in used)
 
     def _has_made(self, maker: Operation | NamedSource) -> bool:
@@ -127,9 +127,9 @@ class Frame:
         """Whether a leaf may be a part of the call's result."""
         if not isinstance(leaf, Tensor):
             return isinstance(leaf, PLAIN)
-        value = self._recorder.known(leaf)
-        if id(leaf) in self.given or value is None:  # None: made by TorchScript, say, which the recorder does not see
-            return id(leaf) in self.given or is_fake(leaf)
+        value = self._recorder.value_if_any(leaf)
+        if id(leaf) in self.argument_ids or value is None:  # None: made by TorchScript, say, and not recorded
+            return id(leaf) in self.argument_ids or is_fake(leaf)
         return self._has_made(value.maker) and storage_of(leaf) not in self._recorder.storages
 
 

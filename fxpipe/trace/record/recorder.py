@@ -55,12 +55,12 @@ _SAME_TENSOR = frozenset({"requires_grad_"})
 class NeedsValues(TraceError):
     """Code that fake tensors cannot run, as they have no values: an opaque submodule may be able to run the code.
 
-    ``asked``: Python code read a tensor's values. Otherwise an operation failed, maybe by an error of the user.
+    ``reads_values``: Python code read a tensor's values. Otherwise an operation failed, maybe by an error of the user.
     """
 
-    def __init__(self, message: str, asked: bool = True) -> None:
+    def __init__(self, message: str, reads_values: bool = True) -> None:
         super().__init__(message)
-        self.asked = asked
+        self.reads_values = reads_values
         self.tried = False
         """Whether a rehearsal of a submodule on made-up inputs has failed."""
 
@@ -123,8 +123,8 @@ class Recorder:
         self._random = RandomState()
         self.storages: dict[int, tuple[int, str]] = {}
         """The storage of a model tensor → (its position in the model's order, its first name)."""
-        for place, (name, tensor) in enumerate(stand_ins.items()):
-            self.storages.setdefault(storage_of(tensor), (place, name))
+        for position, (name, tensor) in enumerate(stand_ins.items()):
+            self.storages.setdefault(storage_of(tensor), (position, name))
             self.name(tensor, TapeValue(NamedSource("get_attr", name, tensor)))
 
     # tensors and values
@@ -134,33 +134,33 @@ class Recorder:
         self._values[id(tensor)] = tensor, value
 
     def value_of(self, tensor: Tensor) -> TapeValue:
-        known = self._values.get(id(tensor))
+        entry = self._values.get(id(tensor))
         # no recorded operation has made this tensor
-        if known is None:
-            known = self._values[id(tensor)] = tensor, self._constant(tensor)
+        if entry is None:
+            entry = self._values[id(tensor)] = tensor, self._constant(tensor)
         # The operation is now inside an opaque call that does not return it: the next run traces through that call.
-        maker = known[1].maker
+        maker = entry[1].maker
         if isinstance(maker, Operation) and maker.hidden_in is not None:
             path = maker.hidden_in
             fact = f"a tensor made inside of {path} is used elsewhere, and {path} does not return it"
             self.problem(fact, "", descend=path)
-        return known[1]
+        return entry[1]
 
-    def known(self, tensor: Tensor) -> TapeValue | None:
+    def value_if_any(self, tensor: Tensor) -> TapeValue | None:
         """The program's value for a tensor, or None."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on no input, parameter, opaque call or random number, so that it never changes."""
-        known = self.known(tensor)
-        waiting = [known.maker] if known is not None else []
+        own_value = self.value_if_any(tensor)
+        waiting = [own_value.maker] if own_value is not None else []
         # walks back through the operations that computed the tensor, to the sources
         while waiting:
             maker = waiting.pop()
             if isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random:
                 return False
             waiting += [value.maker for value in maker.values]
-        return known is not None
+        return own_value is not None
 
     def _constant(self, tensor: Tensor) -> TapeValue:
         """The value of a tensor that forward uses for the first time: a real parameter or buffer, or a constant."""
@@ -198,7 +198,7 @@ class Recorder:
         if function in CHECKS and isinstance(args[0], Tensor):
             return None  # the program has no assertions on the values of tensors
         if function is Tensor.__bool__:
-            certain = outcome(self.known(args[0]), self.tape)
+            certain = outcome(self.value_if_any(args[0]), self.tape)
             if certain is not None:
                 return certain
         if name in _HOOKS:
@@ -233,7 +233,7 @@ class Recorder:
                 raise NeedsValues(str(refuse(f"{fact} known only when it runs", _INSIDE))) from error
             if isinstance(error, RuntimeError):
                 fact = f"the record tracer cannot follow the model: {type(error).__name__}: {error}"
-                raise NeedsValues(f"{fact}\n{current_line()}", asked=False) from error
+                raise NeedsValues(f"{fact}\n{current_line()}", reads_values=False) from error
             raise
         finally:
             self.is_running = False
@@ -246,10 +246,10 @@ class Recorder:
         # The function runs for its shapes; TouchedMode sees, operator by operator, which memory the function touches.
         with self.touched.noting() as touched:
             result = self._run(function, args, kwargs)
-        given = tensors((args, kwargs))
-        written = frozenset(touched.writes & {storage_of(tensor) for tensor in given})
+        arguments = tensors((args, kwargs))
+        written = frozenset(touched.writes & {storage_of(tensor) for tensor in arguments})
         if not written:  # the function may only read a shape and the like, or return its argument
-            same = any(tensor is result for tensor in given) and name_of(function) not in _SAME_TENSOR
+            same = any(tensor is result for tensor in arguments) and name_of(function) not in _SAME_TENSOR
             if same or not tensors(result):
                 return result
         kind, target, args, kwargs = target_of(function, args, kwargs)
@@ -273,15 +273,15 @@ class Recorder:
         kwargs: Kwargs,
         result: Any,
         touched: Touched,
-        place: Surroundings | None = None,
+        scope: Surroundings | None = None,
         effects: Effects | None = None,
     ) -> Operation:
         self.check_random()
         self.touched.note(touched)  # the calls around this operation touch the same memory
         self.serial += 1
-        place = place or self.place()
+        scope = scope or self.scope()
         # a checkpointed part computes something after the boundary that seemed to be its end
-        ended = next((self._ended[part] for part in place.checkpoints if part in self._ended), None)
+        ended = next((self._ended[part] for part in scope.checkpoints if part in self._ended), None)
         if ended is not None:
             raise refuse(
                 f"a boundary ({ended}) lies amid a function given to torch.utils.checkpoint, which runs as a whole: it "
@@ -289,7 +289,7 @@ class Recorder:
                 _AT_THE_EDGE,
             )
         result = pytree.tree_map(lambda leaf: leaf, result)  # forward may change the containers in its copy
-        operation = Operation(kind, target, args, kwargs, result, place, touched, self.serial, effects)
+        operation = Operation(kind, target, args, kwargs, result, scope, touched, self.serial, effects)
         self.tape.append(operation)
         return operation
 
@@ -297,7 +297,7 @@ class Recorder:
         """While this context is open, operations are recorded with ``line`` as the user's line."""
         return patched(self, "_line", line)
 
-    def place(self) -> Surroundings:
+    def scope(self) -> Surroundings:
         """The user's line, the modes, the submodules and the checkpoints around the present operation."""
         line, modes = self._line or current_line(), ModesNow.of(self.autocasts[-1])
         return Surroundings(line, modes, dict(self.stack), self.checkpoints)
@@ -350,7 +350,7 @@ class Recorder:
         if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
             fact = "forward uses torch.vmap on tensors that need a gradient, between submodules"
             # not raised here, as an exception through torch.vmap's C++ code would end the process
-            self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), asked=False)
+            self._unmapped = self._unmapped or NeedsValues(str(refuse(fact, _INSIDE)), reads_values=False)
         return self._recorded(operator, args, kwargs)
 
     # boundaries
@@ -361,24 +361,24 @@ class Recorder:
         A boundary comes before ``checkpoint(layer, x)`` if the layer has computed nothing yet. Otherwise it comes
         after, and ``append`` refuses operations that follow within the layer.
         """
-        begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.place.checkpoints}
+        begun = {part for entry in self.tape if isinstance(entry, Operation) for part in entry.scope.checkpoints}
         self._ended |= dict.fromkeys((part for part in self.checkpoints if part in begun), name or "an unnamed one")
         behind = partial(self._behind, words(name, gather), gather is not None)
         # the boundary itself belongs to no checkpointed part, so that the graph can be cut there
         with patched(self, "checkpoints", ()):
             return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
 
-    def _behind(self, options: tuple[Any, ...], gathers: bool, given: list[Tensor]) -> list[Tensor]:
+    def _behind(self, options: tuple[Any, ...], gathers: bool, before: list[Tensor]) -> list[Tensor]:
         """New tensors for the values after a boundary."""
         self.boundaries += 1
         self.marks += 1
         if self.paused:
-            return given  # ``marks`` shows that the submodule in rehearsal holds a boundary
+            return before  # ``marks`` shows that the submodule in rehearsal holds a boundary
         # a new tensor for each value: the old tensor stays a value of the stage before
         with no_function_modes(), torch.enable_grad():
-            behind = [tensor.view_as(tensor) for tensor in given]
-        values = [self.value_of(tensor) for tensor in given]
-        for tensor, value in zip(given, values, strict=True):
+            behind = [tensor.view_as(tensor) for tensor in before]
+        values = [self.value_of(tensor) for tensor in before]
+        for tensor, value in zip(before, values, strict=True):
             # a gathered number may depend on parameters alone, as ``logit_scale.exp()``, and then the stages compute
             # it after the boundary; an opaque call does not show whether the number does
             maker = value.maker
@@ -386,7 +386,7 @@ class Recorder:
                 fact = f"what {maker.target} returns is one number, and is gathered"
                 self.problem(fact, "compute it behind the boundary", descend=str(maker.target))
         operation = self.append("call_function", boundary, (values, *options), {}, behind, Touched())
-        operation.kept = True
+        operation.stays = True
         for index, tensor in enumerate(behind):
             self.name(tensor, TapeValue(operation, (index,)))
         return behind

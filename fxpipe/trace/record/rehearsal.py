@@ -50,7 +50,7 @@ def rehearse(
 
     ``real_of``: the id of a fake tensor in the model → the model's real tensor.
     """
-    given = tensors_in((args, kwargs))
+    inputs = tensors_in((args, kwargs))
     with outside():
         state = RandomState({tensor.device for tensor in real_of.values()})
         try:
@@ -59,7 +59,7 @@ def rehearse(
             second: Rehearsed | None = None
             # integers may be indices, whose range is unknown. An index out of range is an error on the CPU, but may
             # make a GPU unusable for the process: so on a GPU the integers are 0 in both runs
-            for highest in (3, 1) if all(leaf.is_cpu for leaf in given) else ():
+            for highest in (3, 1) if all(leaf.is_cpu for leaf in inputs) else ():
                 with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
                     second = second or run(1, highest)
             second = second or run(1)
@@ -92,7 +92,7 @@ def _run(
             copies[id(fake)] = fake, _numbers(real_of.get(id(fake)), fake, seed, highest)
         return copies[id(fake)][1]
 
-    given = list(map(copy_of, tensors_in((args, kwargs))))
+    inputs = list(map(copy_of, tensors_in((args, kwargs))))
     with contextlib.nullcontext() if module is None else _copies_in(module, copy_of):
         args, kwargs = pytree.tree_map_only(Tensor, copy_of, (args, kwargs))
         python = None if module is None else PythonState(module)
@@ -103,7 +103,7 @@ def _run(
     # the storage of a copy → the storage of the fake tensor, by which the recorder knows the model's tensors
     fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
     reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
-    arguments = {storage_of(tensor): place for place, tensor in enumerate(given)}
+    arguments = {storage_of(tensor): index for index, tensor in enumerate(inputs)}
     memory = {
         number: storage_of(leaf) for number, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)
     }
@@ -127,20 +127,20 @@ def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tens
     stay moderate. Made-up integers take all values from 0 to ``highest``. Bools are True, and False in the second run.
     """
     if real is not None and not real.is_meta and not hasattr(real, "device_mesh"):  # on this rank, not sharded
-        made = real.detach().to(fake.dtype, copy=True)
+        copy = real.detach().to(fake.dtype, copy=True)
     else:
-        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+        copy = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
         if fake.is_floating_point() or fake.is_complex():
-            made.copy_(torch.randn(fake.shape, dtype=fake.dtype, device=fake.device) * (3 if seed else 1))
+            copy.copy_(torch.randn(fake.shape, dtype=fake.dtype, device=fake.device) * (3 if seed else 1))
         elif fake.dtype is torch.bool:
-            made.fill_(seed == 0)
+            copy.fill_(seed == 0)
         else:
-            made.copy_((torch.randperm(fake.numel(), device=fake.device) % (highest + 1)).view(fake.shape))
+            copy.copy_((torch.randperm(fake.numel(), device=fake.device) % (highest + 1)).view(fake.shape))
     if isinstance(fake, nn.Parameter):
-        return nn.Parameter(made, requires_grad=fake.requires_grad)
-    made.requires_grad_(fake.requires_grad)
+        return nn.Parameter(copy, requires_grad=fake.requires_grad)
+    copy.requires_grad_(fake.requires_grad)
     # a view, as autograd forbids in-place writes to a leaf, but not to an operation's result
-    return made.view_as(made) if real is None and fake.requires_grad else made
+    return copy.view_as(copy) if real is None and fake.requires_grad else copy
 
 
 @contextlib.contextmanager

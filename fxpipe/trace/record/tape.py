@@ -79,16 +79,16 @@ class TouchedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (schema := schema_of(func)) is None:  # a higher-order operator, such as flex_attention
             self._now.reads |= {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
             return func(*args, **kwargs)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         # the schema says which arguments an operator writes: "Tensor(a!) self"
         for position, argument in enumerate(schema.arguments):
-            value = given[argument.name] = args[position] if position < len(args) else kwargs.get(argument.name)
+            value = arguments[argument.name] = args[position] if position < len(args) else kwargs.get(argument.name)
             storages = set(map(storage_of, tensors_in(value)))
             self._now.reads |= storages
             if argument.is_write or argument.name in _RUNNING_STATISTICS:
                 self._now.writes |= storages
         # attention has the tag, but draws random numbers only if dropout_p is not 0
-        if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0.0:
+        if torch.Tag.nondeterministic_seeded in func.tags and arguments.get("dropout_p") != 0.0:
             self._now.draws_random = True
         return func(*args, **kwargs)
 
@@ -139,7 +139,7 @@ class Checkpoint:
     """One call of ``torch.utils.checkpoint.checkpoint``: its options, and the surroundings of its start."""
 
     options: Mapping[str, Any]
-    place: Surroundings
+    scope: Surroundings
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +160,11 @@ class Operation:
     args: Args
     kwargs: Kwargs
     result: Any
-    place: Surroundings
+    scope: Surroundings
     touched: Touched
     serial: int
     effects: Effects | None = None
-    kept: bool = False
+    stays: bool = False
     """Whether the operation stays in the graph even if nothing uses its result."""
     writes: frozenset[int] = frozenset()
     """The storages of its arguments that the operation writes."""
@@ -213,8 +213,8 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
         for key, part in value.items():
             yield from paths(part, (*path, key))
     elif isinstance(value, (tuple, list)):
-        for place, part in enumerate(value):
-            yield from paths(part, (*path, place))
+        for index, part in enumerate(value):
+            yield from paths(part, (*path, index))
     else:
         yield path, value
 

@@ -46,10 +46,10 @@ def record(request: Request) -> Program:
         with within(request.autocast):
             # each plan adds to the plan before; descend only grows, so the loop ends
             while True:
-                found = _capture(request, plan)
-                if isinstance(found, Program):
-                    return found
-                plan = found
+                captured = _capture(request, plan)
+                if isinstance(captured, Program):
+                    return captured
+                plan = captured
     finally:
         random.rewind()
 
@@ -91,7 +91,7 @@ class _RecordedRun:
         self._request, self._plan, self._real = request, plan, real
         stand_ins = {_known(fake, name, tensor): tensor for name, tensor in all_tensors(request.module).items()}
         # a meta tensor is on another rank; request.numbers has the buffer's values from before it moved there
-        numbers = {**real, **{name: kept for name, kept in request.numbers.items() if real[name].is_meta}}
+        numbers = {**real, **{name: values for name, values in request.numbers.items() if real[name].is_meta}}
         real_of = {id(tensor): numbers[name] for name, tensor in stand_ins.items()}
         self.recorder = Recorder(fake, real, stand_ins, before if plan.watch else ())
         self._calls = Calls(self.recorder, request, plan, real_of)
@@ -112,7 +112,7 @@ class _RecordedRun:
         try:
             with recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
                 cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
-                with recording(recorder.record_boundary), self._regions.kept(), cuts:
+                with recording(recorder.record_boundary), self._regions.as_nodes(), cuts:
                     output = request.wanted(request.call(values))
                 calls.write_buffers()
                 recorder.check_random()
@@ -139,8 +139,8 @@ class _RecordedRun:
             raise TraceError(problems[0].message)
         # Without a boundary the model itself would be one opaque call, and "auto" could cut nowhere.
         if not recorder.boundaries and plan.limit is None:
-            held = sum(tensor.numel() * tensor.element_size() for tensor in self._real.values())
-            return replace(plan, limit=held // _FINE)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in self._real.values())
+            return replace(plan, limit=size // _FINE)
         model, opaque = self._request.module, tuple(f"{path}." for path in calls.whole)
         sets = [*earlier, *recorder.sets]
         # opaque calls set attributes in every step, as in the model; an attribute set before it is read is call-local

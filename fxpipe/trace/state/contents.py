@@ -49,11 +49,11 @@ class _Reading(NamedTuple):
         return object.__getattribute__(value, "__dict__") if self.has_table else {}
 
     def attributes(self, value: Any) -> dict[str, Any]:
-        found = dict(self.table(value))
+        values = dict(self.table(value))
         for slot in self.slots:
             with contextlib.suppress(AttributeError):  # the slot is not set
-                found[slot.__name__] = slot.__get__(value)
-        return found
+                values[slot.__name__] = slot.__get__(value)
+        return values
 
     def parts(self, value: Any) -> list[Any]:
         own = self.attributes(value)
@@ -116,13 +116,13 @@ def contents(value: Any) -> Any:
     if type(value) is tuple and all(reading_of(type(item)).is_leaf for item in value):
         return value
     # The number of a value's parts precedes them, level by level, so that different values give different tuples.
-    found: list[Any] = []
+    parts: list[Any] = []
     for part in walk(value):
         if part.parts is None:
-            found.append(part.value)
+            parts.append(part.value)
         else:
-            found += [type(part.value) if part.is_entered else part.value, len(part.parts)]
-    return tuple(found)
+            parts += [type(part.value) if part.is_entered else part.value, len(part.parts)]
+    return tuple(parts)
 
 
 class Inner(NamedTuple):
@@ -201,10 +201,10 @@ class Taken:
         """Whether the parts have changed. A new attribute without tensors, as ``functools.cached_property`` sets it,
         does not count."""
         before, now = self._own, self._reading.attributes(self._value)
-        kept = all(name in now and alike(value, now[name]) for name, value in before.items())
+        is_kept = all(name in now and alike(value, now[name]) for name, value in before.items())
         # a tensor that an object caches during a capture has no values, and so counts as a change
         new = (now[name] for name in now.keys() - before.keys())
-        is_same = kept and alike(tuple(self._items), tuple(self._items_now()))
+        is_same = is_kept and alike(tuple(self._items), tuple(self._items_now()))
         return not is_same or any(isinstance(part.value, Tensor) for value in new for part in walk(value))
 
     def put_back(self) -> None:

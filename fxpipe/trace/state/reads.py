@@ -212,8 +212,8 @@ class _Glance:
 
     def __init__(self, keys: Iterable[Key], modules: Mapping[int, tuple[str, nn.Module]]) -> None:
         names: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by the table's id
-        for place, name in keys:
-            module = modules[place][1]
+        for owner, name in keys:
+            module = modules[owner][1]
             own = vars(module)
             # in torch's order of lookup; if no table has the name, all three tables are watched
             tables: list[Mapping[str, Any]] = [own, module._modules, module._buffers]
@@ -223,12 +223,12 @@ class _Glance:
                     break
             # the tables themselves may be replaced
             names[id(own)][1].update(("_modules", "_buffers"))
-        self._held = []
+        self._entries = []
         values: dict[int, Any] = {}  # by id
         for table, wanted in names.values():
-            held = {name: table.get(name) for name in wanted}
-            self._held.append((table.get, tuple(held), tuple(held.values())))
-            values |= {id(value): value for name, value in held.items() if name not in ("_modules", "_buffers")}
+            entries = {name: table.get(name) for name in wanted}
+            self._entries.append((table.get, tuple(entries), tuple(entries.values())))
+            values |= {id(value): value for name, value in entries.items() if name not in ("_modules", "_buffers")}
         inside = [(value, contents(value)) for value in values.values()]
         mutable = [(value, was) for value, was in inside if was is not value]
         # most tables of hooks are empty: a test for emptiness is cheaper than a comparison of contents
@@ -237,7 +237,7 @@ class _Glance:
 
     def finds_nothing(self) -> bool:
         return (
-            all(all(map(is_, map(get, wanted), held)) for get, wanted, held in self._held)
+            all(all(map(is_, map(get, wanted), entries)) for get, wanted, entries in self._entries)
             and not any(self._empty)
             and all(alike(was, contents(value)) for value, was in self._filled)
         )

@@ -58,8 +58,8 @@ class Snapshot:
     def storages(self) -> dict[int, str]:
         """The storage of each tensor that the model holds → the tensor's name."""
         # reversed, so that the first name of a tensor stays
-        found = {storage_of(state.tensor): state.name for state in reversed(self._tensors.values())}
-        return {storage: name for storage, name in found.items() if storage}
+        names = {storage_of(state.tensor): state.name for state in reversed(self._tensors.values())}
+        return {storage: name for storage, name in names.items() if storage}
 
     @property
     def has_generators(self) -> bool:

@@ -50,7 +50,7 @@ def symbolic(request: Request) -> Program:
             within(request.autocast),
             tracer.guard.tracing(_recorded_factories(tracer)),
             recording(tracer.record_boundary),
-            tracer.regions.kept(),
+            tracer.regions.as_nodes(),
             cutting(request.module, request.cuts, request.may_lack_cuts),
         ):
             graph = tracer.trace(request.module)
@@ -214,13 +214,13 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # modules of the loss function are no submodules of the model: the tracer traces through them
-        known = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
-        if known and self.is_leaf_module(m, ""):
+        is_submodule = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
+        if is_submodule and self.is_leaf_module(m, ""):
             self._refuse_swapped(m)
             self._refuse_hidden_cut(m)
         else:
             _refuse_backward_hooks(m)
-        if not known:
+        if not is_submodule:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -257,7 +257,7 @@ class _Tracer(fx.Tracer):
         self.effects[node.name] = call.effects
         node.meta["val"] = tuple(call.seen.likes)  # the planner fakes the result from these if the call cannot run
         node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
-        return [returned[place] for place in range(len(call.seen.likes))]
+        return [returned[index] for index in range(len(call.seen.likes))]
 
     # tensors
 
@@ -361,7 +361,7 @@ class _SymbolicGuard(CaptureGuard):
         with self.preserving():
             for snapshot in self.snapshots.values():
                 self._state.names = snapshot.storages() | self._state.names
-            self._state.held = frozenset(self._state.names)
+            self._state.model_storages = frozenset(self._state.names)
             try:
                 with self._state, self.forward(patches, _RETURN_IT):
                     yield
@@ -405,7 +405,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changing = changing
         self.names: dict[int, str] = {}
         """Storage that forward may not write → the name of its tensor."""
-        self.held: frozenset[int] = frozenset()
+        self.model_storages: frozenset[int] = frozenset()
         """The storages among ``names`` that belong to the model."""
         self.computed_with: dict[int, tuple[str, Tensor]] = {}
 
@@ -435,7 +435,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "be the same ever after",
                 "use it as self.<name>, which is recorded",
             )
-        if storage in self.held and func not in _ALIASES:
+        if storage in self.model_storages and func not in _ALIASES:
             self.computed_with.setdefault(storage, (self.names[storage], tensor))
 
 
