@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """A collective call that this rank has entered: the ``place``-th call of its pipe group and the ``number``-th call
+    """A collective call that this rank has entered: the ``local``-th call of its pipe group and the ``number``-th call
     of all ranks; ``number`` is 0 if only a pipe group makes the call."""
 
-    place: int
+    local: int
     number: int
     name: str
 
@@ -88,7 +88,7 @@ class Activity:
 
     def forget(self, epoch: int) -> None:
         """Restarts the counts of calls, as all ranks do for a new transport."""
-        self.epoch, self.place, self.number = epoch, 0, 0
+        self.epoch, self.local, self.number = epoch, 0, 0
         # Tuples are replaced, never changed, so that the watchdog's thread reads a consistent state without a lock.
         self.calls: tuple[Call, ...] = ()
         self.inside: tuple[Phase, ...] = ()
@@ -139,8 +139,8 @@ def announced(name: str, of_all: bool = True, extends: bool = False, alike: Alik
     entered.name, entered.alike = name, alike
     # High bits: the call; low bits: the digest. Ranks compare both as a single number.
     entered.mark = zlib.crc32(name.encode()) << ALIKE_BITS | alike.digest
-    here.place, here.number = here.place + 1, here.number + of_all
-    here.calls = (*here.calls[1 - CALLS_KEPT :], Call(here.place, of_all and here.number, name))
+    here.local, here.number = here.local + 1, here.number + of_all
+    here.calls = (*here.calls[1 - CALLS_KEPT :], Call(here.local, of_all and here.number, name))
     with phase(name, extends):
         yield
 
@@ -173,7 +173,7 @@ def words(mark: int, values: Sequence[bytes]) -> tuple[int, int, int, int]:
     A gloo all-gather takes as many sequential hops as the group has ranks; a maximum over a few numbers is far faster.
     All ranks have the same hash h if max(h) = min(h), where min(h) = −max(−h)."""
     call, alike = mark >> ALIKE_BITS, mark & _ALIKE
-    each_once = {value: place for place, value in enumerate(dict.fromkeys(values))}  # values may be long
+    each_once = {value: index for index, value in enumerate(dict.fromkeys(values))}  # values may be long
     text = repr((call, list(each_once), [each_once[value] for value in values]))
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
     # Numbers on the wire are 0 or more: most − h replaces −h. A rank sends 0 if nothing must be the same.
@@ -193,5 +193,5 @@ def first_difference(mine: Sequence[Call], theirs: Sequence[Call], same_pipe: bo
     ('save', 'step')
     """
     # Compare by the count that both share: in the same pipe group all calls, otherwise only calls of all ranks.
-    ours, others = ({call.place if same_pipe else call.number: call.name for call in calls} for calls in (mine, theirs))
+    ours, others = ({call.local if same_pipe else call.number: call.name for call in calls} for calls in (mine, theirs))
     return next(((name, others[at]) for at, name in ours.items() if at and others.get(at, name) != name), None)

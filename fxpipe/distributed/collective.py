@@ -137,16 +137,16 @@ class ThreadedChain:
         self._done = [threading.Event() for _ in steps]
         self._error: Exception | None = None
 
-    def run(self, place: int, perform: Callable[[Collective], object]) -> None:
-        """Performs step ``place`` after the previous step is done."""
-        if place:
-            self._done[place - 1].wait()
+    def run(self, index: int, perform: Callable[[Collective], object]) -> None:
+        """Performs step ``index`` after the previous step is done."""
+        if index:
+            self._done[index - 1].wait()
         # Remove the step from the chain, so that its buffers are freed after it has run.
-        step, self._steps[place] = self._steps[place], None
+        step, self._steps[index] = self._steps[index], None
         # After an error later steps are skipped, but still marked as done: their threads must go on.
         if self._error is None and step is not None:
             self._error = step.run(perform, self._what) or self._error
-        self._done[place].set()
+        self._done[index].set()
 
     def fail(self, error: Exception) -> None:
         """Skips the remaining steps; ``wait`` raises the error."""
@@ -215,8 +215,8 @@ class Threads:
     def start(self, steps: Sequence[Collective], what: str) -> Work:
         chain = ThreadedChain(steps, what, self._waiting)
         self._chains.add(chain)
-        for place, step in enumerate(steps):
-            self._lane(step.scope).put(partial(chain.run, place, self._perform))
+        for index, step in enumerate(steps):
+            self._lane(step.scope).put(partial(chain.run, index, self._perform))
         return chain
 
     def _lane(self, scope: Scope) -> _Lane:

@@ -81,5 +81,5 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
 def replicas_of(topology: Topology) -> list[int]:
     """Returns the ranks that run this rank's stages, including the ranks of its tensor group."""
     pipes = topology.groups("pipe")
-    place = next(pipe.index(dist.get_rank()) for pipe in pipes if dist.get_rank() in pipe)
-    return sorted(pipe[place] for pipe in pipes)
+    index = next(pipe.index(dist.get_rank()) for pipe in pipes if dist.get_rank() in pipe)
+    return sorted(pipe[index] for pipe in pipes)

@@ -26,7 +26,7 @@ def link_speeds(transport: Transport, per_node: int, numbers: int) -> dict[str, 
     ranks carries 2n(k − 1)/k bytes of an all-reduce of n bytes, and half as many of a reduce-scatter.
     """
     pipe, data, here = transport.ranks("pipe"), transport.ranks("data"), transport.pipe_rank
-    size, found = len(data), dict[str, float]()
+    size, figures = len(data), dict[str, float]()
     buffer, spare = (torch.zeros(numbers // size * size, device=transport.device) for _ in range(2))
 
     def there_and_back(low: int, part: Tensor) -> None:
@@ -50,9 +50,9 @@ def link_speeds(transport: Transport, per_node: int, numbers: int) -> dict[str, 
         rate = carried * (buffer.nbytes - parts[0].nbytes) / (large - small if large > small else large)
         where = "inside nodes" if ranks[0] // per_node == ranks[-1] // per_node else "between nodes"
         if what != "message" or ranks[0] == transport.rank:  # the first rank of a pair reports
-            found[f"{what} {where}: latency [µs]"] = small / messages * 1e6
-            found[f"{what} {where}: bandwidth [GB/s]"] = rate / 1e9
-    return found
+            figures[f"{what} {where}: latency [µs]"] = small / messages * 1e6
+            figures[f"{what} {where}: bandwidth [GB/s]"] = rate / 1e9
+    return figures
 
 
 def _seconds(turn: Callable[[], None], buffer: Tensor, spare: Tensor) -> float:

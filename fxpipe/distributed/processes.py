@@ -97,15 +97,15 @@ def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torc
         if device == "cpu" != served.type:
             raise RunError(f'torch.distributed was started for {served.type}; call fxpipe.init(device="cpu") first')
         return served
-    place = torchrun_place(os.environ) or slurm_place(os.environ)
-    if place is None:
+    process = torchrun_place(os.environ) or slurm_place(os.environ)
+    if process is None:
         return own
     # Select the GPU first: the process group is bound to the GPU, and otherwise all ranks would work on GPU 0.
     if is_accelerator(own):
-        own = torch.device(own.type, _gpu(place, torch.accelerator.device_count()))
+        own = torch.device(own.type, _gpu(process, torch.accelerator.device_count()))
         torch.accelerator.set_device_index(own)
-    _join(place, own, timeout)
-    if place.world_size > 1:
+    _join(process, own, timeout)
+    if process.world_size > 1:
         watchdog()
     return own
 
@@ -208,49 +208,49 @@ def _number(
     return int(text)
 
 
-def _gpu(place: ProcessPlace, count: int) -> int:
-    if place.local_rank < count:
-        return place.local_rank
-    if place.gpu_may_be_private and count == 1:
+def _gpu(process: ProcessPlace, count: int) -> int:
+    if process.local_rank < count:
+        return process.local_rank
+    if process.gpu_may_be_private and count == 1:
         return 0
     raise TopologyError(
-        f"local rank {place.local_rank} has no GPU, for this process sees {count}: start at most {count} "
+        f"local rank {process.local_rank} has no GPU, for this process sees {count}: start at most {count} "
         'processes per node, or call fxpipe.init(device="cpu") first to run on the CPU'
     )
 
 
-def _join(place: ProcessPlace, device: torch.device, timeout: float) -> None:
+def _join(process: ProcessPlace, device: torch.device, timeout: float) -> None:
     kind = device.type
     backends = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-    host = f"[{place.address}]" if ":" in place.address else place.address  # an IPv6 address
+    host = f"[{process.address}]" if ":" in process.address else process.address  # an IPv6 address
     try:
-        store = _reached(place, timeout)
-        _check_world_size(store, place, timeout)
+        store = _reached(process, timeout)
+        _check_world_size(store, process, timeout)
         dist.init_process_group(
             backends,
             store=store,
-            world_size=place.world_size,
-            rank=place.rank,
+            world_size=process.world_size,
+            rank=process.rank,
             timeout=datetime.timedelta(seconds=timeout),
             device_id=None if kind == "cpu" else device,
         )
     except (RuntimeError, TimeoutError) as error:  # torch's own error types, and gloo's plain RuntimeError
         reason = str(error) or "nobody has answered"
         raise RunError(
-            f"rank {place.rank} of {place.world_size} could not meet the others at {host}:{place.port}: "
+            f"rank {process.rank} of {process.world_size} could not meet the others at {host}:{process.port}: "
             f"{reason}; check that all of them were started, and that MASTER_ADDR and MASTER_PORT (or SLURM's "
             "node list and job id, which stand in for them) name a free port on the host of rank 0"
         ) from error
     atexit.register(_leave)
 
 
-def _reached(place: ProcessPlace, timeout: float) -> Store:
+def _reached(process: ProcessPlace, timeout: float) -> Store:
     """Returns ``_store``, or raises TimeoutError: torch's client waits for an answer from the port without a limit."""
     later: Future[Store] = Future()
 
     def connect() -> None:
         try:
-            later.set_result(_store(place, timeout))
+            later.set_result(_store(process, timeout))
         except BaseException as error:
             later.set_exception(error)
 
@@ -258,41 +258,41 @@ def _reached(place: ProcessPlace, timeout: float) -> Store:
     return later.result(timeout + _GRACE)
 
 
-def _store(place: ProcessPlace, timeout: float) -> Store:
+def _store(process: ProcessPlace, timeout: float) -> Store:
     """Opens the store at which the processes meet, with a key prefix that no other job, restart or start uses.
 
     torchrun's default store outlives restarts and ``destroy_process_group``, and still holds the addresses of dead
     processes. Another SLURM job may have the same port.
     """
-    is_master = place.rank == 0 and not place.restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_master = process.rank == 0 and not process.restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = TCPStore(
-        place.address,
-        place.port,
+        process.address,
+        process.port,
         is_master=is_master,
         timeout=datetime.timedelta(seconds=timeout),
         wait_for_workers=False,
-        multi_tenant=not place.job,
+        multi_tenant=not process.job,
     )
-    own = PrefixStore(f"job {place.job}" if place.job else f"restart {place.restarts}", store)
-    return PrefixStore(f"start {own.add(f'starts of rank {place.rank}', 1)}", own)
+    own = PrefixStore(f"job {process.job}" if process.job else f"restart {process.restarts}", store)
+    return PrefixStore(f"start {own.add(f'starts of rank {process.rank}', 1)}", own)
 
 
-def _check_world_size(store: Store, place: ProcessPlace, timeout: float) -> None:
+def _check_world_size(store: Store, process: ProcessPlace, timeout: float) -> None:
     """RuntimeError if a process's world size differs from the first process's, or a process does not come in time."""
     sizes: Any = PrefixStore("world size", store)  # the store's values are bytes, unlike its annotations
-    is_first = place.rank == 0
-    ranks = range(1, place.world_size) if is_first else [0]
+    is_first = process.rank == 0
+    ranks = range(1, process.world_size) if is_first else [0]
     if is_first:
-        sizes.set("0", str(place.world_size))
+        sizes.set("0", str(process.world_size))
     with contextlib.suppress(RuntimeError):  # raised at the timeout
         sizes.wait([str(rank) for rank in ranks], datetime.timedelta(seconds=timeout))
-    found = {rank: int(sizes.get(str(rank))) for rank in ranks if sizes.check([str(rank)])}
+    size_of = {rank: int(sizes.get(str(rank))) for rank in ranks if sizes.check([str(rank)])}
     if not is_first:  # set after reading: the first process may then end at once, and the store with it
-        sizes.set(str(place.rank), str(place.world_size))
-    for rank, size in found.items():
-        if size != place.world_size:
-            raise RuntimeError(f"WORLD_SIZE (or SLURM_NTASKS) is {place.world_size} here, and {size} on rank {rank}")
-    if late := [rank for rank in ranks if rank not in found]:
+        sizes.set(str(process.rank), str(process.world_size))
+    for rank, size in size_of.items():
+        if size != process.world_size:
+            raise RuntimeError(f"WORLD_SIZE (or SLURM_NTASKS) is {process.world_size} here, and {size} on rank {rank}")
+    if late := [rank for rank in ranks if rank not in size_of]:
         raise RuntimeError(f"{len(late)} of them have not come within {timeout:g} s, first rank {late[0]}")
 
 

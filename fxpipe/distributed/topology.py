@@ -201,18 +201,18 @@ class Topology(Tabular):
         Raises:
             TopologyError: an axis is unknown, given twice or missing, or an index is outside its axis.
         """
-        given: dict[str, int] = {}
+        index_of: dict[str, int] = {}
         for name, value in coordinate.items():
             role, index, size = role_of(name), whole(value, f"the index {name}"), self.size(name)
-            if role in given:
+            if role in index_of:
                 raise TopologyError(f"{_call(coordinate)} gives the {role} axis twice: keep one of its names")
             if not 0 <= index < size:
                 raise TopologyError(
                     f"{name}={index} is outside {shape(self._axes)}: "
                     + (f"indices along {name} are 0 to {size - 1}" if size > 1 else "the only index there is 0")
                 )
-            given[role] = index
-        missing = {name: 0 for name, _ in self._axes if ROLES[name] not in given}
+            index_of[role] = index
+        missing = {name: 0 for name, _ in self._axes if ROLES[name] not in index_of}
         if missing:
             names = ", ".join(f'"{name}"' for name in missing)
             raise TopologyError(
@@ -221,7 +221,7 @@ class Topology(Tabular):
         # The row-major index, by Horner's rule.
         rank = 0
         for role, index in self._index.items():
-            rank = rank * self._sizes[index] + given[role]
+            rank = rank * self._sizes[index] + index_of[role]
         return rank
 
     def groups(self, axis: str) -> list[list[int]]:
@@ -464,10 +464,10 @@ class Topology(Tabular):
             nodes = f"{self._ranks_per_node} to a node"
             groups |= {"shard": self.shard_groups(), "replica": self.replica_groups()}
         rows = []
-        for name, found in groups.items():
+        for name, members in groups.items():
             # Shard and replica groups can differ in size: a data group may fit into a node, and the next straddle two.
-            lengths = " or ".join(map(str, sorted(set(map(len, found)))))
-            rows.append((name, lengths, listed(found), "yes" if self._cross_nodes(found) else "no"))
+            lengths = " or ".join(map(str, sorted(set(map(len, members)))))
+            rows.append((name, lengths, listed(members), "yes" if self._cross_nodes(members) else "no"))
         table = tabulate(rows, headers=("axis", "size", "groups", "crosses nodes"), colalign=("left", "right"))
         return f"{self._world_size} ranks, {nodes}\n{table}"
 
@@ -535,5 +535,5 @@ def _new_group(groups: list[list[int]]) -> ProcessGroup:
     """Makes all ``groups``, as every rank must, and returns the group that this rank is in."""
     import torch.distributed as dist
 
-    made: list[tuple[list[int], ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    return next(group for ranks, group in made if dist.get_rank() in ranks)
+    created: list[tuple[list[int], ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next(group for ranks, group in created if dist.get_rank() in ranks)

@@ -63,11 +63,11 @@ def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
 
 
 class _PairLink(NamedTuple):
-    """A directed pair of this rank and ``peer``. ``place``: the peer's rank in the group."""
+    """A directed pair of this rank and ``peer``. ``group_rank``: the peer's rank in the group."""
 
     group: dist.ProcessGroup
     peer: int
-    place: int
+    group_rank: int
 
 
 class DistributedTransport:
@@ -171,15 +171,15 @@ class DistributedTransport:
     def _waiting(self, what: Callable[[], tuple[str, Scope]]) -> Iterator[Callable[[], None]]:
         """Registers a wait in slices with the watchdog; yields the function to call after each slice."""
 
-        def found() -> tuple[str, Sequence[int]]:
+        def event() -> tuple[str, Sequence[int]]:
             words, scope = what()
             return words, [rank for rank in self.ranks(scope) if rank != self.rank]
 
         def look_up() -> None:
             if self._closed or self.watchdog.verdict(self.number) is not None:
-                raise PeerLost(*found())
+                raise PeerLost(*event())
 
-        here.waiting = Waiting(self.number, self.timeout, time.monotonic(), found, lambda: None)
+        here.waiting = Waiting(self.number, self.timeout, time.monotonic(), event, lambda: None)
         try:
             yield look_up
         finally:
@@ -247,7 +247,7 @@ class DistributedTransport:
         """Starts a send or receive, as ``dist.isend`` and ``irecv`` do after their checks."""
         call = link.group.send if sends else link.group.recv
         try:
-            return _Transfer(self, call([buffer], link.place, 0), link.peer, sends)
+            return _Transfer(self, call([buffer], link.group_rank, 0), link.peer, sends)
         except RuntimeError as error:
             raise PeerLost(f"a message with {self.watchdog.named(link.peer)}", (link.peer,), error) from None
 

@@ -124,11 +124,11 @@ class LocalTransport(Transport):
     open = open_more = all_reduce = broadcast = abort = close = _nothing
 
 
-def member(transport: Transport, scope: str, place: int) -> str:
-    """Names rank number ``place`` of a group, with its rank in the topology: "rank 6 (pipe 3)"."""
+def member(transport: Transport, scope: str, rank: int) -> str:
+    """Names rank ``rank`` of a group, with its rank in the topology: "rank 6 (pipe 3)"."""
     if transport.pipe_rank is None:  # a single process plays all pipe ranks
-        return f"{scope} rank {place}"
-    return f"rank {transport.ranks(scope)[place]} ({scope} {place})"
+        return f"{scope} rank {rank}"
+    return f"rank {transport.ranks(scope)[rank]} ({scope} {rank})"
 
 
 @contextlib.contextmanager

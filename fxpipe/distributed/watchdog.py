@@ -107,8 +107,8 @@ class Watchdog:
         """Names a rank with its coordinates: "rank 3 (pipe 1, data 1)"."""
         shown = ""
         if (topology := self._topology) is not None:
-            place = topology.coordinate(rank)
-            shown = ", ".join(f"{axis} {place[axis]}" for axis, size in topology.axes if size > 1)
+            coordinate = topology.coordinate(rank)
+            shown = ", ".join(f"{axis} {coordinate[axis]}" for axis, size in topology.axes if size > 1)
         return f"rank {rank} ({shown})" if shown else f"rank {rank}"
 
     def take_up(self, number: int, topology: Topology) -> None:
@@ -147,10 +147,10 @@ class Watchdog:
         # The end of a rank shows at once, its reason only at the next exchange: hence repeated checks. A stopped rank
         # reports nothing.
         until, others = time.monotonic() + seconds, ranks or self._peers
-        while (found := self.verdict(number)) is None:
+        while (ending := self.verdict(number)) is None:
             self._lost(ranks, 0.0)  # records the time: only an exchange that begins later has read the last report
             self._heartbeat.refresh()
-            if (found := self.verdict(number) or self._lost(ranks, 0.0)) is not None:
+            if (ending := self.verdict(number) or self._lost(ranks, 0.0)) is not None:
                 break
             quiet = [rank for rank in others if self._heard(rank).system == "stopped"]
             if time.monotonic() > until or (quiet and _TIMED_OUT in reason):
@@ -158,7 +158,7 @@ class Watchdog:
                 text = "; ".join(["a connection broke", *self._described(quiet or ranks), *filter(None, [reason])])
                 return Ending(text, tuple(quiet))
             self._stopping.wait(_SOON)
-        return found
+        return ending
 
     def message(self, ending: Ending, waited_for: str) -> str:
         """Returns this rank's message on why the run ends. ``waited_for``: the event that this rank waited for."""
@@ -169,7 +169,7 @@ class Watchdog:
 
     def difference(self, everyone: Mapping[int, Mapping[str, str]]) -> str:
         """Describes facts that differ, as "zero is 1 on rank 0 and 2 others, and 0 on rank 3 (pipe 1)"; or empty."""
-        found = []
+        texts = []
         for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
             ranks: dict[str, list[int]] = {}
             for rank, facts in everyone.items():
@@ -179,8 +179,8 @@ class Watchdog:
                 others = f" and {len(some) - _COMPARED} others" if len(some) > _COMPARED else ""
                 parts.append(f"{value:.{_LONGEST}} on {', '.join(map(self.named, some[:_COMPARED]))}{others}")
             if len(ranks) > 1:
-                found.append(f"{name} is {', and '.join(parts)}")
-        return "; ".join(found[:_COMPARED])
+                texts.append(f"{name} is {', and '.join(parts)}")
+        return "; ".join(texts[:_COMPARED])
 
     def apart(self, calls: Mapping[int, str]) -> str:
         """Returns a message that says which ranks are in which calls."""
@@ -254,8 +254,8 @@ class Watchdog:
             waiting = here.waiting
             if waiting is not None and ctrl_c:
                 waiting.end()  # then Python's own handler runs, and raises KeyboardInterrupt
-            elif waiting is not None and (found := self.verdict(waiting.number) or self._judged(waiting)):
-                self.judge(waiting.number, found)
+            elif waiting is not None and (ending := self.verdict(waiting.number) or self._judged(waiting)):
+                self.judge(waiting.number, ending)
                 waiting.end()
 
     def _judged(self, waiting: Waiting) -> Ending | None:
@@ -267,9 +267,9 @@ class Watchdog:
         if age < LOOK_AFTER:
             return None
         words, ranks = waiting.what()
-        found = self._lost(ranks, _LEFT) or self._elsewhere()
-        if found is not None:
-            return found
+        ending = self._lost(ranks, _LEFT) or self._elsewhere()
+        if ending is not None:
+            return ending
         # Ranks that wait for the same event have arrived; the other ranks are late, and may explain the wait.
         late = [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks
         heard = [self._heard(rank) for rank in late if self._heard(rank).system != "stopped"]
@@ -306,8 +306,8 @@ class Watchdog:
                     gone.append(rank)
                 if heard.report.left and rank in waited_for and now - since >= patience:
                     left.append(rank)
-        found = gone or left
-        return Ending("; ".join(self._described(found)), tuple(found)) if found else None
+        ranks = gone or left
+        return Ending("; ".join(self._described(ranks)), tuple(ranks)) if ranks else None
 
     def _elsewhere(self) -> Ending | None:
         """Returns an ending for a rank whose calls differ from this rank's calls; else None."""

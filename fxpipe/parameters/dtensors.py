@@ -57,15 +57,15 @@ def whole_of(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def part_of(held: Tensor, given: Tensor) -> Tensor:
-    """The part of ``given``, a full tensor or spread like ``held``, for ``held``'s local shard; no communication."""
-    if is_dtensor(given) or not is_dtensor(held):
-        return local(given)
+def part_of(like: Tensor, value: Tensor) -> Tensor:
+    """The part of ``value``, a full tensor or spread like ``like``, for ``like``'s local shard; no communication."""
+    if is_dtensor(value) or not is_dtensor(like):
+        return local(value)
     from torch.distributed.tensor import distribute_tensor
 
     # src_data_rank=None: each rank has the same full tensor and takes its own part of it.
-    given = given.detach().to(held.device)
-    return local(distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None))
+    value = value.detach().to(like.device)
+    return local(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
 
 
 def shard_of(spread: DTensor, whole: Tensor) -> DTensor:
@@ -81,7 +81,7 @@ def description_of(tensor: Tensor) -> str:
     if not is_dtensor(tensor):
         return "whole"
     mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or tuple(f"dimension {place}" for place in range(mesh.ndim))
+    names = mesh.mesh_dim_names or tuple(f"dimension {index}" for index in range(mesh.ndim))
     parts = zip(tensor.placements, names, mesh.mesh.shape, strict=True)
     return ", ".join(f"{placement} over {name} of {size}" for placement, name, size in parts)
 

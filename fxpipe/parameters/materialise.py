@@ -33,7 +33,7 @@ from fxpipe.validation import shown
 
 
 @dataclass(frozen=True)
-class _HeldTensor:
+class _ModelTensor:
     """A tensor of the model. ``names``: all its names. ``key``: its name in the checkpoint, or None if absent there."""
 
     tensor: Tensor
@@ -76,21 +76,21 @@ def materialise(
     tensors = _tensors_of(model, weights)
     if weights is not None:
         _check_complete(tensors, weights, init_fn)
-    mine = [held for held in tensors if not set(held.names).isdisjoint(names)]
-    missing = [held for held in mine if held.key is None and held.tensor.is_meta]
+    mine = [entry for entry in tensors if not set(entry.names).isdisjoint(names)]
+    missing = [entry for entry in mine if entry.key is None and entry.tensor.is_meta]
     if missing and init_fn is None:
         raise RunError(
             f"{missing[0].names[0]} is a buffer on the meta device that no checkpoint holds (persistent=False); pass "
             "init_fn= (model._init_weights for a Hugging Face model, fxpipe.reset_parameters for modules of torch.nn)"
         )
     # First memory for all tensors, then init_fn, then the checkpoint: init_fn does not see the checkpoint's values.
-    new = {id(held.tensor): _real(held, device) for held in mine if held.tensor.is_meta}
+    new = {id(entry.tensor): _real(entry, device) for entry in mine if entry.tensor.is_meta}
     replace_tensors(model, new)
     if missing and init_fn is not None:
-        _initialise(model, {held.names: new[id(held.tensor)] for held in missing}, init_fn, seed, device)
-    for held in mine:
-        if weights is not None and held.key is not None:
-            weights.read_into(held.key, new.get(id(held.tensor), held.tensor).detach())
+        _initialise(model, {entry.names: new[id(entry.tensor)] for entry in missing}, init_fn, seed, device)
+    for entry in mine:
+        if weights is not None and entry.key is not None:
+            weights.read_into(entry.key, new.get(id(entry.tensor), entry.tensor).detach())
     return new
 
 
@@ -148,9 +148,9 @@ def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights |
 # --- the model's tensors, and which of them the checkpoint has
 
 
-def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
+def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_ModelTensor]:
     """Every tensor of the model once, in the model's order."""
-    known = frozenset(weights.names) if weights is not None else frozenset()
+    saved = frozenset(weights.names) if weights is not None else frozenset()
     # A tensor is saved unless all of its names are of buffers with persistent=False, or of a loss function.
     passing = {
         f"{path}.{leaf}".removeprefix(".")
@@ -161,23 +161,23 @@ def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_HeldTensor]:
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in all_tensors(model).items():
         aliases.setdefault(tensor, []).append(name)
-    found = []
+    entries = []
     for tensor, names in aliases.items():
-        key = next((name for name in names if name in known), None)
-        found.append(_HeldTensor(tensor, tuple(names), key, not passing.issuperset(names)))
-    return found
+        key = next((name for name in names if name in saved), None)
+        entries.append(_ModelTensor(tensor, tuple(names), key, not passing.issuperset(names)))
+    return entries
 
 
-def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: InitFn | None) -> None:
+def _check_complete(tensors: Sequence[_ModelTensor], weights: Weights, init_fn: InitFn | None) -> None:
     """Raises CheckpointError if the checkpoint does not fit; warns of missing tensors that ``init_fn`` will make."""
-    for held in tensors:
-        if held.key is not None:
-            weights.check_fits(held.key, held.names[0], held.tensor)
-    saved = [held for held in tensors if held.is_saved]
-    absent = [held.names[0] for held in saved if held.key is None]
+    for entry in tensors:
+        if entry.key is not None:
+            weights.check_fits(entry.key, entry.names[0], entry.tensor)
+    saved = [entry for entry in tensors if entry.is_saved]
+    absent = [entry.names[0] for entry in saved if entry.key is None]
     if not absent:
         return
-    borne = {name for held in tensors for name in held.names}
+    borne = {name for entry in tensors for name in entry.names}
     others = [name for name in weights.names if name not in borne]
     lacking = f"{weights.path} lacks {len(absent)} of the model's {len(saved)} tensors, first {absent[0]!r}"
     if init_fn is None or len(absent) == len(saved):
@@ -187,18 +187,18 @@ def _check_complete(tensors: Sequence[_HeldTensor], weights: Weights, init_fn: I
         raise CheckpointError(f"{lacking}{nearest(absent[0], others)}; {remedy}")
     if is_teller():
         unused = f"; {len(others)} of its own are not used, first {others[0]!r}" if others else ""
-        made = "init_fn makes those on the meta device, others stay as they are"
-        warnings.warn(printable(f"{lacking}; {made}{unused}"), stacklevel=3)
+        source = "init_fn makes those on the meta device, others stay as they are"
+        warnings.warn(printable(f"{lacking}; {source}{unused}"), stacklevel=3)
 
 
 # --- new tensors
 
 
-def _real(held: _HeldTensor, device: torch.device) -> Tensor:
+def _real(entry: _ModelTensor, device: torch.device) -> Tensor:
     """A tensor on ``device`` with the form of the meta tensor; the tensor's memory is not initialised."""
-    meta = held.tensor
+    meta = entry.tensor
     if has_hooks(meta):
-        raise RunError(f"{held.names[0]} is on the meta device and has a hook, which would be lost; register it later")
+        raise RunError(f"{entry.names[0]} is on the meta device and has a hook, which would be lost; register it later")
     tensor = torch.empty_like(meta, device=device, requires_grad=False)
     if isinstance(meta, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
@@ -331,8 +331,8 @@ class _SeededWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextlib.contextmanager
 def _only(model: nn.Module, tensors: Any) -> Iterator[None]:
     """While the context is open, meta tensors replace all real tensors of the model except ``tensors``."""
-    kept = {id(tensor) for tensor in tensors}
-    hidden = [tensor for tensor in all_tensors(model).values() if not tensor.is_meta and id(tensor) not in kept]
+    exempt = {id(tensor) for tensor in tensors}
+    hidden = [tensor for tensor in all_tensors(model).values() if not tensor.is_meta and id(tensor) not in exempt]
     stand_ins = {id(tensor): on_meta(tensor) for tensor in hidden}
     replace_tensors(model, stand_ins)
     try:

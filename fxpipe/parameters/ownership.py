@@ -68,14 +68,14 @@ def _reaches_nothing(name: str, instead: str) -> Any:
 
     @functools.wraps(original)
     def method(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _is_held(part):
+        if _is_original(part):
             raise RunError(f"{name}() of forward_backward.module reaches nothing: its parts {instead}")
         return original(part, *args, **kwargs)
 
     return method
 
 
-class _HeldPart(nn.Module):
+class _RankPart(nn.Module):
     """A part of ``RankModule`` that holds tensors of the stages. The part raises RunError for changes that the stages
     would not see. A copy of the part, such as for weight averaging, behaves like any module."""
 
@@ -96,7 +96,7 @@ class _HeldPart(nn.Module):
         """The tensors and modules that the part holds. Raises RunError if ``value`` would replace that of this name."""
         # The same object may be set again: nothing changes.
         own = self._parameters | self._buffers | self._modules
-        if _is_held(self) and own.get(name, value) is not value:
+        if _is_original(self) and own.get(name, value) is not value:
             kind = "module" if name in self._modules else "tensor"
             raise RunError(
                 f"{name} is set to another {kind} than the stages hold, and they would go on with the old one; change "
@@ -116,7 +116,7 @@ class _HeldPart(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         own = self._check_same(name, value)
         is_new = name not in own and name != "training" and not name.startswith("_")
-        if _is_held(self) and is_new and hasattr(vars(self)[_ORIGINAL], name):
+        if _is_original(self) and is_new and hasattr(vars(self)[_ORIGINAL], name):
             raise RunError(
                 f"{name} is set in forward_backward.module, but stages use nothing of that but tensors; set it in the "
                 "model that was given to fxpipe.compile"
@@ -124,29 +124,29 @@ class _HeldPart(nn.Module):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if _is_held(self) and name in self._parameters | self._buffers | self._modules:
+        if _is_original(self) and name in self._parameters | self._buffers | self._modules:
             raise RunError(
                 f"{name} is what the stages hold, and they would go on with it; change the model before fxpipe.compile"
             )
         super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        if _is_held(self):
+        if _is_original(self):
             raise RunError("move or cast the model before fxpipe.compile; its stages hold these very tensors")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
-def _is_held(part: nn.Module) -> bool:
+def _is_original(part: nn.Module) -> bool:
     return vars(part).get(_HELD) == id(part)
 
 
 for _hook in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
     _instead = "are never called; register it on the model that is given to fxpipe.compile, before"
-    setattr(_HeldPart, f"register_{_hook}", _reaches_nothing(f"register_{_hook}", _instead))
+    setattr(_RankPart, f"register_{_hook}", _reaches_nothing(f"register_{_hook}", _instead))
 
 
-class RankModule(_HeldPart):
+class RankModule(_RankPart):
     """One rank's part of a model: the parameters and buffers that the rank holds, under the model's own names.
 
     ``train()`` and ``eval()`` set the mode of the whole model, so that functional dropout follows. ``replica``: the
@@ -169,18 +169,18 @@ class RankModule(_HeldPart):
             self.register_state_dict_post_hook(mark_own_buffers)  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        if assign and _is_held(self):
+        if assign and _is_original(self):
             raise RunError(
                 "load_state_dict(assign=True) would put other tensors here than the stages hold; leave it out"
             )
         return super().load_state_dict(state_dict, strict, assign)
 
 
-def _submodule(root: _HeldPart, path: str) -> nn.Module:
+def _submodule(root: _RankPart, path: str) -> nn.Module:
     part: nn.Module = root
     for name in path.split(".") if path else ():
         if name not in part._modules:
-            part.add_module(name, _HeldPart(vars(part)[_ORIGINAL].get_submodule(name)))
+            part.add_module(name, _RankPart(vars(part)[_ORIGINAL].get_submodule(name)))
         part = part.get_submodule(name)
     return part
 
@@ -223,7 +223,7 @@ def why_elsewhere(graph: StageGraph, owners: Ownership) -> dict[str, str]:
         for name in stage.tensors:
             users[id(tensors[name])].append(stage.name)
     for name, tensor in tensors.items():
-        ranks = ", ".join(str(rank) for rank, held in enumerate(owners.names) if name in held)
+        ranks = ", ".join(str(rank) for rank, own in enumerate(owners.names) if name in own)
         stages = ", ".join(users[id(tensor)]) or "none uses it"
         why[name] = f"{name} is held by pipe rank {ranks} (stage {stages}), {_NO_VALUES}"
     return why
@@ -308,13 +308,13 @@ def full_state_dict(
     A collective call of the pipe group; with shards, of all ranks. The tensors are on ``device``, except in a process
     that plays every rank.
     """
-    held = mine.state_dict()
+    own = mine.state_dict()
     state: dict[str, Tensor] = {}
     own_names = names_in_model(model)
     for name, like in tensors_of(model).items():
         own_name = own_names[name]
         owner = next(rank for rank, names in enumerate(owners.names) if own_name in names)
-        tensor = held.get(own_name, like)
+        tensor = own.get(own_name, like)
         # Broadcasts one tensor at a time, so that memory holds the result and at most one more tensor.
         if transport.pipe_rank is not None:
             if transport.pipe_rank == owner:
@@ -357,24 +357,24 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
     own_names = names_in_model(model)  # torch's checkpoint_wrapper renames entries, for example
     state = {own_names.get(name, name): value for name, value in state.items()}
-    held, whole = module.state_dict(keep_vars=True), set(own_names.values())
+    targets, whole = module.state_dict(keep_vars=True), set(own_names.values())
     unknown = [name for name in state if name not in whole]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
     plain = names_in_model(plain_model(model)).values()
-    held = {name: tensor for name, tensor in held.items() if name in state or name in plain}
-    missing = [name for name in held if name not in state]
+    targets = {name: tensor for name, tensor in targets.items() if name in state or name in plain}
+    missing = [name for name in targets if name not in state]
     if missing:
         raise CheckpointError(
-            f"the state dict lacks {len(missing)} of {len(held)} tensors, first {missing[0]!r}"
+            f"the state dict lacks {len(missing)} of {len(targets)} tensors, first {missing[0]!r}"
             f"{nearest(missing[0], state)}; load a plain model's state dict, or this rank's own part"
         )
-    for name, tensor in held.items():
+    for name, tensor in targets.items():
         if not isinstance(state[name], Tensor) or state[name].is_meta or state[name].layout is not torch.strided:
             raise CheckpointError(f"{name} of the state dict is {shown(state[name])}; it is a dense tensor with values")
         check_fits(name, tensor, "the state dict", state[name].shape, state[name].dtype)
     # No tensor is written until all have been checked.
     with torch.no_grad():
-        for name, tensor in held.items():
-            for into, given in pairs(local(tensor), part_of(tensor, state[name])):
-                overwrite(into, given)
+        for name, tensor in targets.items():
+            for into, source in pairs(local(tensor), part_of(tensor, state[name])):
+                overwrite(into, source)

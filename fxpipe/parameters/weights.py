@@ -70,8 +70,8 @@ def _sources_in(folder: Path) -> Iterable[WeightFile]:
     files = sorted(file for file in folder.iterdir() if file.suffix in _TORCH_SUFFIXES)
     if len(files) != 1:
         kinds = ", ".join(("*.safetensors", *_INDICES, ".metadata"))
-        found = f"{len(files)} torch files" if files else "none of them, and no torch file"
-        raise CheckpointError(f"{folder} holds {found}, so that it is no checkpoint ({kinds}); name the file to read")
+        content = f"{len(files)} torch files" if files else "none of them, and no torch file"
+        raise CheckpointError(f"{folder} holds {content}, so that it is no checkpoint ({kinds}); name the file to read")
     return map(_TorchFile, files)
 
 

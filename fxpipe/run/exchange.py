@@ -212,23 +212,23 @@ class _Wire:
     def send(self, value: Any) -> None:
         """Starts a send; does not wait."""
         # The usual case, a plain tensor with the layout of the last message: it is sent without packing.
-        known = self.layout
-        if known is not None and known.like is not None and known.like.fits(value):
+        last = self.layout
+        if last is not None and last.like is not None and last.like.fits(value):
             self._start([value.detach()])
             return
-        if known is not None and type(value) is int and value == known.number:
+        if last is not None and type(value) is int and value == last.number:
             return
-        meta, buffers = pack(value, None if known is None else known.meta)
+        meta, buffers = pack(value, None if last is None else last.meta)
         header: list[Tensor] = []
-        if known is None:
-            header, known = self._header(meta), self.learn(meta)
-        elif known.meta != meta:
+        if last is None:
+            header, last = self._header(meta), self.learn(meta)
+        elif last.meta != meta:
             raise RunError(
                 f"{self._message} is {meta.tree!r:.1000}, but for a micro-batch of these shapes it was "
-                f"{known.meta.tree!r:.1000}; what passes between stages may depend on the shape of a batch, not on its "
+                f"{last.meta.tree!r:.1000}; what passes between stages may depend on the shape of a batch, not on its "
                 "values, nor on how many came before"
             )
-        if known.like is not None:
+        if last.like is not None:
             buffers = [value.detach().resolve_neg()]
         self._start([*header, *buffers])
 

@@ -138,7 +138,7 @@ class ForwardBackward:
         if elementwise is not None:
             _check_flag(elementwise=elementwise)
         # Tied parameters have several names: a group may use any of them.
-        held = dict(self.module.named_parameters(remove_duplicate=False))
+        own = dict(self.module.named_parameters(remove_duplicate=False))
         whole = dict(self._planning.module.named_parameters(remove_duplicate=False))
         optimizer = DistributedOptimizer(
             cls,
@@ -146,7 +146,7 @@ class ForwardBackward:
             kw,
             self._reducer,
             self._transport,
-            held=held,
+            own=own,
             whole=whole,
             precision=self._planning.options.precision,
             offload=offload,
@@ -162,7 +162,7 @@ class ForwardBackward:
     @property
     def _optimizers(self) -> list[DistributedOptimizer]:
         """The optimizers that the caller still holds."""
-        return [optimizer for made in self._made if (optimizer := made()) is not None]
+        return [optimizer for reference in self._made if (optimizer := reference()) is not None]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, parameters: Any = None
@@ -201,10 +201,10 @@ class ForwardBackward:
             part = self._part(patterns, "patterns=", tensors=False)
             return grad_norms(part, self._transport, self._reducer.shards, norm_type)
 
-    def _part(self, asked: Any, asker: str, tensors: bool = True) -> dict[str, list[Piece]]:
-        """Returns name → this rank's pieces of that parameter, for the parameters that ``asked`` selects."""
+    def _part(self, selected: Any, asker: str, tensors: bool = True) -> dict[str, list[Piece]]:
+        """Returns name → this rank's pieces of that parameter, for the parameters that ``selected`` names."""
         whole = dict(self._planning.module.named_parameters(remove_duplicate=False))
-        part: dict[str, list[Piece]] = {name: [] for name in names_of(asked, whole, asker, tensors)}
+        part: dict[str, list[Piece]] = {name: [] for name in names_of(selected, whole, asker, tensors)}
         first = first_names(whole)
         for piece in self._reducer.pieces():
             part.get(first[piece.name], []).append(piece)
@@ -279,17 +279,17 @@ class ForwardBackward:
         for number, optimizer in enumerate(own):
             which = f" of optimizer {number}" if number else ""
             facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
-            facts[f"the class of optimizer {number}"] = optimizer.made
+            facts[f"the class of optimizer {number}"] = optimizer.kind
         groups = [(optimizer, *entry) for optimizer in own for entry in enumerate(optimizer.param_groups)]
-        for place, (optimizer, number, group) in enumerate(groups):
+        for index, (optimizer, number, group) in enumerate(groups):
             # An optimizer that looks across parameters finds other numbers on other ranks.
             is_everywhere = optimizer.everywhere >> number & 1
-            found = [key for key, value in group.items() if is_everywhere and isinstance(value, float)]
-            for key in sorted(optimizer.given.union(_SCHEDULED, found)):
+            floats = [key for key, value in group.items() if is_everywhere and isinstance(value, float)]
+            for key in sorted(optimizer.user_keys.union(_SCHEDULED, floats)):
                 value = group.get(key)
                 # reading a tensor's value would wait for the device
                 is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)
-                facts[f"{key} of parameter group {place}"] = value if is_plain else None
+                facts[f"{key} of parameter group {index}"] = value if is_plain else None
         # A digest has 31 bits of a mark; the digest 0 means that nothing is compared.
         digest = zlib.crc32(repr(facts).encode()) >> 1 or 1
         return Alike(digest, lambda: {name: repr(value) for name, value in facts.items()})
@@ -500,7 +500,7 @@ class ForwardBackward:
             hint = (
                 ""
                 if name[0] == "_"
-                else _ELSEWHERE.get(name) or nearest(name, [known for known in dir(type(self)) if known[0] != "_"])
+                else _ELSEWHERE.get(name) or nearest(name, [other for other in dir(type(self)) if other[0] != "_"])
             )
             raise AttributeError(f"forward_backward has no {name!r}{hint}", name=name, obj=self)
 
@@ -525,8 +525,8 @@ _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _FLAG = Expected(is_flag, "True or False")
 
 
-def _check_flag(**given: object) -> None:
-    check(RunError, dict.fromkeys(given, _FLAG), **given)
+def _check_flag(**flags: object) -> None:
+    check(RunError, dict.fromkeys(flags, _FLAG), **flags)
 
 
 _ELSEWHERE = {

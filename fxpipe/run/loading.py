@@ -108,10 +108,10 @@ def load(
         # No value changes before every rank has checked that the checkpoint fits.
         takers = {"scheduler": scheduler, "loader": loader}
         agreed(gathering, path, lambda: loading.prepare(optimizer, average, takers))
-        asked = {name for names in gathering.gather(sorted(loading.asked)) for name in names}
+        requested = {name for names in gathering.gather(sorted(loading.requested)) for name in names}
         if gathering.rank == 0:
-            loading.warn_of_what_is_left(asked)
-        agreed(gathering, path, lambda: loading.finish(bool(asked)))
+            loading.warn_of_what_is_left(requested)
+        agreed(gathering, path, lambda: loading.finish(bool(requested)))
         if gathering.rank == 0:
             continues(forward_backward, path.parent)
             log(f"fxpipe: loaded {path}")
@@ -161,7 +161,7 @@ def _candidates(folder: Path, required: bool) -> list[str]:
 
 
 class _Loading:
-    """Loads a checkpoint on a rank. ``asked``: the names of the optimizers' values that this rank takes."""
+    """Loads a checkpoint on a rank. ``requested``: the names of the optimizers' values that this rank takes."""
 
     def __init__(self, path: Path, manifest: Manifest, forward_backward: ForwardBackward, steps: Steps) -> None:
         self._path, self._manifest, self._steps, self._rank = path, manifest, steps, steps.transport.rank
@@ -204,8 +204,8 @@ class _Loading:
         # The reader reads these tensors and the optimizers' in the same pass over the files.
         self._tensors = tensors_for(list(self._trees.values()), reader.tensors)
         self._fill = reader.plan({**self._states, PLAIN: self._tensors} if self._tensors else self._states)
-        self.asked = {name for name in reader.asked if name.startswith("optim.")}
-        values = ModelValues(reader, self._manifest.ties, leave=self.asked)
+        self.requested = {name for name in reader.requested if name.startswith("optim.")}
+        values = ModelValues(reader, self._manifest.ties, leave=self.requested)
         self._model = _unrounded(self._module.state_dict(), values)
         self._fill_model = values.plan(self._model)
         # masters that no optimizer asks for are loaded into the model
@@ -215,13 +215,13 @@ class _Loading:
         ]
         self._left += ["average"] * ("average" in reader.tree and average is None)
 
-    def warn_of_what_is_left(self, asked: Set[str]) -> None:
-        """Warns of saved values that no rank loads. ``asked``: all ranks' names; empty if only the model is loaded."""
-        left, more = self._left, sorted(self._saved - asked)
+    def warn_of_what_is_left(self, requested: Set[str]) -> None:
+        """Warns of saved values that no rank loads. ``requested``: of all ranks; empty if only the model is loaded."""
+        left, more = self._left, sorted(self._saved - requested)
         more = [name for name in more if not name.endswith(f".{_NEW}")]
-        if asked and left:
+        if requested and left:
             self._warn(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
-        if asked and more:
+        if requested and more:
             self._warn(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
                 "optimizers that were saved, made of the same parameters"

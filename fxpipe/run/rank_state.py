@@ -112,26 +112,26 @@ def _take_own_part(
     ranks' tensors; returns the plans with these tensors. ``stages``: those that ``parallelize`` has changed while they
     are on the meta device. A collective call of all ranks."""
     rank = transport.pipe_rank
-    names, held = owners.of(rank), all_tensors(planning.module)
-    unmade = sorted(name for name in names if held[name].is_meta)
+    names, tensors = owners.of(rank), all_tensors(planning.module)
+    unmade = sorted(name for name in names if tensors[name].is_meta)
     if unmade and weights is None and init_fn is None:
         raise RunError(
             f"{unmade[0]} is on the meta device; pass init_fn=, or checkpoint=, and this rank's part is made there. "
             "Where an earlier fxpipe.compile gave it to another rank, build the model anew"
         )
     if unmade or weights is not None:
-        made = materialise_parts(planning.module, names, device, init_fn, weights, seed)
+        new = materialise_parts(planning.module, names, device, init_fn, weights, seed)
         if stages is not None:
-            made |= stages.take(made)
+            new |= stages.take(new)
         for name, module, ranks in _stages_with_modules(planning):
             if rank in (None, *ranks):
-                replace_tensors(module, made)
+                replace_tensors(module, new)
                 check_no_meta(module, name)
     if rank is not None:
-        held = {name: tensor for name, tensor in all_tensors(planning.module).items() if name in names}
-        _make_equal(held, planning.topology, transport, owners)
+        tensors = {name: tensor for name, tensor in all_tensors(planning.module).items() if name in names}
+        _make_equal(tensors, planning.topology, transport, owners)
         # frees the memory of the tensors that only other ranks hold
-        own = set(map(id, held.values()))
+        own = set(map(id, tensors.values()))
         release(planning.module, names, why_elsewhere(planning.first.graph, owners), device)
         for _, module, ranks in _stages_with_modules(planning):
             if rank not in ranks:  # tensors shared with this rank's stages may have other names in this module
@@ -147,13 +147,13 @@ def _stages_with_modules(planning: PlanState) -> Iterator[tuple[str, nn.Module, 
                 yield stage.name, stage.module, graph.ranks(stage.index)
 
 
-def _make_equal(held: Mapping[str, Tensor], topology: Topology, transport: Transport, owners: Ownership) -> None:
+def _make_equal(tensors: Mapping[str, Tensor], topology: Topology, transport: Transport, owners: Ownership) -> None:
     """Broadcasts each tensor from its first owner in the first replica to all ranks that hold the tensor."""
     for holders, names in owners.tied.items():
         if transport.pipe_rank in holders:
-            broadcast([held[name] for name in names], transport, holders, 0)
+            broadcast([tensors[name] for name in names], transport, holders, 0)
     # A tied parameter is a single tensor under several names, and is broadcast once.
-    once = list({id(tensor): tensor for tensor in held.values() if not is_dtensor(tensor)}.values())
+    once = list({id(tensor): tensor for tensor in tensors.values() if not is_dtensor(tensor)}.values())
     if transport.data_size > 1:
         broadcast(once, transport, "data", 0)
     if tensor_groups(topology):
@@ -165,14 +165,14 @@ def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> 
     if transport.pipe_rank is None:
         return transport.device
     names, everything = owners.of(transport.pipe_rank), all_tensors(planning.module).items()
-    held = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
-    mine = {device.type for device in held}
+    devices = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
+    mine = {device.type for device in devices}
     # Over both axes: a replica may have its tensors on the CPU while another has them on a GPU.
     types = {kind for scope in ("pipe", "data") for part in transport.gather(scope, mine) for kind in part}
     if len(types) > 1:
         raise RunError(f"the model's tensors are on devices of several kinds, {sorted(types)}; move all of it to one")
-    if held:
-        return held[0]
+    if devices:
+        return devices[0]
     return torch.device(next(iter(types))) if types - {transport.device.type} else transport.device
 
 

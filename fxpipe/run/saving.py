@@ -137,7 +137,7 @@ def save(
             if gathering.rank == 0:
                 shutil.rmtree(first["partial"], ignore_errors=True)
                 # If the write did not complete, another run may use this number next.
-                saver.known[path] = min(first["number"], run_folder.newest(path))
+                saver.numbers[path] = min(first["number"], run_folder.newest(path))
             raise
 
 
@@ -178,11 +178,11 @@ def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: A
 class _Saver:
     """The state of a run's saves: the lock of its folder, and the write under way (``pending``).
 
-    ``known``: folder that this run has saved to or was loaded from → number of the newest checkpoint there that the run
-    has written or found. The run owns all checkpoints up to this number.
+    ``numbers``: folder that this run has saved to or was loaded from → number of the newest checkpoint there that this
+    run has written or found. The run owns all checkpoints up to this number.
     """
 
-    known: dict[Path, int] = field(default_factory=dict)
+    numbers: dict[Path, int] = field(default_factory=dict)
     lock: FolderLock | None = None
     pending: Future[Path] | None = None
 
@@ -208,13 +208,13 @@ class _Saver:
         self.claim(folder)
         newest = run_folder.newest(folder)
         # Numbers only grow: another run wrote a checkpoint with a larger number than this run's last.
-        if newest > self.known.get(folder, 0):  # keep= would count, and delete, the other run's checkpoints
+        if newest > self.numbers.get(folder, 0):  # keep= would count, and delete, the other run's checkpoints
             latest = run_folder.checkpoints(folder)[0].name
             raise CheckpointError(
                 f"{folder} has a checkpoint that this run has not written or loaded, {latest}: call "
                 "fxpipe.load(folder, ..., required=False) first, or give each model and each run a folder of its own"
             )
-        self.known[folder] = newest + 1
+        self.numbers[folder] = newest + 1
         return {"number": newest + 1, "partial": str(run_folder.begin(folder, step)), "token": uuid.uuid4().hex}
 
 
@@ -230,7 +230,7 @@ def claim(forward_backward: ForwardBackward, folder: Path) -> None:
 
 def continues(forward_backward: ForwardBackward, folder: Path) -> None:
     """Makes this run the owner of all checkpoints that a folder has now."""
-    _SAVERS.setdefault(forward_backward, _Saver()).known[folder] = run_folder.newest(folder)
+    _SAVERS.setdefault(forward_backward, _Saver()).numbers[folder] = run_folder.newest(folder)
 
 
 @functools.cache

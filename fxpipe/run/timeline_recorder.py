@@ -214,7 +214,7 @@ def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action
 def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> Costs:
     """Returns the mean of replicas' measured costs, with ``activation_bytes``, which a step does not measure."""
     kinds = zip(*((cost.forward, cost.backward, cost.weight) for cost in costs), strict=True)
-    forward, backward, weight = (tuple(map(fmean, zip(*given, strict=True))) for given in kinds)
+    forward, backward, weight = (tuple(map(fmean, zip(*of_kind, strict=True))) for of_kind in kinds)
     return Costs.of(len(forward), forward, backward, weight, fmean(cost.comm for cost in costs), activation_bytes)
 
 

@@ -78,12 +78,12 @@ def grad_norms(
     _check_order(norm_type)
     order = float(norm_type)
     total = torch.zeros(len(part), dtype=torch.float64, device=transport.device)
-    for place, pieces in enumerate(part.values()):
+    for index, pieces in enumerate(part.values()):
         gradients = [
             gradient for piece in pieces if piece.counts and (gradient := piece.current_gradient()) is not None
         ]
         if gradients:
-            total[place] = _norm(gradients, order, transport.device)
+            total[index] = _norm(gradients, order, transport.device)
     if sharded:
         spread = torch.tensor([_is_spread(pieces) for pieces in part.values()], device=transport.device)
         total = torch.where(spread, total, _over("shard", transport, total, order))
@@ -149,9 +149,9 @@ def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tenso
     return power.pow(1.0 / order)
 
 
-def _number(given: Any, *words: str) -> float:
+def _number(value: Any, *words: str) -> float:
     """Returns a number, a tensor's number, or that of an allowed word; nan for anything else."""
     try:
-        return math.nan if isinstance(given, str) and given not in words else float(given)
+        return math.nan if isinstance(value, str) and value not in words else float(value)
     except (TypeError, ValueError):
         return math.nan

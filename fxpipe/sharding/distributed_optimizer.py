@@ -89,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         store: Gradients,
         transport: Transport,
         *,
-        held: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
         whole: Mapping[str, Tensor],
         precision: Precision | None,
         offload: bool,
@@ -103,9 +103,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._make = functools.partial(cls, **kw)
         self._store, self._transport = store, transport
-        self._held, self._all = held, whole
+        self._own, self._all = own, whole
         self._names: dict[int, list[str]] = {}
-        for name, parameter in held.items():
+        for name, parameter in own.items():
             self._names.setdefault(id(parameter), []).append(name)
         self._canonical = first_names(whole)
         self._precision, self._offload = precision, offload
@@ -114,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claims: list[OptimizerPieces] = []
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, of targets without copies
-        self.given = {key for key, value in kw.items() if value is not None}
+        self.user_keys = {key for key, value in kw.items() if value is not None}
         """The options that the user set: ranks compare them. The optimizer may compute other options itself."""
         self.everywhere = 0
         """Bits of the groups that all ranks step a part of: options that it computes for them must be equal, too."""
@@ -127,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_alone()
         self._targets: list[list[Target]] = []
         self._inner = settle_foreach(made_by(cls, self._claimed(self.param_groups), kw))
-        self.made = type(self._inner).__name__
+        self.kind = type(self._inner).__name__
         self._is_lazy = not self._inner.state
         self.state, self.defaults = self._inner.state, self._inner.defaults
         self._exchange(self._inner.param_groups, self.param_groups)
@@ -137,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Returns this rank's part of the groups; adds all names to ``_group_names``. All ranks succeed, or none."""
         groups, failure = [], None
         try:
-            groups = resolve_groups(params, self._held, self._all)
+            groups = resolve_groups(params, self._own, self._all)
             mine: Any = [self._names_in(group) for group in groups]
         except Exception as error:  # sent to the other ranks below
             failure, mine = error, f"{type(error).__name__}: {error}"
@@ -155,7 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if twice is not None:
             raise RunError(f"{twice} is in a parameter group of this optimizer already")
         self._group_names += names
-        self.given.update(key for group in groups for key, value in options_of(group).items() if value is not None)
+        self.user_keys.update(key for group in groups for key, value in options_of(group).items() if value is not None)
         return groups
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
@@ -228,14 +228,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             in_parts = self._store.sums.sharded and not is_dtensor(piece.data)
             return Target(piece, original, self._precision, self._offload, in_parts)
 
-        made = [[target(piece) for p in group["params"] for piece in pieces.get(id(p), ())] for group in groups]
+        new = [[target(piece) for p in group["params"] for piece in pieces.get(id(p), ())] for group in groups]
         for name in names:
             self._originals.pop(name, None)
-        self._targets += made
+        self._targets += new
         if not self._elementwise:
-            mine = sum(1 << place for place, targets in enumerate(self._targets[:_COMPARED]) if targets)
+            mine = sum(1 << index for index, targets in enumerate(self._targets[:_COMPARED]) if targets)
             self.everywhere = functools.reduce(operator.and_, self._transport.gather_int("all", mine))
-        pairs = zip(groups, made, strict=True)
+        pairs = zip(groups, new, strict=True)
         return [{**options_of(group), "params": [target.tensor for target in targets]} for group, targets in pairs]
 
     @staticmethod
@@ -289,8 +289,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Returns an attribute of the inner optimizer that ``torch.optim.Optimizer`` lacks."""
         inner = vars(self).get("_inner")
         if inner is None or name.startswith("_") or not hasattr(inner, name):
-            made = type(self).__name__ if inner is None else f"{type(self).__name__} of {type(inner).__name__}"
-            raise AttributeError(f"{made!r} object has no attribute {name!r}")
+            kind = type(self).__name__ if inner is None else f"{type(self).__name__} of {type(inner).__name__}"
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         value = getattr(inner, name)
         return functools.partial(self._call, name, value) if isinstance(value, types.MethodType) else value
 
@@ -303,7 +303,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise
             except Exception as error:
                 raise RunError(
-                    f"{self.made}.{name}() failed on this rank, which has a part of the parameters, their gradients "
+                    f"{self.kind}.{name}() failed on this rank, which has a part of the parameters, their gradients "
                     f"in step() alone: {type(error).__name__}: {error}"
                 ) from error
         assert self._inner is not None
@@ -338,7 +338,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if moving:
             torch.accelerator.current_stream(moving[0]).synchronize()
         pairs = zip(targets, gradients, strict=True)
-        stepped = [target for target, given in pairs if target.take(given if is_step else None) or not is_step]
+        stepped = [target for target, gradient in pairs if target.take(gradient if is_step else None) or not is_step]
         # 3. Schedulers write into the outer groups, and some optimizers keep numbers in the inner groups.
         self._exchange(self.param_groups, self._inner.param_groups)
         result = run()
@@ -356,8 +356,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _broken_ranks(self) -> tuple[int, ...]:
         """Returns the ranks of the world whose gradients have an inf or nan, the same on all ranks."""
         # The largest absolute value is finite if and only if all values are; ranks gather a flag each.
-        found = [local(g) for piece in self._store.pieces() if (g := piece.current_gradient()) is not None]
-        largest = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient.numel()], math.inf)
+        gradients = [local(g) for piece in self._store.pieces() if (g := piece.current_gradient()) is not None]
+        largest = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
         flags = self._transport.gather_int("all", int(not math.isfinite(largest.item())))
         return tuple(rank for rank, flag in zip(self._transport.ranks("all"), flags, strict=True) if flag)
 
@@ -455,21 +455,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         assert self._inner is not None
         refuse_torchs_helpers()
-        saved, found = read_state_dict(state_dict, self._group_names, self._all)
+        saved, groups = read_state_dict(state_dict, self._group_names, self._all)
         options: list[dict[str, Any]] = []
         masters: list[tuple[Target, Tensor]] = []
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
-        for group, new, targets in zip(self.param_groups, found, self._targets, strict=True):
+        for group, new, targets in zip(self.param_groups, groups, self._targets, strict=True):
             own = options_of(group)
             check_numbers(CheckpointError, new, own)
             options.append({**own, **{key: value for key, value in new.items() if value is not None or key in own}})
             for target in targets:
                 name = self._canonical[target.piece.name]
                 there = saved.get(name, {})
-                initial = asked = initial_state(self._make, options[-1], target.tensor)
+                initial = expected = initial_state(self._make, options[-1], target.tensor)
                 if not there.keys() - {MASTER}:  # saved while frozen: check whether these options need a state
-                    asked = initial_state(self._make, own, target.tensor)
-                entry = entry_to_load(name, there, initial, asked, target)
+                    expected = initial_state(self._make, own, target.tensor)
+                entry = entry_to_load(name, there, initial, expected, target)
                 if MASTER in entry:
                     masters.append((target, entry.pop(MASTER)))
                 # An optimizer that makes states in its first step has no state for parameters that were never stepped.

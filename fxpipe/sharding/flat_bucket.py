@@ -16,7 +16,7 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.labels import label
 from fxpipe.sharding.data_axis import BucketLayout, GradientSums, Slot
-from fxpipe.sharding.gradients import Piece, held
+from fxpipe.sharding.gradients import Piece, as_pipe_gradient
 from fxpipe.stage.elsewhere import Elsewhere
 from fxpipe.torch_compat import ZERO
 
@@ -164,7 +164,7 @@ class FlatBucket:
             self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         if member.view is None:
             view = view_of(self._flat, member.slot, member.parameter)
-            member.view = held(view) if len(self.transport.ranks("pipe")) > 1 else view
+            member.view = as_pipe_gradient(view) if len(self.transport.ranks("pipe")) > 1 else view
         return member.view
 
     def _collected(self) -> Tensor:
@@ -331,15 +331,15 @@ class FlatBucket:
         # Owners that step equal parts all count them in norms. Where each owner steps all, the first counts.
         is_apart = not self.owners or self._steps != (self.begins, self.ends)
         counts = is_apart or self.owners[0] == self.transport.pipe_rank
-        found = []
+        pieces = []
         for member in self.members:
             slot, parameter = member.slot, member.parameter
             start, stop = _within(slot, self._steps)
             if start < stop or (self.root in (None, self.sums.rank) and slot.start == slot.stop):
                 data = self.values[start:stop] if self.values is not None and self.root is None else parameter.detach()
                 read = partial(self._gradient, member)
-                found.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
-        return found
+                pieces.append(Piece(slot.name, parameter, start - slot.start, stop - slot.start, data, counts, read))
+        return pieces
 
     def _gradient(self, member: InBucket) -> Tensor | None:
         if not self.sums.sharded:

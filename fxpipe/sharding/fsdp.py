@@ -149,10 +149,10 @@ class FsdpStage(_FsdpModules):
 
 def sharded_stages(modules: Mapping[int, nn.Module]) -> dict[int, FsdpStage]:
     """Returns stage → its ``FsdpStage``, for a rank's stages that have FSDP modules. All share their streams."""
-    roots = {stage: found for stage, module in modules.items() if (found := list(_roots_in(module)))}
+    roots = {stage: inner for stage, module in modules.items() if (inner := list(_roots_in(module)))}
     if roots:
-        share_comm_ctx([root for found in roots.values() for root in found])
-    return {stage: FsdpStage(found) for stage, found in roots.items()}
+        share_comm_ctx([root for inner in roots.values() for root in inner])
+    return {stage: FsdpStage(inner) for stage, inner in roots.items()}
 
 
 def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
@@ -180,8 +180,8 @@ class FsdpUnit(_FsdpModules):
     ) -> None:
         self.stages, self._precision = stages, precision
         shell = nn.Module()
-        for place, parameter in enumerate(parameters.values()):
-            shell.register_parameter(str(place), parameter)
+        for index, parameter in enumerate(parameters.values()):
+            shell.register_parameter(str(index), parameter)
         what = next(iter(parameters)) + f" and {len(parameters) - 1} more" * (len(parameters) > 1)
         policy = MixedPrecisionPolicy()
         if precision is not None and parameter.is_floating_point():  # all parameters of the unit have the same dtype
@@ -291,9 +291,9 @@ class FullyShardedGradients(Gradients):
         least_bytes: int = 0,
     ) -> None:
         assert transport.pipe_rank is not None
-        every, kept = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
+        every, own_names = dict(model.named_parameters(remove_duplicate=False)), owners.names[transport.pipe_rank]
         names = {id(parameter): name for name, parameter in reversed(every.items())}
-        for name in kept & every.keys():
+        for name in own_names & every.keys():
             data = every[name].detach()
             if precision is not None and data.is_floating_point():
                 data = data.to(precision.master)
@@ -320,13 +320,13 @@ class FullyShardedGradients(Gradients):
         shards = {id(every[name]): shard for unit in units for name, shard in unit.shards.items()}
         for module in [model, *_modules_of(graphs, transport.pipe_rank)]:
             replace_tensors(module, shards)
-        held = {name: parameter for name, parameter in model.named_parameters() if name in kept}
+        own = {name: parameter for name, parameter in model.named_parameters() if name in own_names}
         sums = GradientSums(3, mesh.size(1), mesh.get_local_rank("shard"), mesh.size(0))
-        super().__init__(held, transport, sums, owners.tied)
+        super().__init__(own, transport, sums, owners.tied)
         self._units, self._precision = units, precision
         self._home = {name: unit for unit in units for name in unit.shards}
-        self._names = {id(parameter): name for name, parameter in held.items()}
-        self._whole = {name: p for name, p in held.items() if not isinstance(p, DTensor)}
+        self._names = {id(parameter): name for name, parameter in own.items()}
+        self._whole = {name: p for name, p in own.items() if not isinstance(p, DTensor)}
         self._call = _CallState()
 
     # a call
@@ -476,8 +476,8 @@ class FullyShardedGradients(Gradients):
         # FSDP2 shards dimension 0 into chunks of equal length; the last chunks may be shorter, or empty.
         data = local(parameter.detach()).view(-1)
         rows, length = parameter.shape[0], math.prod(parameter.shape[1:])
-        chunk, place = -(-rows // self.sums.shards), self.sums.rank
-        start, stop = (min(row, rows) * length for row in (place * chunk, (place + 1) * chunk))
+        chunk, rank = -(-rows // self.sums.shards), self.sums.rank
+        start, stop = (min(row, rows) * length for row in (rank * chunk, (rank + 1) * chunk))
         return Piece(name, parameter, start, stop, data, self._is_first_owner(name), gradient)
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:

@@ -261,7 +261,7 @@ class Gradients(ABC):
         self._earlier = None
         for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
             if parameter.grad is not None:
-                parameter.grad = held(parameter.grad)
+                parameter.grad = as_pipe_gradient(parameter.grad)
 
     def _scale(self, factor: Tensor | None) -> None:
         if factor is None:
@@ -339,20 +339,20 @@ def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
 # --- .grad on one of several pipe ranks: a norm of all gradients at hand is this rank's norm, not the model's
 
 _NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
-# A multiple of a gradient is still a HeldGradient, so that its norm is noticed, too.
+# A multiple of a gradient is still a PipeGradient, so that its norm is noticed, too.
 _MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}  # type: ignore[attr-defined]
 
 
-class HeldGradient(Tensor):
+class PipeGradient(Tensor):
     """A gradient on one of several pipe ranks. torch's ``clip_grad_norm_`` and ``get_total_norm`` of several such
     gradients raise RunError; the first other norm is logged. Results of other functions are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = plain_results(func, types, args, kwargs or {})
+        result = plain_results(func, types, args, kwargs or {})
         if func in _NORMS:
             _note_norm(sys._getframe(1))
-        return held(found) if func in _MULTIPLES else found
+        return as_pipe_gradient(result) if func in _MULTIPLES else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -379,13 +379,13 @@ def _tell_of_norms() -> None:
     )
 
 
-def held(gradient: Tensor) -> Tensor:
-    """The gradient as a ``HeldGradient``, in the same memory; a sparse gradient unchanged: torch cannot alias it."""
+def as_pipe_gradient(gradient: Tensor) -> Tensor:
+    """The gradient as a ``PipeGradient``, in the same memory; a sparse gradient unchanged: torch cannot alias it."""
     is_dense = type(gradient) is Tensor and gradient.layout is torch.strided
-    is_spread = is_dtensor(gradient) and not isinstance(gradient, HeldGradient)
-    return recast(gradient, HeldGradient) if is_dense or is_spread else gradient
+    is_spread = is_dtensor(gradient) and not isinstance(gradient, PipeGradient)
+    return recast(gradient, PipeGradient) if is_dense or is_spread else gradient
 
 
 def plain(gradient: Tensor) -> Tensor:
     """The gradient, in the same memory, as a plain tensor or DTensor."""
-    return recast(gradient, Tensor) if isinstance(gradient, HeldGradient) else gradient
+    return recast(gradient, Tensor) if isinstance(gradient, PipeGradient) else gradient

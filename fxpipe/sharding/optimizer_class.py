@@ -42,33 +42,33 @@ def is_elementwise(cls: OptimizerMaker) -> bool:
 
 def check_class(cls: OptimizerMaker, copies: bool) -> None:
     """RunError if ``cls`` cannot step pieces. ``copies``: the pieces are parts of parameters, or masters."""
-    made = unwrapped(cls)
-    if not callable(made):
-        like = f"; write torch.optim.{made}" if isinstance(made, str) and hasattr(torch.optim, made) else ""
-        raise RunError(f"cls is {shown(made)}; it is a class of optimizers, such as torch.optim.AdamW{like}")
+    maker = unwrapped(cls)
+    if not callable(maker):
+        like = f"; write torch.optim.{maker}" if isinstance(maker, str) and hasattr(torch.optim, maker) else ""
+        raise RunError(f"cls is {shown(maker)}; it is a class of optimizers, such as torch.optim.AdamW{like}")
     for refused, why in REFUSED.items():
-        if isinstance(made, type) and issubclass(made, refused) and (copies or refused is torch.optim.LBFGS):
+        if isinstance(maker, type) and issubclass(maker, refused) and (copies or refused is torch.optim.LBFGS):
             raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")
 
 
 def made_by(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Returns ``cls(groups, **kw)``. Its errors become RunErrors that name the call and its arguments."""
-    given = "".join(f", {name}={shown(value)}" for name, value in kw.items())
-    called = f"{getattr(unwrapped(cls), '__name__', cls)}(params{given})"
+    arguments = "".join(f", {name}={shown(value)}" for name, value in kw.items())
+    called = f"{getattr(unwrapped(cls), '__name__', cls)}(params{arguments})"
     try:
-        made = cls(groups, **kw)
+        optimizer = cls(groups, **kw)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise RunError(f"{called} failed: {error}") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise RunError(f"{called} made {shown(made)}, which is no torch.optim.Optimizer")
-    for group in made.param_groups:
-        check_numbers(RunError, group, made.defaults)
-    return made
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RunError(f"{called} made {shown(optimizer)}, which is no torch.optim.Optimizer")
+    for group in optimizer.param_groups:
+        check_numbers(RunError, group, optimizer.defaults)
+    return optimizer
 
 
-def check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ``kind`` if an option that is a number in ``known`` is no number in ``group``."""
-    for name, value in ((name, group.get(name, 0)) for name in known if is_number(known[name])):
+def check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raises ``kind`` if an option that is a number in ``defaults`` is no number in ``group``."""
+    for name, value in ((name, group.get(name, 0)) for name in defaults if is_number(defaults[name])):
         if isinstance(value, (str, type(None))) or (is_number(value) and value != value):
             raise kind(f"a parameter group has {name}={shown(value)}; it is a number")
 
@@ -158,10 +158,10 @@ def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:
     make: Any = optimizer
     if isinstance(optimizer, str):
         kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-        known = {name.lower(): kind for name, kind in kinds.items() if torch.optim.Optimizer in kind.__mro__[1:]}
-        if optimizer.lower() not in known:
-            raise RunError(f"optimizer is {shown(optimizer)}, which torch.optim has not{nearest(optimizer, known)}")
-        make = known[optimizer.lower()]
+        by_name = {name.lower(): kind for name, kind in kinds.items() if torch.optim.Optimizer in kind.__mro__[1:]}
+        if optimizer.lower() not in by_name:
+            raise RunError(f"optimizer is {shown(optimizer)}, which torch.optim has not{nearest(optimizer, by_name)}")
+        make = by_name[optimizer.lower()]
     if not callable(make):
         raise RunError(f'optimizer is {shown(make)}; write a name such as "adamw", or a class of optimizers')
     return cast(OptimizerMaker, make)
@@ -174,8 +174,8 @@ def states_of(make: OptimizerMaker) -> float:
         entry = initial_state(make, {}, like)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise RunError(f"optimizer={shown(make)} cannot step a matrix of zeros: {error}") from error
-    kept = [tensor for tensor in tensors_in(entry) if tensor.ndim]
-    return sum(leaf.nbytes for leaf in kept) / like.nbytes
+    states = [tensor for tensor in tensors_in(entry) if tensor.ndim]
+    return sum(leaf.nbytes for leaf in states) / like.nbytes
 
 
 def is_initial(entry: Entry, initial: Entry) -> bool:

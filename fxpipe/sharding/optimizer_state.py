@@ -130,17 +130,17 @@ def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
     return dict(target.in_parts(shown, name))
 
 
-def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, asked: Entry, target: Target) -> Entry:
+def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, expected: Entry, target: Target) -> Entry:
     """Returns a copy of a saved entry, on the devices and in the dtypes of this optimizer's state.
 
-    ``initial``: the initial state under the saved options. ``asked``: the initial state under this optimizer's present
-    options, which determine the keys that are read from a checkpoint.
+    ``initial``: the initial state under the saved options. ``expected``: the initial state under this optimizer's
+    present options, which determine the keys that are read from a checkpoint.
     """
     # A parameter that was frozen when saved has no state, and starts with the initial state.
     like = {**initial, MASTER: target.tensor} if target.saves_master else initial
     keys = saved.keys() - {MASTER}
     # A saved entry may have more keys than a first step with zeros makes.
-    fits = keys >= initial.keys() > set() if keys else asked.keys() == initial.keys()
+    fits = keys >= initial.keys() > set() if keys else expected.keys() == initial.keys()
     if not fits or MASTER in saved.keys() - like.keys():
         raise CheckpointError(
             f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
@@ -171,7 +171,7 @@ def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
     value = target.in_parts(value, what)
     if pytree.tree_structure(value, is_parts) != pytree.tree_structure(mine):
         mine = pytree.tree_map(lambda _: None, value, is_leaf=is_parts)
-    return pytree.tree_map(lambda part, place: _one_taken(what, part, place, target), value, mine, is_leaf=is_parts)
+    return pytree.tree_map(lambda part, own: _one_taken(what, part, own, target), value, mine, is_leaf=is_parts)
 
 
 def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
@@ -190,8 +190,8 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
     part = _part(value, mine, target)
     if part is None:
         whole = list(target.piece.parameter.shape if mine.ndim else mine.shape)
-        found = value if isinstance(value, Slice) else list(value.shape)
-        raise CheckpointError(f"{what} has shape {whole}, the state dict has {found}")
+        shape = value if isinstance(value, Slice) else list(value.shape)
+        raise CheckpointError(f"{what} has shape {whole}, the state dict has {shape}")
     if part.shape != mine.shape:
         mine = torch.empty(part.shape, dtype=mine.dtype, device=target.tensor.device if part.ndim else mine.device)
     return torch.empty_like(mine).copy_(part)

@@ -124,7 +124,7 @@ class _StageCopy:
     prefix: str
     twins: tuple[tuple[nn.Module, nn.Module], ...]
 
-    def held(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
         """Returns the copy's present attribute under a name of the model; None if it has none.
 
         Wrapper modules forward attributes that they lack, so that the name need not contain the wrappers.
@@ -161,9 +161,9 @@ def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     is_users = graph.module._modules.get(stage.name) is module  # otherwise the module is a capture's code
     try:
-        made = copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
         if not is_users:
-            _name_parts(made, stage, graph.module, memo)
+            _name_parts(copied, stage, graph.module, memo)
     except Exception as error:
         raise RunError(
             f"parallelize= works on copies of modules that share their tensors, but one in stage {stage.name} cannot "
@@ -172,7 +172,7 @@ def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
         ) from error
     parts = dict.fromkeys([*module.modules(), *graph.module.modules()])
     twins = tuple((part, memo[id(part)]) for part in parts if id(part) in memo)
-    return _StageCopy(module, made, f"{stage.name}." if is_users else "", twins)
+    return _StageCopy(module, copied, f"{stage.name}." if is_users else "", twins)
 
 
 @dataclass
@@ -212,7 +212,7 @@ def _changed(graph: StageGraph, copies: Mapping[int, _StageCopy]) -> dict[int, T
     for index, copied in copies.items():
         stage = graph[index]
         for name, old in stage.tensors.items():
-            new = copied.held(name)
+            new = copied.attribute(name)
             if not isinstance(new, Tensor) or isinstance(new, nn.Parameter) != isinstance(old, nn.Parameter):
                 raise RunError(
                     f"parallelize has left stage {stage.name} with {_kind(new)} in place of {_kind(old)} {name}; keep "
@@ -232,9 +232,9 @@ def _changed(graph: StageGraph, copies: Mapping[int, _StageCopy]) -> dict[int, T
                     "changed it in one of them; place them on different ranks (placement=), or cut the model elsewhere"
                 )
             changed[id(old)], users[id(old)] = new, stage.name
-        known = {id(tensor) for tensor in (*changed.values(), *stage.tensors.values())}
+        ids = {id(tensor) for tensor in (*changed.values(), *stage.tensors.values())}
         for name, parameter in copied.module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in known:
+            if id(parameter) not in ids:
                 raise RunError(
                     f"parallelize has given stage {stage.name} a parameter that the model lacks, {name}; add it to the "
                     "model before fxpipe.compile"
@@ -312,9 +312,9 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
     if transport.pipe_rank is None or not owners.tied:
         return
     # Owners sum their local parts, so the parts must have the same mesh axes and placements.
-    held = all_tensors(model)
+    tensors = all_tensors(model)
     tied = {name: holders for holders, names in owners.tied.items() for name in names}
-    mine = {name: description_of(held[name]) for name, holders in tied.items() if transport.pipe_rank in holders}
+    mine = {name: description_of(tensors[name]) for name, holders in tied.items() if transport.pipe_rank in holders}
     everyone = transport.gather("pipe", mine)
     for name, holders in tied.items():
         kinds = {member(transport, "pipe", rank): everyone[rank][name] for rank in holders}
@@ -434,7 +434,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
         # A part of the model has the same name in the copy, unless the first capture split it.
         has_tensors = any(name == target or name.startswith(f"{target}.") for name in stage.tensors)
         if has_tensors or id(value) in originals:
-            there = home.held(target)
+            there = home.attribute(target)
             if target not in first and (there is None or (node.op == "call_module" and type(there) is nn.Module)):
                 raise RunError(
                     f"this kind of batch runs {target} of stage {stage.name} as a whole, which the first kind took "

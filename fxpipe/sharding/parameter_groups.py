@@ -13,12 +13,12 @@ from fxpipe.errors import RunError, nearest, noted
 from fxpipe.validation import shown
 
 
-def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def resolve_groups(params: Any, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Returns parameter groups in the form of torch's optimizers, with this rank's part of ``params``.
 
     ``params`` is None (all), or parameters, or groups ``{"params": parameters, "lr": ...}``. A parameter is passed
     itself, as (name, parameter), by name (a tied parameter by any of its names), by a pattern (``"*.bias"``), or by a
-    predicate ``(name, parameter) -> bool``. ``held``: this rank's parameters under all their names; ``whole``: the
+    predicate ``(name, parameter) -> bool``. ``own``: this rank's parameters under all their names; ``whole``: the
     whole model's parameters, where those of other ranks are on the meta device. A predicate sees all of them, so it may
     read a parameter's shape and dtype, but not its values.
 
@@ -32,9 +32,9 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
     """
     if isinstance(params, (Tensor, nn.Module)):
         raise RunError(f"params is a {type(params).__name__}; write a list of parameters, or of groups of them")
-    entries = list(held) if params is None else _listed(params)
+    entries = list(own) if params is None else _listed(params)
     groups: list[Any] = entries if any(isinstance(entry, Mapping) for entry in entries) else [{"params": entries}]
-    names, has_names = _Names(held, whole), True
+    names, has_names = _Names(own, whole), True
     resolved: list[dict[str, Any]] = []
     home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
@@ -53,7 +53,7 @@ def resolve_groups(params: Any, held: Mapping[str, Tensor], whole: Mapping[str, 
                     f"some parameters appear in more than one parameter group: {name or 'one without a name'} "
                     f"is in groups {home[name or id(tensor)]} and {number}"
                 )
-            here = names.held.get(name) if name else tensor
+            here = names.own.get(name) if name else tensor
             if here is not None:
                 mine[id(here)] = here
         resolved.append({**group, "params": list(mine.values())})
@@ -107,8 +107,8 @@ def whole_groups(everyone: Sequence[Any], order: Sequence[str], who: Callable[[i
                 f"{who(0)} and {who(rank)} have made parameter groups of their own, {len(everyone[0])} and "
                 f"{len(sent)}; groups are the whole model's: name their parameters on all ranks, {_GROUP}"
             )
-    place = {name: number for number, name in enumerate(order)}
-    return [tuple(sorted(set().union(*parts), key=place.__getitem__)) for parts in zip(*everyone, strict=True)]
+    position = {name: number for number, name in enumerate(order)}
+    return [tuple(sorted(set().union(*parts), key=position.__getitem__)) for parts in zip(*everyone, strict=True)]
 
 
 def _listed(params: Any) -> list[Any]:
@@ -123,12 +123,12 @@ def _listed(params: Any) -> list[Any]:
 
 
 class _Names:
-    """The whole model's parameters. ``held``: first name → this rank's parameter; ``of``: id → first name."""
+    """The whole model's parameters. ``own``: first name → this rank's parameter; ``of``: id → first name."""
 
-    def __init__(self, held: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+    def __init__(self, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         self._whole, self._first = whole, first_names(whole)
         self.of = {id(tensor): self._first[name] for name, tensor in whole.items()}
-        self.held = {self._first[name]: tensor for name, tensor in held.items()}
+        self.own = {self._first[name]: tensor for name, tensor in own.items()}
 
     def meant_by(self, entry: Any, asker: str) -> list[tuple[str, Tensor]]:
         """Returns (first name, parameter) of the parameters that an entry of ``asker`` selects; the name is "" for a
@@ -149,9 +149,9 @@ class _Names:
         if not names:
             if isinstance(entry, str):
                 close = difflib.get_close_matches(entry, list(self._whole), n=5, cutoff=0.0)
-                asked = f"{entry!r}, which fits no parameter of the model{nearest(entry, close)}"
+                request = f"{entry!r}, which fits no parameter of the model{nearest(entry, close)}"
             else:
                 name = getattr(entry, "__qualname__", repr(entry))
-                asked = f"{name}(name, parameter), which is true for no parameter of the model"
-            raise RunError(f"{asker} asks for {asked}")
+                request = f"{name}(name, parameter), which is true for no parameter of the model"
+            raise RunError(f"{asker} asks for {request}")
         return [(self._first[name], self._whole[name]) for name in names]

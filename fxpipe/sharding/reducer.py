@@ -82,8 +82,8 @@ class Reducer(Gradients):
         for layout in layouts:
             parameters = [self._shared[slot.name].parameter for slot in layout.slots]
             self._buckets.append(FlatBucket(layout, parameters, self.sums, self._transport, claim))
-        place = {name: number for number, name in enumerate(self._shared)}
-        self._buckets.sort(key=lambda bucket: place[bucket.members[-1].slot.name])
+        position = {name: number for number, name in enumerate(self._shared)}
+        self._buckets.sort(key=lambda bucket: position[bucket.members[-1].slot.name])
         self._home = {member.slot.name: (bucket, member) for bucket in self._buckets for member in bucket.members}
 
     def claim(self, names: Iterable[str], whole: bool) -> OptimizerPieces:
@@ -296,7 +296,7 @@ def reducer_for(
     names = {id(parameter): name for name, parameter in reversed(parameters.items())}
     # Gradients come stage by stage in the order of the last backwards in this row; within a stage, the last parameters'
     # gradients come first. Buckets are filled in that order.
-    ends = {action.stage: place for place, action in enumerate(row) if action.op is not Op.F}
+    ends = {action.stage: index for index, action in enumerate(row) if action.op is not Op.F}
     forwards = dict.fromkeys(action.stage for action in row if action.op is Op.F)
     reads = dict.fromkeys(id(parameter) for stage in forwards for parameter in graph[stage].parameters.values())
     turns = {key: turn for turn, key in enumerate(reads)}

@@ -118,7 +118,7 @@ def of_rank(model: nn.Module, rank: int, cls: Any, params: Any = None, ranks: in
     """The optimizer of one of two ranks, both of which step the same model."""
     options: dict[str, Any] = {"precision": None, "offload": False, "originals": {}, "elementwise": None}
     named = {key: kw.pop(key, default) for key, default in options.items()}
-    named |= {"held": held(model), "whole": held(model), "steppers": {}}
+    named |= {"own": held(model), "whole": held(model), "steppers": {}}
     store = Halves(dict(model.named_parameters()), rank, ranks)
     return DistributedOptimizer(
         cls, params, kw, store, World(rank), cause=str, alone=lambda called: contextlib.nullcontext(), **named

@@ -41,8 +41,8 @@ from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, checked_zi
 
 class FolderReader:
     """A checkpoint's folder. ``names``: the names of its tensors and plain values. ``tree``: the same names, nested as
-    the values were, with an index as the key for a list. ``tensors``: name → shape and type. ``asked``: the names that
-    the reader's plans fill. ``manifest``: each piece that is read must have the manifest's crc32; None: no comparison,
+    the values were, with an index as the key for a list. ``tensors``: name → shape and type. ``requested``: the names
+    that the reader's plans fill. ``manifest``: each piece that is read must have the manifest's crc32; None: no check,
     if the caller has compared or the folder has no manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
@@ -52,7 +52,7 @@ class FolderReader:
             size = manifest.files[METADATA].size if METADATA in manifest.files else 1
             manifest.check_pieces(folder, pieces_of(METADATA, 0, size))
         self.metadata: Metadata = read_metadata(folder)
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
         entries = self.metadata.state_dict_metadata
         self.names = list(entries)
         self.tree: dict[Any, Any] = self.metadata.planner_data
@@ -74,7 +74,7 @@ class FolderReader:
         planner.original_state_dict = state  # load_bytes writes values other than tensors to this dict
         for name, value in planner.state_dict.items():
             self._check(name, value)
-        self.asked |= planner.state_dict.keys()
+        self.requested |= planner.state_dict.keys()
         plan = planner.create_local_plan()
         reader: Any = FileSystemReader(self.folder)
         reader.transforms = SimpleNamespace(transform_load_stream=lambda item, descriptors, part: checked_zip(part))

@@ -256,9 +256,9 @@ class ForwardAction(_BoundAction):
             self._run = self._keeping(self._run)
 
     def bound_inputs(self) -> list[Fetch]:
-        take, take_input, place = self.executor.take, self.executor.take_input, self.action.microbatch
+        take, take_input, microbatch = self.executor.take, self.executor.take_input, self.action.microbatch
         return [
-            take_input(entry, place) if isinstance(entry, str) else take(entry, Op.F, place)
+            take_input(entry, microbatch) if isinstance(entry, str) else take(entry, Op.F, microbatch)
             for entry in self.stage.inputs
         ]
 
@@ -308,14 +308,14 @@ class ForwardAction(_BoundAction):
             self._record(step.values, VALUE, outputs)
         if step.proves:
             sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
-            executor.made.bytes_of.update(sizes)
+            executor.result.bytes_of.update(sizes)
 
     def _take_result(self, result: Any, saved: Saved | None) -> None:
         """Takes the model's result: the loss that backward begins at, or the output of an evaluation. ``saved``: None
         where a recomputation makes the graph."""
         executor, microbatch = self.executor, self.action.microbatch
         if not executor.kind.training:
-            executor.made.results[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, result)
+            executor.result.results[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, result)
             return
         part = read_loss(result)
         if self.keeps and not part.value.requires_grad:
@@ -325,7 +325,7 @@ class ForwardAction(_BoundAction):
                 "loss + 0 * self.head.weight.sum()"
             )
         share = executor.step.shares[microbatch]
-        added = executor.made.loss.add(part, share, microbatch)
+        added = executor.result.loss.add(part, share, microbatch)
         if added is not None and executor.step.extremes is not None:
             executor.step.extremes.add_loss(self.action.stage, microbatch, added)
         if executor.step.values is not None:
@@ -367,8 +367,8 @@ class BackwardAction(_BoundAction):
         self.takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
         stages = executor.graph.stages
         self.fed = [
-            (place, edge)
-            for place, edge in enumerate(self.stage.inputs)
+            (index, edge)
+            for index, edge in enumerate(self.stage.inputs)
             if isinstance(edge, Edge) and stages[edge.source].has_backward
         ]
         self.slots = self.bound_outputs()
@@ -399,8 +399,8 @@ class BackwardAction(_BoundAction):
 
     def give(self, returned: Sequence[Any]) -> None:
         slots = self.executor.slots
-        for (place, _), slot in zip(self.fed, self.slots, strict=True):
-            slots[slot] = returned[place]
+        for (index, _), slot in zip(self.fed, self.slots, strict=True):
+            slots[slot] = returned[index]
 
 
 class WeightsAction(_BoundAction):
@@ -439,17 +439,17 @@ class GroupForward(ForwardAction):
         """Takes an input from each micro-batch of the group, or once where a gathered stage made it."""
         executor, action = self.executor, self.action
         if isinstance(entry, str):
-            takes = [executor.take_input(entry, place) for place in action.microbatches]
+            takes = [executor.take_input(entry, microbatch) for microbatch in action.microbatches]
         else:
-            takes = [executor.take(entry, Op.F, place) for place in executor.places(action, entry)]
+            takes = [executor.take(entry, Op.F, microbatch) for microbatch in executor.places(action, entry)]
         return lambda: [take() for take in takes]
 
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
         action, names = self.action, self.executor.graph.names
-        groups, found = self.executor.step.groups, dict(zip(self._entries, arrived, strict=True))
+        groups, values = self.executor.step.groups, dict(zip(self._entries, arrived, strict=True))
         inputs, joined = list[Any](), list[Joined | None]()
         for entry, mode in zip(self.stage.inputs, self.stage.ways, strict=True):
-            value, how = found[entry], None
+            value, how = values[entry], None
             if isinstance(entry, str):
                 value = groups.of_batch(entry, value, action.microbatches, mode)
             elif mode is None:
@@ -469,15 +469,15 @@ class GroupBackward(BackwardAction):
     def bound_outputs(self) -> list[int]:
         executor, action = self.executor, self.action
         edges = dict.fromkeys(edge for _, edge in self.fed)
-        return [executor.slot(edge, Op.B, place) for edge in edges for place in executor.places(action, edge)]
+        return [executor.slot(edge, Op.B, microbatch) for edge in edges for microbatch in executor.places(action, edge)]
 
     def give(self, returned: Sequence[Any]) -> None:
         joined, self.left_behind.joined = self.left_behind.joined, None
         sent: dict[Edge, list[Any]] = {}
-        for place, edge in self.fed:
-            how = joined[place] if joined is not None else None
+        for index, edge in self.fed:
+            how = joined[index] if joined is not None else None
             # An input that came in two modes has two gradients, which are summed micro-batch by micro-batch.
-            parts = [returned[place]] if how is None else self.executor.step.groups.cut(how, returned[place])
+            parts = [returned[index]] if how is None else self.executor.step.groups.cut(how, returned[index])
             sent[edge] = parts if edge not in sent else list(map(added, sent[edge], parts))
         parts = [part for each in sent.values() for part in each]
         for slot, part in zip(self.slots, parts, strict=True):

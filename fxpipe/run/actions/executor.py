@@ -111,13 +111,13 @@ class Executor:
     """Told before and after each use of this rank's parameters."""
     effects: EffectsOf
     step: StepInput = field(init=False)
-    """Set while a step runs, as ``made`` and ``stopwatch`` are."""
-    made: StepResult = field(init=False)
+    """Set while a step runs, as ``result`` and ``stopwatch`` are."""
+    result: StepResult = field(init=False)
     stopwatch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.graph, self.table = self.kind.plan.graph, self.kind.plan.schedule.dependencies
-        self._index = {edge: place for place, edge in enumerate(self.graph.edges)}
+        self._index = {edge: index for index, edge in enumerate(self.graph.edges)}
         self._rank_of = self.kind.plan.schedule.rank_of
         self._sharing = sharing(self.graph.edges, self._rank_of, values_of(self.kind.plan.graphs))
         self.slots: list[Any] = []
@@ -126,13 +126,13 @@ class Executor:
         self.left_behind: dict[Half, LeftBehind] = {}
 
     def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
-        self.step, self.stopwatch, self.made = step, stopwatch, StepResult(self.rank, stopwatch)
+        self.step, self.stopwatch, self.result = step, stopwatch, StepResult(self.rank, stopwatch)
 
     def end(self) -> StepResult:
         """Ends a step, and drops its inputs; the caller takes its results."""
-        made = self.made
-        del self.step, self.stopwatch, self.made
-        return made
+        result = self.result
+        del self.step, self.stopwatch, self.result
+        return result
 
     def drop(self) -> None:
         """Drops the inputs and all values of a step that failed."""
@@ -185,14 +185,14 @@ class Executor:
             return partial(take_out, self.slots, self.slot(edge, op, microbatch))
         # Only the action's name in a diagnosis depends on this: where B is split, I makes the gradients of inputs.
         maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
-        made = Action(edge.source if op is Op.F else edge.target, maker_op, microbatch)
+        source = Action(edge.source if op is Op.F else edge.target, maker_op, microbatch)
         port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
         others = [self.slot(other, op, microbatch) for other in shared if other != edge]
-        return partial(self._receive, port, made, others)
+        return partial(self._receive, port, source, others)
 
-    def _receive(self, port: Port, made: Action, others: Sequence[int]) -> Any:
+    def _receive(self, port: Port, source: Action, others: Sequence[int]) -> Any:
         """Takes the message of another rank's action, and puts its value into the slots of ``others``, too."""
-        here.awaited = lambda: f"{made} of stage `{self.graph.names[made.stage]}`"
+        here.awaited = lambda: f"{source} of stage `{self.graph.names[source.stage]}`"
         try:
             value = port.take()
         finally:
@@ -207,11 +207,11 @@ class Executor:
         first, last = action.microbatch, action.microbatches[-1]
         which = f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
         with contextlib.suppress(Exception):  # some errors take no notes, and the error itself must come through
-            given = zip(stage.input_names, inputs, strict=False)
+            named = zip(stage.input_names, inputs, strict=False)
             error.add_note(
                 f"in the {what} of stage {stage.index} `{stage.name}`, {which}, "
                 + (f"step {self.step.number}" if self.kind.training else "in evaluate")
-                + "".join(f"\n  {name}: {_described(value)}" for name, value in given)
+                + "".join(f"\n  {name}: {_described(value)}" for name, value in named)
             )
 
 

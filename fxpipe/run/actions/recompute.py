@@ -197,11 +197,11 @@ class SideEffects:
             if isinstance(part, BATCH_STATISTICS)  # forward may begin to write them when the user unfreezes the module
             for buffer in part.buffers(recurse=False)
         }
-        known = statistics | set(self._written)
+        ids = statistics | set(self._written)
         now, before.numbers = before.numbers, []
         unseen = list[Tensor]()
         for numbers in now:
-            if id(numbers.tensor) in known or numbers.was_bumped:
+            if id(numbers.tensor) in ids or numbers.was_bumped:
                 before.numbers.append(numbers)
             # On a GPU a comparison waits for the numbers: only the first step does so.
             elif self._is_new or numbers.tensor.is_cpu:
@@ -242,7 +242,7 @@ class EffectsOf:
     def keep(self, graphs: Iterable[StageGraph]) -> None:
         """Forgets all stages but these graphs'."""
         wanted = {id(stage.module) for graph in graphs for stage in graph}
-        self._known = {key: known for key, known in self._known.items() if key in wanted}
+        self._known = {key: effects for key, effects in self._known.items() if key in wanted}
 
     def of(self, stage: Stage) -> SideEffects:
         call = stage.module

@@ -110,9 +110,9 @@ class BatchCheck:
         """RunError if an input that two or more ranks have differs between them."""
         ranks, differing = self._transport.ranks(scope), list[str]()
         for name in dict.fromkeys(name for numbers in everyone for name in numbers):
-            places = _grouped({place: numbers[name] for place, numbers in enumerate(everyone) if name in numbers})
+            places = _grouped({index: numbers[name] for index, numbers in enumerate(everyone) if name in numbers})
             if len(places) > 1:
-                parted = " and ".join(str([ranks[place] for place in same]) for same in places)
+                parted = " and ".join(str([ranks[index] for index in same]) for same in places)
                 differing.append(f"{name!r} of ranks {parted}")
         if differing:
             raise RunError(
@@ -169,8 +169,8 @@ class BatchCheck:
 def _grouped(numbers: Mapping[int, int]) -> list[list[int]]:
     """For each distinct number, the list of places that have it."""
     places: dict[int, list[int]] = {}
-    for place, number in numbers.items():
-        places.setdefault(number, []).append(place)
+    for index, number in numbers.items():
+        places.setdefault(number, []).append(index)
     return list(places.values())
 
 
@@ -211,7 +211,7 @@ class Digest:
                     beside.append(tensor)
                 else:  # objects other than dense tensors and plain values count by their type alone
                     parts.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)
-        self._devices, sums = list(tensors), [_sums_of(held, device) for device, held in tensors.items()]
+        self._devices, sums = list(tensors), [_sums_of(group, device) for device, group in tensors.items()]
         self._arriving = to_host(sums)
 
     def numbers(self) -> dict[str, int]:

@@ -128,7 +128,7 @@ class Watch:
         mine = last.extremes.broken(self._transport.data_rank, self._transport.rank)
         everyone = self._transport.gather("all", mine)
         self._over = not self._raises
-        broken = [value for found in everyone for value in found]
+        broken = [value for outputs in everyone for value in outputs]
         return _text(last, loss, broken, self._transport.data_size > 1, len(everyone) > 1)
 
 
@@ -146,13 +146,13 @@ def _text(step: _FinishedStep, loss: float, broken: Sequence[Broken], replicas: 
     feeding = [value for value in feeding if graph.sees_replicas or value.replica == replica]
     # Stages are numbered in topological order: the lowest number is the origin.
     stage = min(feeding, key=lambda value: (value.stage, *value))
-    place = f"micro-batch {microbatch}" if last == microbatch else f"the group of micro-batches {microbatch}-{last}"
-    place += f" of replica {replica}" * replicas
+    which = f"micro-batch {microbatch}" if last == microbatch else f"the group of micro-batches {microbatch}-{last}"
+    which += f" of replica {replica}" * replicas
     within = "it" if group == 1 else f"micro-batch {stage.microbatch}"
     if graph.sees_replicas:
         within = f"micro-batch {stage.microbatch} of replica {stage.replica}"
     where = f"stage {stage.stage} `{graph.names[stage.stage]}`" + f", on rank {stage.rank}," * ranks
     return (
-        f"{head}: {place} is the first{f' of {len(others) + 1}' if others else ''} whose loss is not finite, and the "
+        f"{head}: {which} is the first{f' of {len(others) + 1}' if others else ''} whose loss is not finite, and the "
         f"output of {where} is the first in {within} that is not (all counted from 0)"
     )

@@ -88,7 +88,7 @@ class Failing:
 
 
 @dataclass
-class _Known:
+class _PlanRecord:
     """State that calls of a plan keep for later calls of the same plan."""
 
     plan: Plan
@@ -125,8 +125,8 @@ class Steps:
             topology.cut if in_context_group else None,
         )
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
-        place = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
-        leads = not any(number for axis, number in place.items() if ROLES[axis] == "tensor")
+        coordinate = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
+        leads = not any(number for axis, number in coordinate.items() if ROLES[axis] == "tensor")
         self.watch = Watch(transport, options.error_if_nonfinite, leads)
         self.recorder = TimelineRecorder(transport, state.device)
         # a suffix of the announced call names
@@ -136,7 +136,7 @@ class Steps:
         self._unsummed = False  # whether the last call left gradients that are not yet summed over replicas
         self.seed, self.number = state.seed, 0
         """The base seed of random numbers; and the number of steps so far, which is the next step's number."""
-        self._plans: dict[int, _Known] = {}  # id(plan) → its state
+        self._plans: dict[int, _PlanRecord] = {}  # id(plan) → its state
         self._trained: set[int] = set()  # the known kinds of batch that a step was made with
         self._message = LossMessage(transport, state.device)
         failing.drops.append(self._message.drop)
@@ -161,7 +161,7 @@ class Steps:
         the bytes of each edge in the first step of a plan, else None. A collective call of all ranks."""
         self.check_trained()
         agreed, batches = self._agree(calls, split_evenly, training=True)
-        plan, known, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
+        plan, record, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
         # Three guards: in the second all ranks raise an FxpipeError with nothing under way, so training can go on.
         with self.failing.together():
@@ -171,12 +171,12 @@ class Steps:
         with self.failing.together():
             # the plan's losses have a single form, or may have another form for each kind of batch
             form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
-            loss_kind, is_new = known.losses.get(form), agreed.kind not in self._trained
+            loss_kind, is_new = record.losses.get(form), agreed.kind not in self._trained
             # Until a step has shown that the loss is a mean, gradients may still be multiplied by 1 / count.
             scales = self._is_sum is not False and not plan.counts
             hooked = self._hooked(plan, scales)
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, scales)
-            bound = self._bound(known, agreed, shares)
+            bound = self._bound(record, agreed, shares)
             if self.values is not None:
                 self._record_parameters(self.values)
                 self.values.begin(self.number, batches)
@@ -185,13 +185,13 @@ class Steps:
             passed("preparing")
             # Listen before the first action, so that the receive is posted before the loss is sent.
             self._message.listen(loss_kind, plan.output_ranks[0])
-            made = self._play(agreed, bound, step)
+            results = self._play(agreed, bound, step)
             passed("messages")
             # All backwards have ended: flush starts the reductions that no backward has started.
             self._gradients.flush()
             passed("reduction")
-            outcome = self._outcome(plan, made, loss_kind)
-            known.losses[form] = outcome.kind
+            outcome = self._outcome(plan, results, loss_kind)
+            record.losses[form] = outcome.kind
             passed("loss")
             self._gradients.end(outcome.factor)
             self._check_unwritten(hooked)
@@ -201,15 +201,15 @@ class Steps:
                 self.values.add_parts(PARAMETER_GRADIENT, parts_of_gradients(self.module, self._gradients.pieces()))
                 self.values.write()
             bytes_of = None
-            if is_new and not known.is_sized:
-                known.is_sized = True
+            if is_new and not record.is_sized:
+                record.is_sized = True
                 # Each rank knows the bytes of its own stages' outputs; the pipe group gathers them once per plan.
-                mine = {edge: size for result in made for edge, size in result.bytes_of.items()}
+                mine = {edge: size for result in results for edge, size in result.bytes_of.items()}
                 bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
             broken = self.watch.end(self.number, outcome.loss, plan)
             passed("rest")
             self._trained.add(agreed.kind)
-            self.recorder.keep(self.number, plan.schedule, [result.stopwatch for result in made])
+            self.recorder.keep(self.number, plan.schedule, [result.stopwatch for result in results])
             self.number += 1
         if broken:  # all ranks raise this with nothing under way, so training can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
@@ -245,8 +245,8 @@ class Steps:
     def evaluate(self, call: Call, outputs: str) -> Any:
         """Runs forward in eval mode; returns the output on the ranks of the last stage ("last") or on "all" ranks, or
         only the "loss" on all ranks. A collective call of all ranks."""
-        asked = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
-        with evaluating(self.module), announced(asked + self.which):
+        name = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
+        with evaluating(self.module), announced(name + self.which):
             agreed, batches = self._agree([call], True, training=False, wants_loss=outputs == "loss")
             with self.failing.together(FxpipeError):
                 self._check_rows(agreed.plan, 0, training=False)
@@ -254,9 +254,9 @@ class Steps:
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
-                    made = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
+                    results = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
                 self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
-                return self._output(agreed, made, shares, outputs)
+                return self._output(agreed, results, shares, outputs)
 
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
@@ -267,19 +267,19 @@ class Steps:
         with self.failing.together(*self._alike):  # the pipe group raises together; other ranks must not wait for it
             # This comes first: an error about the previous batch is clearer than the errors that result from it.
             self._check.compare()
-        proposal, given = self.agreement.propose(calls, split_evenly, training, wants_loss)
+        proposal, inputs = self.agreement.propose(calls, split_evenly, training, wants_loss)
         # The whole pipe group raises a refusal; but other replicas are in the middle of a step, and must not wait.
         with self.failing.together(*([FxpipeError] if self.transport.data_size == 1 else [])), label("settle"):
-            agreed = self.agreement.settle(proposal, given)
+            agreed = self.agreement.settle(proposal, inputs)
         self._forget()
-        known = self._plans.get(id(agreed.plan))
-        if known is None:
+        record = self._plans.get(id(agreed.plan))
+        if record is None:
             bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
-            known = self._plans[id(agreed.plan)] = _Known(agreed.plan, lru_cache(MOST_BOUND)(bound))
+            record = self._plans[id(agreed.plan)] = _PlanRecord(agreed.plan, lru_cache(MOST_BOUND)(bound))
         # The device starts the digest here; the next call compares it, when the device has long computed it.
-        self._check.note(known.calls, agreed.kind, self.number, training, given)
-        known.calls += 1
-        return agreed, agreed.call.batch.split(given)
+        self._check.note(record.calls, agreed.kind, self.number, training, inputs)
+        record.calls += 1
+        return agreed, agreed.call.batch.split(inputs)
 
     def _forget(self) -> None:
         """Drops the state of the kinds of batch that the agreement has dropped, on all ranks of a pipe group."""
@@ -288,10 +288,10 @@ class Steps:
             return
         self._trained.difference_update(kinds)
         plans = set(map(id, self.agreement.plans))
-        self._plans = {key: known for key, known in self._plans.items() if key in plans}
-        for known in self._plans.values():
+        self._plans = {key: record for key, record in self._plans.items() if key in plans}
+        for record in self._plans.values():
             for kind in kinds:
-                known.losses.pop(kind, None)
+                record.losses.pop(kind, None)
         self._exchange.forget()
         self._effects.keep(self.agreement.graphs)
 
@@ -321,16 +321,16 @@ class Steps:
         rank, rows = self.transport.pipe_rank, plan.schedule.rows
         return rows[rank] if rank is not None else tuple(itertools.chain(*rows))
 
-    def _bound(self, known: _Known, agreed: AgreedBatch, shares: Sequence[float]) -> Bound:
+    def _bound(self, record: _PlanRecord, agreed: AgreedBatch, shares: Sequence[float]) -> Bound:
         """Returns the plan's bound calls for the micro-batches that get a backward. A collective call of the data axis
         if stages see other replicas' rows."""
         # A stage that sees the rows of all replicas, or meets their stages, runs its backward if the micro-batch of any
         # replica has weight.
         runs = [share != 0 for share in shares]
-        sees = known.plan.graph.sees_replicas and self._options.loss_weight is not None
+        sees = record.plan.graph.sees_replicas and self._options.loss_weight is not None
         if sees or self._gradients.meets:
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
-        return known.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
+        return record.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
     def _input(
         self,
@@ -345,16 +345,16 @@ class Steps:
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
-        given = self._items.add(agreed.plan.graph, batches, shares)
+        counted = self._items.add(agreed.plan.graph, batches, shares)
         return StepInput(
-            given,
+            counted,
             shares,
             GroupInputs(
                 self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places, agreed.replica_rows
             ),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
-            self._per_item(agreed.plan, given, shares) if training else None,
+            self._per_item(agreed.plan, counted, shares) if training else None,
             self.watch.begin() if training else None,
             self.values if training else None,
             proves,
@@ -383,17 +383,17 @@ class Steps:
     def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
         """Returns this rank's parameters with user hooks, as (name, parameter, version counter). RunError if the hooks
         would get gradients that are divided by the count only later."""
-        found = [
+        hooked = [
             (name, parameter, version_of(parameter)) for name, parameter in self._parameters if has_hooks(parameter)
         ]
-        if found and scales and (self._is_sum or plan.graph.counting is not None):
+        if hooked and scales and (self._is_sum or plan.graph.counting is not None):
             raise RunError(
-                f"parameter {found[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
+                f"parameter {hooked[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
                 "this fxpipe.Sum is not decided by the inputs, and is known when the backward is over. Compute the "
                 "count from the inputs (labels, masks) or return the mean; or remove the hook, and do what it does "
                 "behind forward_backward(...)"
             )
-        return found
+        return hooked
 
     def _check_unwritten(self, hooked: Sequence[tuple[str, nn.Parameter, int]]) -> None:
         """RunError if a hook has written a parameter that other replicas have, too."""
@@ -411,24 +411,24 @@ class Steps:
         # Micro-batches with equal layout numbers have equal message layouts; without weight they may get no gradient.
         layouts = zip(agreed.wire_layouts, step.shares, strict=True)
         self._exchange.begin(agreed.kind, [each if share else ~each for each, share in layouts], bound.receives)
-        made = bound.run(step, self._stopwatch if bound.kind.training else Stopwatch)
+        results = bound.run(step, self._stopwatch if bound.kind.training else Stopwatch)
         self.recorder.passed(ACTIONS)
         self._exchange.finish()
-        return made
+        return results
 
     def _stopwatch(self) -> Stopwatch:
         stopwatch = self.recorder.stopwatch()
         self._gradients.watch(stopwatch)
         return stopwatch
 
-    def _outcome(self, plan: Plan, made: Sequence[StepResult], known: LossKind | None) -> StepOutcome:
+    def _outcome(self, plan: Plan, results: Sequence[StepResult], earlier: LossKind | None) -> StepOutcome:
         """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a
         mean in others, or if gradients of a Sum would be reduced in float16, which would overflow."""
         ranks, precision = plan.output_ranks, self._options.precision
-        mine = [result.loss for result in made if result.rank in ranks]
+        mine = [result.loss for result in results if result.rank in ranks]
         at_output = StepLoss.of_ranks(mine) if mine else None
         with label("loss"):
-            outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, known, plan.counts)
+            outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, earlier, plan.counts)
         is_sum = outcome.kind.is_sum
         if self._is_sum not in (None, is_sum):
             raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
@@ -440,18 +440,18 @@ class Steps:
         self._is_sum = is_sum
         return outcome
 
-    def _output(self, agreed: AgreedBatch, made: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
+    def _output(self, agreed: AgreedBatch, own: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
         """Joins the micro-batches' outputs to the whole batch's output."""
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
-        results = {place: result for rank_result in made for place, result in rank_result.results.items()}
+        results = {index: result for rank_result in own for index, result in rank_result.results.items()}
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each output rank has some micro-batches' results
             parts = [from_rank(rank, results, transport, device) for rank in ranks]
             here = parts if transport.pipe_rank in ranks else []
-            results = {place: result for part in here for place, result in part.items()}
+            results = {index: result for part in here for index, result in part.items()}
         if results:
             places = sorted(results)  # a place per micro-batch, or per group if a group computes the output
-            ordered, shares = [results[place] for place in places], [shares[place] for place in places]
+            ordered, shares = [results[index] for index in places], [shares[index] for index in places]
             sizes, made_by = of_groups(agreed.sizes, plan.group), plan.graph[plan.graph.output_stage].gathered
             is_of_all = made_by is not None and made_by.modes == {"global"}
             if is_of_all and agreed.replica_rows:

@@ -47,10 +47,10 @@ class LossMessage:
         self._transport, self._device = transport, device
         self._listening: tuple[Work, Tensor] | None = None
 
-    def listen(self, known: LossKind | None, output_rank: int) -> None:
+    def listen(self, kind: LossKind | None, output_rank: int) -> None:
         """Posts the receive at the beginning of a step, on the ranks that do not compute the loss."""
-        if known is not None and self._transport.pipe_rank not in (None, output_rank):
-            numbers = self.empty(known)
+        if kind is not None and self._transport.pipe_rank not in (None, output_rank):
+            numbers = self.empty(kind)
             self._listening = self._transport.tell("pipe", numbers, output_rank), numbers
 
     def empty(self, kind: LossKind) -> Tensor:
@@ -81,7 +81,7 @@ def conclude(
     output_ranks: tuple[int, ...],
     microbatches: int,
     message: LossMessage,
-    known: LossKind | None,
+    earlier: LossKind | None,
     counted: bool,
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
@@ -89,9 +89,9 @@ def conclude(
     ``step``: the losses, on the ranks that compute some; the first of these ranks combines them. The parts of a mean
     are already weighted by their share of the whole step, so they are added. A ``Sum`` is Σ total / Σ count, and its
     gradients are divided by Σ count; if the items were ``counted`` before the forward, the gradients are divided
-    already. ``known``: the form of this loss from an earlier step; if known, ranks exchange numbers alone.
+    already. ``earlier``: the form of this loss from an earlier step; with it, ranks exchange numbers alone.
     """
-    if known is None:
+    if earlier is None:
         mine = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
         gathered = [item for item in transport.gather("pipe", mine) if item is not None]
         # A rank whose micro-batches have no weight may have zeros of another form: ranks with weight decide.
@@ -100,7 +100,7 @@ def conclude(
             if not is_empty:
                 LossKind(*other).check(kind, "micro-batch")
     else:
-        kind = known
+        kind = earlier
         if step is not None and not step.is_empty:
             step.kind.check(kind, "step")
     # A single process has all parts of a mean: no communication.
@@ -218,12 +218,12 @@ def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any
         names = shown([list(batch) for batch in batches])
         return f"loss_weight= is given inputs by place, and micro-batches have {names}; pass None for what one lacks"
     try:
-        given = [loss_weight(*batch.values()) for batch in batches]
-        weights = list(map(float, given))
+        values = [loss_weight(*batch.values()) for batch in batches]
+        weights = list(map(float, values))
     except Exception as error:
         return f"loss_weight failed: {type(error).__name__}: {error}"
     if not all(0 <= weight < math.inf for weight in weights):
-        return f"loss_weight returned {shown(given)}; weights are finite and not negative"
+        return f"loss_weight returned {shown(values)}; weights are finite and not negative"
     return weights
 
 
@@ -241,7 +241,7 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
         steps = [number >= 0 for number in everyone]  # other gather_int calls of a step send no number below 0
         if len(set(steps)) > 1:
             trains, evaluates = (
-                [replica for replica, step in enumerate(steps) if step is way] for way in (True, False)
+                [replica for replica, step in enumerate(steps) if step is is_step] for is_step in (True, False)
             )
             raise RunError(
                 f"the replicas {trains} make a step and {evaluates} call evaluate, which all ranks call together: call "
@@ -281,8 +281,8 @@ class ItemNumbers:
         if not items.is_taken:
             return batches
         is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
-        given = [batch[ITEMS] for batch in batches if batch.get(ITEMS) is not None]
-        if differing(self._transport, "data", (is_asked, is_asked and bool(given))):
+        passed = [batch[ITEMS] for batch in batches if batch.get(ITEMS) is not None]
+        if differing(self._transport, "data", (is_asked, is_asked and bool(passed))):
             raise RunError(
                 f"the loss of some replicas divides by {ITEMS} and that of others does not, or it was given to some; "
                 "pass the same inputs on all"
@@ -290,8 +290,8 @@ class ItemNumbers:
         if not is_asked:
             return batches
         numbers: Sequence[Any] = [batch.get(ITEMS) for batch in batches]
-        if given:
-            self._check(items, given[0], batches)
+        if passed:
+            self._check(items, passed[0], batches)
         else:
             count = items.count(batches).to(self._transport.device)  # over all replicas: 0-dimensional, float32
             self._transport.all_reduce("data", count)
@@ -309,11 +309,11 @@ class ItemNumbers:
         mine, counts = int(number), items.counts_of(batches)
         mine_and_sums = mine, mine in counts, sum(counts[:1])
         everyone = self._transport.gather("data", mine_and_sums)
-        given = [count for count, _, _ in everyone]
+        passed = [count for count, _, _ in everyone]
         whole = sum(count for _, _, count in everyone)
-        if len(set(given)) > 1 or any(is_own and count < whole for count, is_own, _ in everyone):
+        if len(set(passed)) > 1 or any(is_own and count < whole for count, is_own, _ in everyone):
             raise RunError(
                 f"{ITEMS} is that of the whole batch, over all replicas, and the same on all; the replicas were given "
-                f"{given}, for {whole} labels in all. Leave it out, and it is counted; or add it up over the "
+                f"{passed}, for {whole} labels in all. Leave it out, and it is counted; or add it up over the "
                 "replicas, as by torch.distributed.all_reduce(number, group=topo.group('data'))"
             )
