@@ -122,7 +122,7 @@ def _found(fault: Fault, workers: list[ForkServerProcess], folder: Path) -> list
     if not found and codes != [1, 1, 1]:
         found.append(f"exit codes are {codes}")
     became = "is stopped" if fault.signal == "SIGSTOP" else "is gone"
-    first = next((line for line in said if line.startswith("fxpipe: ") and not re.search("capturing", line)), "")
+    first = next((line for line in said if line.startswith("fxpipe: ") and not re.search("capturing|saved", line)), "")
     if not re.search(rf"rank {fault.victim} (\([^)]*\) )?{became}", first):
         found.append(f"the first message is {first!r}")
     return [*found, *said] if found else []
