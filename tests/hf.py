@@ -289,6 +289,28 @@ def deepseek_v3(experts: str = "grouped_mm", layers: int = 2) -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+def gpt_oss(experts: str = "grouped_mm", layers: int = 2) -> nn.Module:
+    """Its experts have biases."""
+    config = transformers.GptOssConfig(
+        **DECODER,
+        **SPECIAL,
+        head_dim=4,
+        num_hidden_layers=layers,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=ROUTER,
+        sliding_window=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        experts_implementation=experts,
+    )
+    model = transformers.GptOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_bias"):
+            nn.init.normal_(parameter)  # zeros at first
+    return model
+
+
 def llava() -> nn.Module:
     words = {**DECODER, **SPECIAL, "num_hidden_layers": 3, "model_type": "llama", "tie_word_embeddings": False}
     config = transformers.LlavaConfig(

@@ -70,7 +70,7 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
     if options.parallelize is not None:
         groups |= alone_groups(topology)
     if topology.size("context") > 1:
-        _check_positions(plan.graph)
+        _check_positions(plan.graph, options.parallelize is not None)
     if plan.graph.sees_replicas:
         groups[SCOPE] = topology.groups(BATCH)
     # Tied parameters' gradients are summed over their owners, losses over the ranks that compute some of them.
@@ -80,7 +80,7 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
         check_ties(topology, transport, owners)
 
 
-def _check_positions(graph: StageGraph) -> None:
+def _check_positions(graph: StageGraph, is_parallelized: bool) -> None:
     """TopologyError for what would be wrong where a rank has some positions of a row alone."""
     if graph.sees_replicas:
         raise TopologyError(
@@ -96,6 +96,11 @@ def _check_positions(graph: StageGraph) -> None:
                 "alone; keep attention in a module that parallelize= changes, for which a Hugging Face model needs "
                 "use_cache=False"
             )
+    if not is_parallelized:
+        raise TopologyError(
+            "on a context axis a module's attention sees the positions of this rank alone; pass parallelize=, which "
+            "makes it see all, or parallelize=lambda stage, mesh: None where forward does so itself or has no attention"
+        )
 
 
 def _take_own_part(

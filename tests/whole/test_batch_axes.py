@@ -595,6 +595,12 @@ REFUSED: dict[str, tuple[Axes, Callable[[], nn.Module], Any, str]] = {
         None,
         "normed is a BatchNorm1d, and its statistics on a context axis would be those of this rank's positions alone",
     ),
+    "attention to own positions": (
+        [("pipe", 2), ("context", 2)],
+        toy,
+        None,
+        "attention sees the positions of this rank alone; pass",
+    ),
     "joined rows": ([("pipe", 2), ("context", 2)], Joined, None, "but context ranks have other positions of the same"),
 }
 

@@ -51,6 +51,14 @@ EXPERTS = {
         items=predicted_labels,
         **ADAMW,
     ),
+    "GPT-OSS": HFCase(
+        partial(hf.gpt_oss, PRODUCT),
+        hf.causal,
+        boundaries=layers("model.layers", 1),
+        items=predicted_labels,
+        auxiliary=hf.ROUTER,
+        **ADAMW,
+    ),
 }
 
 
@@ -61,7 +69,7 @@ def spread_experts(stage: nn.Module, mesh: Any) -> None:
     plan = {}
     for path, module in stage.named_modules():
         if type(module).__name__.endswith("Experts"):
-            plan |= {f"{path}.gate_up_proj": "grouped_gemm", f"{path}.down_proj": "grouped_gemm"}
+            plan |= {f"{path}.{name}": "grouped_gemm" for name, _ in module.named_parameters()}
             plan[path] = "ep_dispatch_experts"
     apply_expert_parallelism(stage, mesh["expert"], mesh["tensor"], plan)
 
@@ -231,7 +239,8 @@ def shifted_within(axes: Axes) -> str:
     batch = {name: value[:, :8] for name, value in hf.causal(MICROBATCHES, generator).items()}
     part = {name: topology.context_part(value) for name, value in batch.items() if name != "attention_mask"}
     options = {"boundaries": layers("model.layers", 2), "microbatches": MICROBATCHES, "tracer": "record"}
-    step = fxpipe.compile(hf.llama(use_cache=False), topology, example_kwargs=part, check_capture=False, **options)
+    options |= {"example_kwargs": part, "check_capture": False, "parallelize": spread_attention}
+    step = fxpipe.compile(llama(), topology, **options)
     with pytest.raises(fxpipe.RunError) as error:
         step(**part)
     return str(error.value)
