@@ -18,7 +18,7 @@ from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import (
     Program,
     SizeOf,
-    boundary_values,
+    crossings,
     gather_of,
     graph_module,
     is_boundary,
@@ -79,7 +79,7 @@ def split(program: Program) -> StageGraph:
         origin=origin,
         written=written,
         counting=counts,
-        boundary_values=boundary_values(program),
+        crossings=crossings(program),
     )
     return graph.with_backward()
 

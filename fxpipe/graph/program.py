@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.fx import Node
@@ -147,14 +147,36 @@ def before_boundary(node: Node) -> Node:
     return value
 
 
-def boundary_values(program: Program) -> dict[str, str]:
-    """Returns the name of each value that crosses a boundary → the first boundary and the value's number there, as
-    "boundary 2, value 0". Boundaries count in the order in which forward reaches them."""
-    names: dict[str, str] = {}
+class Crossing(NamedTuple):
+    """How a value that passes between stages is recorded."""
+
+    boundary: str = ""
+    """The first boundary that the value crosses and its number there, as "boundary 2, value 0". Boundaries count in the
+    order in which forward reaches them."""
+    gradient: str = ""
+    """The name of the gradient that other stages send back: that of the value, unless its own stage reads it, too."""
+    gradient_boundary: str = ""
+    """The boundary, if other stages read the value only behind it."""
+
+
+def crossings(program: Program) -> dict[str, Crossing]:
+    """Returns the name of each value that passes between stages → how the value is recorded."""
+    first: dict[Node, tuple[str, Node]] = {}
     for number, marker in enumerate(filter(is_boundary, program.nodes)):
         for index, value in enumerate(marker.args[0]):  # type: ignore[arg-type]
-            names.setdefault(made_by(value).name, f"boundary {number}, value {index}")
-    return names
+            label = f"boundary {marker.meta.get('boundary', number)}, value {index}"
+            first.setdefault(made_by(value), (label, marker))
+    found = dict[str, Crossing]()
+    for value in program.nodes:
+        stage = program.stage_of.get(value.name)
+        uses = [reader for reader in readers(value) if reader.op != "output"]
+        outside = {reader for reader in uses if program.stage_of.get(reader.name) != stage}
+        if stage is not None and outside:
+            part = f" from {len(outside)} of {len(set(uses))} uses" * (len(outside) < len(set(uses)))
+            label, crossed = first.get(value, ("", value))
+            behind = {each for out in crossed.users if made_by(out) is value for each in readers(out)}
+            found[value.name] = Crossing(label, value.name + part, label * (outside <= behind))
+    return found
 
 
 def made_by(node: Node) -> Node:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PartitionError, nearest, printable
 from fxpipe.graph.boundary import Gathered, Mode, running
-from fxpipe.graph.program import Program, SizeOf
+from fxpipe.graph.program import Crossing, Program, SizeOf
 from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.notebook import Tabular, listed
@@ -166,8 +166,8 @@ class StageGraph(Tabular):
     """The names of parameters and buffers that forward wrote during a capture, in training or evaluation."""
     counting: Counting | None = None
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
-    boundary_values: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """The name of each value that crosses a ``stage_boundary`` → the boundary, as "boundary 2, value 0"."""
+    crossings: Mapping[str, Crossing] = field(default_factory=lambda: MappingProxyType({}))
+    """The name of each value that passes between captured stages → how it is recorded."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

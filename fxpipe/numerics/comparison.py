@@ -51,6 +51,10 @@ class Difference(NamedTuple):
     is_exact: bool
     what: str = ""
 
+    def exceeds(self, rtol: float) -> bool:
+        """Whether the tensors differ by more than ``rtol``. An estimate of 0 proves nothing: changes may cancel."""
+        return bool(self.what) or self.relative > rtol or (rtol == 0 and not self.is_exact)
+
     def row(self) -> tuple[object, ...]:
         """The cells of a printed table."""
         entry = self.entry
@@ -79,7 +83,7 @@ class Bisection(Tabular):
     close: int
     """How many tensors before the first difference have other bits, and differ by ``rtol`` at most."""
     only_in_first: tuple[str, ...]
-    """The names that only the first run recorded."""
+    """The names, and steps, that only the first run recorded."""
     only_in_second: tuple[str, ...]
     other_rows: tuple[tuple[int, int], ...]
     """The (step, micro-batch) pairs whose inputs differ: their values are not compared."""
@@ -136,7 +140,7 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     close, compared = list[RecordedTensor](), [key for key in both if key[:2] not in other_rows]
     for key in compared:
         difference = mine[key].difference(its[key])
-        if difference is not None and (difference.what or difference.relative > rtol):
+        if difference is not None and difference.exceeds(rtol):
             differences.append(difference)
         elif difference is not None:
             close.append(difference.entry)
@@ -144,10 +148,17 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     end = _order(differences[0].entry) if differences else (math.inf,)
     number_close = sum(_order(entry) < end for entry in close)
     equal = sum(_order(mine[key].entry) < end for key in compared) - number_close
-    only_mine, only_its = (
-        tuple(dict.fromkeys(key[3] for key in run if key not in other)) for run, other in ((mine, its), (its, mine))
-    )
-    return Bisection(tuple(differences), equal, number_close, only_mine, only_its, tuple(sorted(other_rows)))
+    only = _missing(mine, its), _missing(its, mine)
+    return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)))
+
+
+def _missing(run: Mapping[Key, _Whole], other: Mapping[Key, _Whole]) -> tuple[str, ...]:
+    """What only ``run`` has: whole steps, or names."""
+    steps, words = {key[0] for key in other if key[2] == INPUT}, dict[str, None]()
+    for step, _, kind, name in (key for key in run if key not in other):
+        missing = f"step {step}" if step >= 0 else "the parameters before the first step"
+        words[("the gradient of " * (kind == GRADIENT) + name) if step in steps else missing] = None
+    return tuple(words)
 
 
 def _order(entry: RecordedTensor) -> tuple[Any, ...]:
@@ -193,8 +204,8 @@ def _elements(folder: Path, entry: RecordedTensor) -> Tensor:
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
-    difference = (a.to(wide) - b.to(wide)).abs()
-    return float(difference.nan_to_num(0.0, 0.0).max())
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float((a.to(wide) - b.to(wide)).abs().masked_fill(same, 0.0).nan_to_num(math.inf).max())
 
 
 @dataclass(frozen=True)

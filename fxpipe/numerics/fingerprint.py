@@ -71,17 +71,16 @@ def measure(tensor: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Te
     ``positions``: each element's position in the whole tensor, in row-major order; None: the tensor is whole.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if positions is None:
-        positions = torch.arange(flat.numel(), device=flat.device)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-        positions = (2 * positions[:, None] + torch.arange(2, device=flat.device)).reshape(-1)
+        if positions is not None:
+            positions = (2 * positions[:, None] + torch.arange(2, device=flat.device)).reshape(-1)
     totals = torch.zeros(3 + PROJECTIONS, dtype=torch.float64, device=flat.device)
     bits = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part, places in zip(torch.split(flat, _AT_A_TIME), torch.split(positions, _AT_A_TIME), strict=True):
-        if not part.numel():
-            continue
-        mixed = _mixed(places)
+    for start in range(0, flat.numel(), _AT_A_TIME):
+        part = flat[start : start + _AT_A_TIME]
+        stop = start + part.numel()
+        mixed = _mixed(torch.arange(start, stop, device=flat.device) if positions is None else positions[start:stop])
         bits += (part.view(_BITS[part.element_size()]) * (mixed | 1)).sum(dtype=torch.int64)
         numbers = part.float().double() if part.is_floating_point() and part.itemsize == 1 else part.double()
         is_finite = numbers.isfinite()

@@ -22,6 +22,8 @@ INPUT, VALUE, LOSS, GRADIENT = "input", "value", "loss", "gradient"
 PARAMETER_GRADIENT, PARAMETER = "parameter's gradient", "parameter"
 MOST_OUTPUTS = 1 << 16
 """The factor of a stage's number in the order of values: more than a stage has outputs."""
+_OPEN = set[Path]()
+"""The files that recorders of this process have open."""
 
 
 class TensorPart(NamedTuple):
@@ -88,7 +90,11 @@ class ValueRecorder:
             self._folder.mkdir(parents=True, exist_ok=True)
             if file_of(self._folder, ranks).exists():
                 raise RunError(f"{folder} has the values of a run on more ranks; give each run a folder of its own")
-            self._file = file_of(self._folder, rank).open("a")
+            self._path = file_of(self._folder, rank).resolve()
+            if self._path in _OPEN:
+                raise RunError(f"{folder} is being recorded to already; give each model a folder of its own")
+            self._file = self._path.open("a")
+            _OPEN.add(self._path)
         except OSError as error:
             raise RunError(f"values cannot be recorded in {folder}: {error.strerror}") from None
 
@@ -153,6 +159,7 @@ class ValueRecorder:
 
     def close(self) -> None:
         self._file.close()
+        _OPEN.discard(self._path)
 
 
 def file_of(folder: Path, rank: int) -> Path:

@@ -149,7 +149,7 @@ def _candidates(folder: Path, required: bool) -> list[str]:
     """``folder`` itself if it is a checkpoint's; otherwise the run's checkpoints, newest first."""
     wait_for_writes(folder)
     if folder.name == run_folder.LATEST:
-        folder = folder.parent
+        folder = run_folder.run_of(folder)
     if run_folder.is_checkpoint(folder):
         return [str(folder.absolute())]
     paths = [str(path) for path in run_folder.checkpoints(folder.absolute())]

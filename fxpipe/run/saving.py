@@ -224,8 +224,8 @@ _SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()
 def claim(forward_backward: ForwardBackward, folder: Path) -> None:
     """On the first rank: locks the folder that this run will save to. CheckpointError if another process writes to the
     folder, or this process cannot."""
-    if not run_folder.is_checkpoint(folder):
-        _SAVERS.setdefault(forward_backward, _Saver()).claim(folder)
+    if not run_folder.is_checkpoint(folder) or folder.name == run_folder.LATEST:
+        _SAVERS.setdefault(forward_backward, _Saver()).claim(run_folder.run_of(folder))
 
 
 def continues(forward_backward: ForwardBackward, folder: Path) -> None:

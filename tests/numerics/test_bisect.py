@@ -243,3 +243,65 @@ def test_a_missing_rank_is_said(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "rank00001.jsonl").unlink()
     with pytest.raises(RunError, match=r"of the 64 elements of the .* in step 0: the file of a rank is missing"):
         fxpipe.bisect(tmp_path, tmp_path)
+
+
+class Skip(nn.Module):
+    """A value is read around a boundary, and another crosses a boundary behind which nothing reads it."""
+
+    def __init__(self, cuts: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.cuts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), cuts
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        fxpipe.stage_boundary(h.sin())
+        inner = torch.tanh(self.layers[1](fxpipe.stage_boundary(h) if self.cuts == 2 else h))
+        return F.cross_entropy(self.layers[2](fxpipe.stage_boundary(inner)) + h, y)
+
+
+def test_a_value_that_is_read_around_a_boundary(tmp_path: Path) -> None:
+    for cuts in (1, 2):
+        model = fxpipe.compile(Skip(cuts), fxpipe.Topology([("pipe", 1)]), microbatches=MICROBATCHES)
+        optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2)
+        with model.record_values(tmp_path / str(cuts)):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model(*batch(step))
+                optimizer.step()
+    plain(tmp_path / "plain", Skip(2))
+    # Of the gradient of h, stage 1 sends the skip's share back in one run, and stages 1 and 2 all of it in the other.
+    found = fxpipe.bisect(tmp_path / "1", tmp_path / "2")
+    assert found.first is None, str(found)
+    assert found.only_in_first == ("the gradient of layers_0 from 1 of 2 uses",)
+    assert found.only_in_second == ("the gradient of layers_0",)
+    found = fxpipe.bisect(tmp_path / "plain", tmp_path / "2")
+    assert found.first is None, str(found)
+    assert found.only_in_first == ("boundary 0, value 0", "the gradient of boundary 1, value 0")
+    assert found.only_in_second == ("loss", "the gradient of layers_0")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_other_bits_are_a_difference_though_its_size_is_not_seen(full: bool, tmp_path: Path) -> None:
+    """Projections of a change by d and of one by -d cancel for some elements; an inf is no nan."""
+    layers = [nn.Linear(4, 1, bias=False) for _ in range(8)]
+    orders = ("0123", "1023", "2103", "3120", "0213", "0321", "inf", "nan")
+    for layer, order in zip(layers, orders, strict=True):
+        values = [*map(float, order)] if order.isdigit() else [0.0, 1.0, 2.0, float(order)]
+        layer.weight.data = torch.tensor([values])
+        with fxpipe.record_plain(layer, tmp_path / order, full=full):
+            pass
+    for order in orders[1:-1]:
+        assert fxpipe.bisect(tmp_path / "0123", tmp_path / order).first is not None
+    found = fxpipe.bisect(tmp_path / "inf", tmp_path / "nan").first
+    assert found is not None
+    assert found.relative == (math.inf if full else 0.0)
+
+
+def test_steps_that_only_one_run_has_are_named(reference: Path, tmp_path: Path) -> None:
+    model = fxpipe.compile(Net(), fxpipe.Topology([("pipe", 1)]), microbatches=MICROBATCHES)
+    with model.record_values(tmp_path):
+        model(*batch(0))
+        with pytest.raises(RunError, match="is being recorded to already; give each model a folder of its own"):
+            recorded(tmp_path)
+    assert fxpipe.bisect(reference, tmp_path).only_in_first == ("step 1",)

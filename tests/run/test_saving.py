@@ -191,6 +191,15 @@ def test_a_run_that_begins_finds_a_folder_that_it_cannot_write(tmp_path: Path, m
         fxpipe.load(tmp_path / "run", run.model, required=False)
 
 
+@pytest.mark.parametrize("name", ["latest", "step-000001"])
+def test_a_run_begins_where_its_latest_checkpoint_will_be(name: str, tmp_path: Path) -> None:
+    run = Trained()
+    assert fxpipe.load(tmp_path / name, run.model, run.optimizer, required=False)["step"] == 0
+    assert names(tmp_path) == ["lock"]  # no folder of that name, which save() would refuse
+    run.save(tmp_path, 1)
+    assert Trained(1).load(tmp_path / name)["step"] == 1
+
+
 def test_what_is_saved_and_loaded_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = Trained()
     run.save(tmp_path, 20)

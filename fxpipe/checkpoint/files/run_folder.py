@@ -33,6 +33,11 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).exists()
 
 
+def run_of(path: Path) -> Path:
+    """The folder of the run to which ``path`` belongs: the folder, its ``latest``, or one of its checkpoints."""
+    return path.parent if path.name == LATEST or _NAME.fullmatch(path.name) else path
+
+
 def numbered(folder: Path) -> list[tuple[int | None, Path]]:
     """The number and folder of each checkpoint of a run, whole or damaged, newest first.
 

@@ -21,6 +21,7 @@ from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import added
+from fxpipe.graph.program import Crossing
 from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import Edge, bytes_in
 from fxpipe.labels import label
@@ -214,8 +215,12 @@ class _BoundAction:
             is_summed = kind == GRADIENT and edge.value in by_name
             by_name[edge.value] = added(by_name[edge.value], value) if is_summed else value
         for number, (name, value) in enumerate(by_name.items()):
-            boundary = self.executor.graph.boundary_values.get(name, "")
-            recorder.add(kind, name, self.action.microbatch, self.action.stage * MOST_OUTPUTS + number, value, boundary)
+            crossing = self.executor.graph.crossings.get(name, Crossing())
+            label, boundary = name, crossing.boundary
+            if kind == GRADIENT:
+                label, boundary = crossing.gradient or name, crossing.gradient_boundary
+            order = self.action.stage * MOST_OUTPUTS + number
+            recorder.add(kind, label, self.action.microbatch, order, value, boundary)
 
     def bound_run(self) -> Run:
         """The stage's forward, under its own seed and autocast regions, if it has any."""

@@ -241,7 +241,9 @@ def _with_fields(value: Any, names: Sequence[str], build: Callable[[Iterator[Any
 
 
 def check_boundaries(graph: fx.Graph, executed: int) -> None:
-    """TraceError unless the graph has as many boundaries as forward executed during the capture."""
-    count = sum(is_boundary(node) for node in graph.nodes)
-    if count != executed:
-        raise TraceError(f"{executed} boundaries were executed while tracing, {count} are in the graph")
+    """Numbers the boundaries. TraceError unless the graph has as many as forward executed during the capture."""
+    markers = list(filter(is_boundary, graph.nodes))
+    if len(markers) != executed:
+        raise TraceError(f"{executed} boundaries were executed while tracing, {len(markers)} are in the graph")
+    for number, marker in enumerate(markers):
+        marker.meta["boundary"] = number  # a pass may drop others
