@@ -95,6 +95,7 @@ LONG = """
     whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[expert4
     whole/test_batch_axes.py::test_schedules
     whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[DeepSeek-V3
+    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[GPT-OSS
     whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[Mixtral
     whole/test_batch_axes_hf.py::test_llama
     whole/test_benchmarks.py
@@ -127,11 +128,13 @@ LONG = """
     whole/test_random_models.py
     whole/test_random_tables.py
     whole/test_readme.py::test_a_command_of_a_page_prints_what_stands_below_it[data_axis.md]
+    whole/test_readme.py::test_a_command_of_a_page_prints_what_stands_below_it[schedules.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
     whole/test_resume.py
     whole/test_save_load.py::test_a_run_of_four
+    whole/test_several_sharded.py::test_it_trains_as_plain_pytorch_and_resumes_with_the_same_bits[FSDP2-4-False
     whole/test_strings.py::test_batches_of_other_sizes
     whole/test_virtual_time.py::test_a_step_takes
     whole/test_virtual_time.py::test_each
