@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SECONDS = 200.0  # for a program, the start of the server included
+SECONDS = 600.0  # for a program, the start of the server included
 
 _SERVER = """
 import atexit, gc, json, multiprocessing, os, runpy, sys, threading

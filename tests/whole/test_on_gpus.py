@@ -200,6 +200,7 @@ def test_programs_of_the_readme_run(gpu_scripts: Scripts, tmp_path: Path) -> Non
     assert "on 3 ranks, 4 micro-batches" in run(gpu_scripts, tmp_path, 3, "readme.py")
 
 
+@pytest.mark.timeout(1200)
 def test_programs_train_clip_to_the_bit(gpu_scripts: Scripts, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     one, *others = (losses(gpu_scripts, tmp_path, ranks, "train_clip.py", "--steps", "5") for ranks in (1, 2, 4))
@@ -207,6 +208,7 @@ def test_programs_train_clip_to_the_bit(gpu_scripts: Scripts, tmp_path: Path) ->
     assert others == [one, one]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_programs_train_a_llava_as_plain_pytorch_does(ranks: int, gpu_scripts: Scripts, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
