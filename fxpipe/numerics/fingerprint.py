@@ -12,7 +12,7 @@ from torch import Tensor
 from fxpipe.parameters.dtensors import local, part_of
 
 PROJECTIONS = 4
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_A_TIME = 2**20
 """The number of elements that are read at a time; bounds the additional memory."""
 
@@ -80,8 +80,8 @@ def measure(tensor: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Te
     for start in range(0, flat.numel(), _AT_A_TIME):
         part = flat[start : start + _AT_A_TIME]
         stop = start + part.numel()
-        mixed = _mixed(torch.arange(start, stop, device=flat.device) if positions is None else positions[start:stop])
-        bits += (part.view(_BITS[part.element_size()]) * (mixed | 1)).sum(dtype=torch.int64)
+        mixed = split_mix(torch.arange(start, stop, device=flat.device) if positions is None else positions[start:stop])
+        bits += (part.view(BITS[part.element_size()]) * (mixed | 1)).sum(dtype=torch.int64)
         numbers = part.float().double() if part.is_floating_point() and part.itemsize == 1 else part.double()
         is_finite = numbers.isfinite()
         numbers = torch.where(is_finite, numbers, 0.0)
@@ -103,15 +103,15 @@ def positions_of(tensor: Tensor) -> Tensor | None:
     return part_of(tensor, whole)
 
 
-def _mixed(positions: Tensor) -> Tensor:
+def split_mix(positions: Tensor) -> Tensor:
     """A random-looking int64 for each position: SplitMix64 (Steele, Lea and Flood 2014), seeded with 0."""
     # SplitMix64's factors are above 2⁶³; subtracting 2⁶⁴ makes them fit int64.
     z = (positions + 1) * (0x9E3779B97F4A7C15 - 2**64)
-    z = (z ^ shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    z = (z ^ shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
-    return z ^ shifted(z, 31)
+    z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
+    return z ^ _shifted(z, 31)
 
 
-def shifted(z: Tensor, by: int) -> Tensor:
+def _shifted(z: Tensor, by: int) -> Tensor:
     """A logical right shift, which shifts zeros in; int64's own shift repeats the sign bit."""
     return (z >> by) & ((1 << (64 - by)) - 1)

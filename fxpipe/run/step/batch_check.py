@@ -15,6 +15,7 @@ from torch import Tensor
 from fxpipe.device import to_host
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
+from fxpipe.numerics.fingerprint import BITS, split_mix
 from fxpipe.parameters.dtensors import local
 from fxpipe.plain_data import digest_of
 from fxpipe.progress import warn
@@ -176,7 +177,6 @@ def _grouped(numbers: Mapping[int, int]) -> list[list[int]]:
 
 # --- Digests: a number for each input of a call; inputs whose values are equal to the bit have equal numbers ---
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_A_TIME = 2**18
 """The number of elements that a digest reads at a time; bounds the additional memory that a digest takes."""
 _FACTOR = 6364136223846793005
@@ -246,18 +246,9 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     for part in torch.split(tensor, rows):
         part = part.resolve_conj().resolve_neg()
         part = torch.view_as_real(part) if part.is_complex() else part
-        yield from torch.split(part.contiguous().view(-1).view(_BITS[part.element_size()]), _AT_A_TIME)
+        yield from torch.split(part.contiguous().view(-1).view(BITS[part.element_size()]), _AT_A_TIME)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Returns an odd number for each place: SplitMix64 (Steele, Lea and Flood 2014), seeded with 0."""
-    # SplitMix64's factors are above 2⁶³; subtracting 2⁶⁴ makes them fit int64.
-    z = torch.arange(1, count + 1, dtype=torch.int64, device=device) * (0x9E3779B97F4A7C15 - 2**64)
-    z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
-    return (z ^ _shifted(z, 31)) | 1
-
-
-def _shifted(z: Tensor, by: int) -> Tensor:
-    """A logical right shift, which shifts zeros in; int64's own shift repeats the sign bit."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    """Returns an odd number for each place."""
+    return split_mix(torch.arange(count, device=device)) | 1
