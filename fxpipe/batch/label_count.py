@@ -32,11 +32,13 @@ _GIVEN = described(TensorLike((), torch.float32, (), "cpu", False), exact=False)
 class Items:
     """How a model's labels are counted. ``shifts``: whether its loss predicts a label from the label before, so that a
     row's first label does not count. ``uncounted``: the reason why labels are not counted; a number that the call gives
-    is still passed to micro-batches. ``is_taken``: whether a call can give the number."""
+    is still passed to micro-batches. ``is_taken``: whether a call can give the number. ``has_positions``: whether
+    forward takes ``position_ids``."""
 
     shifts: bool = False
     uncounted: str = ""
     is_taken: bool = True
+    has_positions: bool = False
 
     @staticmethod
     def of(model: nn.Module | StageGraph, uncounted: str = "") -> Items:
@@ -46,16 +48,17 @@ class Items:
         # An adapter (PEFT) takes any input, so the signature of the model inside decides, as in transformers' Trainer.
         base: Any = getattr(model, "get_base_model", lambda: model)()
         parameters = inspect.signature(base.forward).parameters
+        has_positions = "position_ids" in parameters
         if ITEMS not in parameters:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-                return Items(uncounted="forward takes no number", is_taken=False)
+                return Items(uncounted="forward takes no number", is_taken=False, has_positions=has_positions)
             if not hasattr(model, "loss_function"):
                 uncounted = uncounted or f"forward does not name {ITEMS}"
             elif not getattr(model, "accepts_loss_kwargs", True):
                 uncounted = uncounted or "the model has accepts_loss_kwargs = False"
         is_causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
         encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        return Items(is_causal and not encoder_decoder, uncounted)
+        return Items(is_causal and not encoder_decoder, uncounted, has_positions=has_positions)
 
     def note(self, inputs: Collection[str], read: Collection[str]) -> str:
         """A note that says whether the labels of a batch are counted. ``read``: the inputs that stages read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import distributed as dist
@@ -41,6 +42,39 @@ class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     'gathers by itself; for what replicas share pass group=topo.group("data")\n' + current_line()
                 )
         return func(*args, **(kwargs or {}))
+
+
+class AttentionCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether a stage's forward computes attention, and whether it meets other context ranks.
+
+    ``check`` refuses attention in a forward that met none of them: it saw this rank's positions alone.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, context: Sequence[int], stage: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._others, self._stage = set(context) - {dist.get_rank()}, stage
+        self._called, self._is_met = set[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0].strip("_")
+        if name not in ("softmax", "safe_softmax") or args[0].dim() > 2:  # a router's has tokens and experts alone
+            self._called.add(name)
+        for group in groups_of_call(func, args, kwargs or {}):
+            self._is_met = self._is_met or not self._others.isdisjoint(dist.get_process_group_ranks(group))
+        return func(*args, **(kwargs or {}))
+
+    def check(self) -> None:
+        """TopologyError if the forward computed attention and met no other context rank."""
+        is_fused = any("attention" in name or "attn" in name for name in self._called)
+        products, scores = {"bmm", "baddbmm"} & self._called, {"softmax", "safe_softmax"} & self._called
+        if not self._is_met and (is_fused or (products and scores)):
+            raise TopologyError(
+                f"stage {self._stage} has computed attention on this context rank's positions alone: it made no "
+                "collective with the other context ranks; let parallelize= replace each attention of the stage by one "
+                "that sees the keys and values of all context ranks"
+            )
 
 
 # --- Synchronised batch norms: in a pipeline only replicas of a stage reach the norm's collective in forward ---

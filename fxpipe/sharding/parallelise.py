@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
+from fxpipe.distributed.forward_collectives import AttentionCheck
 from fxpipe.distributed.grid import BATCH_AXES, ROLES
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
@@ -108,7 +109,7 @@ def parallelise_stages(
         if is_dtensor(tensor) and isinstance(tensor, nn.Parameter) and key in axes:
             _check_replicas(tensor, names[key], axes[key], managed.get(key, set()), topology)
             scopes[key] = scope_of(set(BATCH_AXES).difference(*axes[key]), topology)
-    return Parallel(copies, sharded, scopes)
+    return Parallel(copies, sharded, scopes, transport.ranks("context") if topology.size("context") > 1 else ())
 
 
 # --- the copies that parallelize changes
@@ -331,12 +332,17 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
 
 class Parallel:
     """The ``copies`` of this rank's stages that ``parallelize`` has changed. ``sharded``: their FSDP2 modules.
-    ``scopes``: id of a DTensor parameter → the scope of the batch axes that its mesh leaves out, "" for none."""
+    ``scopes``: id of a DTensor parameter → the scope of the batch axes that its mesh leaves out, "" for none.
+    ``context``: the ranks of this rank's context group, if there is one."""
 
     def __init__(
-        self, copies: Mapping[int, _StageCopy], sharded: Mapping[int, FsdpStage], scopes: Mapping[int, str]
+        self,
+        copies: Mapping[int, _StageCopy],
+        sharded: Mapping[int, FsdpStage],
+        scopes: Mapping[int, str],
+        context: Sequence[int],
     ) -> None:
-        self.copies, self.sharded, self.scopes = copies, sharded, scopes
+        self.copies, self.sharded, self.scopes, self._context = copies, sharded, scopes, context
         self._adopted: weakref.WeakKeyDictionary[nn.Module, _StageFunction] = weakref.WeakKeyDictionary()
         self._captures = 0
 
@@ -365,7 +371,9 @@ class Parallel:
                     self._captures += 1
                     _move_in(stage, module, home, self._captures)
                 code = types.MethodType(type(module).forward, home.module)
-            self._adopted[module] = _StageFunction(stage.name, home.module, code, max(len(stage.outputs), 1))
+            check = AttentionCheck(self._context, stage.name) if self._context else None
+            uses = max(len(stage.outputs), 1)
+            self._adopted[module] = _StageFunction(stage.name, home.module, code, uses, check)
         return replace(stage, function=self._adopted[module])
 
 
@@ -374,14 +382,22 @@ class _StageFunction:
     """A stage's function: calls the stage's module, so that the module's hooks run, too.
 
     ``code``: the forward of the capture; None: the module's own forward, whose result is returned ``uses`` times.
+    ``check``: of the first call, on a context axis.
     """
 
     name: str
     module: nn.Module
     code: Callable[..., Any] | None
     uses: int
+    check: AttentionCheck | None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        if self.check is not None:
+            check, self.check = self.check, None
+            with check:
+                outputs = self(*inputs)
+            check.check()
+            return outputs
         if self.code is None:
             outputs = (self.module(*inputs),) * self.uses
         else:

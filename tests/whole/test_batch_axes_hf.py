@@ -232,23 +232,55 @@ def test_attention_that_parallelize_cannot_change_is_refused(pool: Pool) -> None
         assert "computes attention in code of its own, which sees the positions of this rank alone" in text
 
 
-def shifted_within(axes: Axes) -> str:
-    """What a context rank is told whose labels the model would shift."""
+LEFT_OUT = {
+    "shift_labels": "the loss would shift labels within this context rank's positions, whose ends lie elsewhere",
+    "position_ids": "without position_ids the model would count this context rank's positions from 0",
+}
+
+
+def left_out(axes: Axes) -> dict[str, str]:
+    """What a context rank is told that gives a call no ``shift_labels``, or no ``position_ids``."""
     fxpipe.init()
-    topology, generator = Topology(axes), torch.Generator().manual_seed(0)
-    batch = {name: value[:, :8] for name, value in hf.causal(MICROBATCHES, generator).items()}
-    part = {name: topology.context_part(value) for name, value in batch.items() if name != "attention_mask"}
-    options = {"boundaries": layers("model.layers", 2), "microbatches": MICROBATCHES, "tracer": "record"}
-    options |= {"example_kwargs": part, "check_capture": False, "parallelize": spread_attention}
-    step = fxpipe.compile(llama(), topology, **options)
-    with pytest.raises(fxpipe.RunError) as error:
-        step(**part)
-    return str(error.value)
+    topology, texts = Topology(axes), {}
+    part = {name: topology.context_part(value) for name, value in sequences(ROWS)[0].items()}
+    options = {"boundaries": layers("model.layers", 2), "microbatches": 1, "tracer": "record", "check_capture": False}
+    for name in LEFT_OUT:
+        others = {other: value for other, value in part.items() if other != name}
+        # eager attention can do without position_ids, so that the model is captured
+        model = hf.llama(attn_implementation="eager", use_cache=False)
+        step = fxpipe.compile(model, topology, example_kwargs=others, parallelize=lambda *_: None, **options)
+        with pytest.raises(fxpipe.RunError) as error:
+            step(**others)
+        texts[name] = str(error.value)
+    return texts
 
 
-def test_labels_that_a_context_rank_would_shift_are_refused(pool: Pool) -> None:
-    for text in pool.run(shifted_within, [("pipe", 2), ("context", 2)]):
-        assert "the loss would shift labels within this context rank's positions, whose ends lie elsewhere" in text
+def test_what_a_model_would_count_within_a_context_ranks_positions_is_refused(pool: Pool) -> None:
+    for texts in pool.run(left_out, [("pipe", 2), ("context", 2)]):
+        for name, text in LEFT_OUT.items():
+            assert text in texts[name]
+
+
+def unchanged(axes: Axes) -> dict[str, str]:
+    """What a context rank is told whose ``parallelize`` leaves attention as it is."""
+    fxpipe.init()
+    topology, texts = Topology(axes), {}
+    part = {name: topology.context_part(value) for name, value in sequences(ROWS)[0].items()}
+    options = {"boundaries": layers("model.layers", 2), "microbatches": 1, "tracer": "record", "example_kwargs": part}
+    for kind in ("eager", "sdpa"):
+        model = hf.llama(attn_implementation=kind, use_cache=False)
+        step = fxpipe.compile(model, topology, parallelize=lambda *_: None, **options)
+        with pytest.raises(fxpipe.FxpipeError) as error:
+            step(**part)
+        texts[kind] = str(error.value)
+    return texts
+
+
+def test_attention_that_parallelize_leaves_as_it_is_is_refused(pool: Pool) -> None:
+    for texts in pool.run(unchanged, [("context", 2)], ranks=2):
+        assert len(texts) == 2
+        for text in texts.values():
+            assert "has computed attention on this context rank's positions alone" in text
 
 
 @pytest.mark.parametrize("name", EXPERTS)

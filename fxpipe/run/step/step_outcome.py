@@ -272,8 +272,14 @@ class ItemNumbers:
         A collective call of the data axis.
         """
         items, rank = self.items, self._transport.pipe_rank
-        for batch in batches if self._in_parts and items.shifts else ():
-            if batch.get("labels") is not None and batch.get("shift_labels") is None:
+        for batch in batches if self._in_parts else ():
+            has_tokens = any(batch.get(name) is not None for name in ("input_ids", "inputs_embeds"))
+            if items.has_positions and has_tokens and batch.get("position_ids") is None:
+                raise RunError(
+                    "without position_ids the model would count this context rank's positions from 0; pass "
+                    "position_ids=topo.context_part(torch.arange(positions).expand(rows, -1)), too"
+                )
+            if items.shifts and batch.get("labels") is not None and batch.get("shift_labels") is None:
                 raise RunError(
                     "the loss would shift labels within this context rank's positions, whose ends lie elsewhere; pass "
                     "shift_labels=topo.context_part(F.pad(labels[:, 1:], (0, 1), value=-100)), too"
