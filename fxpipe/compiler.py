@@ -39,6 +39,7 @@ from fxpipe.run.rank_state import make_rank_state
 from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
+from fxpipe.sharding.parallelise import parts_of
 from fxpipe.stage.with_loss import with_loss
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
@@ -210,6 +211,7 @@ def preview(
     memory_per_rank: float | None = None,
     hardware: Hardware | str | None = None,
     passes: Sequence[Pass] | None = None,
+    parallelize: Callable[..., None] | None = None,
 ) -> Preview:
     """The plan that ``compile`` would run, with the same options, on the ranks of ``topo``, and whether it fits memory.
 
@@ -221,6 +223,9 @@ def preview(
     ``optimizer`` is the later argument of ``forward_backward.optimizer``: the name of a class of torch.optim, in upper
     or lower case, or a class (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within
     ``memory_per_rank`` count AdamW's state, as in ``compile``.
+
+    ``parallelize`` gets copies of the stages, and the mesh of ranks that have no processes, so that parameters count as
+    it spreads them; it must not read values or wait for other ranks.
 
     Raises:
         TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile``; but where no plan fits
@@ -242,13 +247,17 @@ def preview(
         )
     model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
     device = device_of([*_tensors_of(model), *tensors_in((example_args, example_kwargs))], torch.device("cpu"))
-    state = PlanState.empty(model, options, topo, device)
+
+    def preview_at(options: Options) -> Preview:
+        planning = previewed(PlanState.empty(model, options, topo, device), options)
+        parts = {} if parallelize is None else parts_of(planning.first.graph, topo, parallelize)
+        return preview_of(planning, stepping, parts)
+
     try:
-        return preview_of(previewed(state, options), stepping)
+        return preview_at(options)
     except DoesNotFit as error:  # the table of the nearest plan says which rank has too much, and of what
         nearest = dataclasses.replace(options, memory_per_rank=error.least_bytes)
-        state = PlanState.empty(model, nearest, topo, device)
-        return dataclasses.replace(preview_of(previewed(state, nearest), stepping), memory=options.memory_per_rank)
+        return dataclasses.replace(preview_at(nearest), memory=options.memory_per_rank)
 
 
 def _tensors_of(model: nn.Module | StageGraph) -> Iterable[Tensor]:

@@ -634,6 +634,21 @@ def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.Pr
         home._process_group_name, home._get_split_source = own
 
 
+@contextlib.contextmanager
+def ranks_without_processes(count: int) -> Iterator[None]:
+    """In this context, torch.distributed runs as rank 0 of ``count`` ranks, whose collectives move nothing."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # DTensor would take these groups for those of equal meshes in a later world.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
 # --- checkpoints: the content of torch's ``.metadata`` file
 
 METADATA_CLASSES = {

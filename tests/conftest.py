@@ -129,6 +129,7 @@ LONG = """
     whole/test_random_tables.py
     whole/test_readme.py::test_a_command_of_a_page_prints_what_stands_below_it[data_axis.md]
     whole/test_readme.py::test_a_command_of_a_page_prints_what_stands_below_it[schedules.md]
+    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[axes.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
     whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]

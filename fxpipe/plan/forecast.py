@@ -6,7 +6,7 @@ The bytes that a rank sends over the data axis in a step follow from the formula
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -23,7 +23,8 @@ from fxpipe.schedules.action import Op
 from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.simulate import peak_bytes
-from fxpipe.search.memory import Account, StaticBytes, dealt, rows_of
+from fxpipe.search.memory import Account, ParameterPart, StaticBytes, dealt, rows_of
+from fxpipe.torch_compat import tensors_in
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
 
@@ -36,16 +37,16 @@ class Stepping:
     whole: bool = False
 
 
-def preview_of(planning: PlanState, stepping: Stepping) -> Preview:
-    """The preview of the first plan."""
-    return _Forecast(planning, stepping).preview(timed=planning.options.hardware is not None)
+def preview_of(planning: PlanState, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> Preview:
+    """The preview of the first plan. ``parts``: id of a parameter → its part, if ``parallelize=`` spreads it."""
+    return _Forecast(planning, stepping, parts).preview(timed=planning.options.hardware is not None)
 
 
 def over_the_limit(planning: PlanState) -> str:
     """A warning if the first plan exceeds ``memory_per_rank``, or if its bytes are not known; otherwise empty."""
     if planning.options.memory_per_rank is None:
         return ""
-    preview = _Forecast(planning, Stepping()).preview(timed=False)
+    preview = _Forecast(planning, Stepping(), {}).preview(timed=False)
     if preview.fits is None:
         return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
     if preview.fits:
@@ -59,7 +60,8 @@ def over_the_limit(planning: PlanState) -> str:
 
 
 class _Forecast:
-    def __init__(self, planning: PlanState, stepping: Stepping) -> None:
+    def __init__(self, planning: PlanState, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> None:
+        self.parts = parts
         self.planning, self.options, self.topology = planning, planning.options, planning.topology
         assert planning.shown is not None
         self.pattern, self.plan = planning.shown, planning.first
@@ -80,6 +82,13 @@ class _Forecast:
             self.sizes[edge] = group * cost.bytes_out, group * cost.gradient_bytes
         again = {stage for stage, _ in self.schedule.dependencies.recomputed}
         costs = self.staged.costs_with([stage in again for stage in range(len(self.graph))])
+        # Forward sends tokens to their experts and their results back; backward sends the gradients of both.
+        sent = self._exchange_seconds()
+        costs = replace(
+            costs,
+            forward=tuple(seconds + 2 * more for seconds, more in zip(costs.forward, sent, strict=True)),
+            backward=tuple(seconds + 2 * more for seconds, more in zip(costs.backward, sent, strict=True)),
+        )
         self.timeline = self.schedule.planned(costs)
 
     def preview(self, timed: bool) -> Preview:
@@ -98,6 +107,47 @@ class _Forecast:
             saving=self.planning.tables.saving(self.plan, self.staged),
             what=self._what(),
         )
+
+    def _exchange_seconds(self) -> list[float]:
+        """For each stage, the seconds of one all-to-all of a micro-batch's tokens for each module that has experts.
+
+        A rank sends each token to each of its experts. Expert ranks get equally many, and have their own share.
+        """
+        experts = {key: part.exchanged_over for key, part in self.parts.items() if part.exchanged_over}
+        if not experts:
+            return [0.0] * len(self.graph)
+        modules = [
+            (module, next(experts[key] for key in keys if key in experts))
+            for module in self.graph.module.modules()
+            if (keys := {id(parameter) for parameter in module.parameters(recurse=False)}) & experts.keys()
+        ]
+        sent: dict[int, Sent] = {}
+
+        def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            tokens, *others = tensors_in((args, kwargs))
+            chosen = [other.numel() for other in others if not other.is_floating_point()]
+            copies = max(chosen, default=0) / tokens.shape[:-1].numel() if chosen else 1.0
+            share = 1 - 1 / len(groups[id(module)])
+            sent[id(module)] = Sent(share * copies * tokens.nbytes, float(self._crosses(groups[id(module)])))
+
+        groups = {id(module): ranks for module, ranks in modules}
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module, _ in modules]
+        try:  # costs anew, so that the modules run on the shapes of a micro-batch
+            balancing = replace(self.planning.captures.balancing, costed=None)
+            balancing.stage_work(self.planning.captures.first, self.pattern, self.graph.placement)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        seconds = []
+        for stage in self.graph:
+            mine = set(map(id, stage.tensors.values()))
+            inside = (m for m, _ in modules if mine & {id(each) for each in m.parameters(recurse=False)})
+            seconds.append(sum(sent[id(m)].seconds(self.hardware) for m in inside if id(m) in sent))
+        return seconds
+
+    def _crosses(self, ranks: Sequence[int]) -> float:
+        """The fraction of a ring's links that connect different nodes."""
+        return _leaving(list(ranks), self.topology.ranks_per_node)
 
     # bytes
 
@@ -132,8 +182,16 @@ class _Forecast:
 
     def _static_bytes(self, tensors: Sequence[Tensor]) -> StaticBytes:
         """The bytes that the fullest replica holds for these tensors."""
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        parameters = [each for each in tensors if isinstance(each, nn.Parameter) and id(each) not in self.parts]
         buffers = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, nn.Parameter))
+        spread = sum(
+            (
+                self.parts[id(each)].bytes_of(each.element_size(), self.stepping.states, each.requires_grad)
+                for each in tensors
+                if id(each) in self.parts
+            ),
+            StaticBytes(parameters=float(buffers)),
+        )
         # Element-wise optimizers shard every parameter evenly. Other optimizers step whole parameters, and the rank
         # with the most bytes decides.
         parts = [[self.account.part_of(parameter.numel(), rows_of(parameter)) for parameter in parameters]]
@@ -145,7 +203,7 @@ class _Forecast:
                 for rank in sorted(set(owners))
             ]
         sums = (sum(map(self._of_one, parameters, mine), StaticBytes()) for mine in parts)
-        return max(sums, key=lambda memory: memory.sum) + StaticBytes(parameters=float(buffers))
+        return max(sums, key=lambda memory: memory.sum) + spread
 
     def _of_one(self, parameter: Tensor, part: float) -> StaticBytes:
         """The bytes of one parameter. ``part``: the number of its elements that a rank steps."""
@@ -214,7 +272,7 @@ class _Forecast:
         times = {0: 2, 2: self.schedule.microbatches}.get(zero, 1)
         traffic = []
         for tensors in self._tensors:
-            parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+            parameters = [each for each in tensors if isinstance(each, nn.Parameter) and id(each) not in self.parts]
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             wire = sum(
                 parameter.numel() * (precision.reduce.itemsize if precision else parameter.element_size())
@@ -224,7 +282,14 @@ class _Forecast:
             sums = [Sent(times * part * wire, crossing)]
             if zero or replicas > 1:
                 sums.append(Sent(2 * (replicas - 1) / replicas * wire / shards, 1.0))
-            traffic.append(DataTraffic(sums, [Sent(part * whole, crossing)] if zero else []))
+            gathers = [Sent(part * whole, crossing)] if zero else []
+            for each in (each for each in tensors if id(each) in self.parts):
+                spread, size = self.parts[id(each)], each.element_size()
+                ring, leaves = 1 - 1 / len(spread.summed_over), self._crosses(spread.summed_over)
+                if each.requires_grad:  # FSDP2 reduces and scatters, and gathers its own
+                    sums.append(Sent(ring * size * (spread.gathered or 2 * spread.count), leaves))
+                gathers.append(Sent(ring * size * spread.gathered, leaves))
+            traffic.append(DataTraffic(sums, gathers))
         return traffic
 
     @cached_property
@@ -270,8 +335,10 @@ class _Forecast:
             if self.options.hardware is None:
                 left.append('seconds need hardware=, such as hardware="h100"')
         spread = " and ".join(axis for axis in ("tensor", "expert") if self.topology.size(axis) > 1)
-        if spread:
-            left.append(f"what parallelize= spreads over the {spread} axis counts whole")
+        if any(part.exchanged_over for part in self.parts.values()):
+            left.append("experts get equally many tokens; each token travels to each of its experts, and back")
+        elif spread and not self.parts:
+            left.append(f"what parallelize= spreads over the {spread} axis counts whole: pass parallelize=")
         return "\n".join(filter(None, [f"{self.account}", *left, *self.planning.captures.beside]))
 
 

@@ -101,6 +101,24 @@ class Account:
         )
 
 
+@dataclass(frozen=True)
+class ParameterPart:
+    """A rank's part of a parameter that ``parallelize=`` spreads: the fullest rank's number of elements. ``gathered``:
+    the elements that FSDP2 gathers while a step runs; 0 without FSDP2. ``summed_over``: the ranks that sum their
+    gradients of the part, FSDP2's ranks if it shards the parameter. ``exchanged_over``: the expert ranks among which
+    tokens travel to the parameter and back, if it is spread over them."""
+
+    count: int
+    gathered: int
+    summed_over: tuple[int, ...]
+    exchanged_over: tuple[int, ...]
+
+    def bytes_of(self, element: int, states: float, trained: bool) -> StaticBytes:
+        """The bytes of the part, ``element`` bytes each. No bucket of ``zero`` has it."""
+        size = float(self.count * element)
+        return StaticBytes(size, size * trained, size * states * trained, self.gathered * element * (1 + trained))
+
+
 def rows_of(parameter: Tensor) -> int:
     """The size of a parameter's first dimension; 0 if it has no dimension."""
     return parameter.shape[0] if parameter.ndim else 0

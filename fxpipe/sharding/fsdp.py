@@ -155,6 +155,11 @@ def sharded_stages(modules: Mapping[int, nn.Module]) -> dict[int, FsdpStage]:
     return {stage: FsdpStage(inner) for stage, inner in roots.items()}
 
 
+def summed_by_fsdp(module: nn.Module) -> Iterator[tuple[nn.Parameter, set[int]]]:
+    """Yields each shard of the FSDP modules inside ``module``, and the ranks over which FSDP2 sums its gradient."""
+    return _FsdpModules([part for part in module.modules() if isinstance(part, FSDPModule)]).summed_over()
+
+
 def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
     """Yields the FSDP modules that are not inside another FSDP module."""
     if isinstance(module, FSDPModule):

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
+from torch import distributed as dist
 
 from fxpipe.distributed.forward_collectives import AttentionCheck
 from fxpipe.distributed.grid import BATCH_AXES, ROLES
@@ -26,14 +27,15 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
-from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, ranks_of
+from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, local, ranks_of
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
+from fxpipe.search.memory import ParameterPart
 from fxpipe.sharding.data_axis import GradientSums, scope_of
 from fxpipe.sharding.reducer import Reducer, Shared
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, ranks_without_processes
 from fxpipe.trace.patching import backward_hooks
 from fxpipe.trace.record.opaque import Checkpointed
 
@@ -65,12 +67,21 @@ def changed_stages(
     Raises:
         RunError: a stage's module cannot be copied; or a pipeline cannot run the modules that ``parallelize`` made.
     """
+    mesh = None if transport.pipe_rank is None else topology.mesh
+    stages = changed_copies(graph, transport.pipe_rank, mesh, parallelize)
+    replace_tensors(graph.module, stages.changed)
+    return stages
+
+
+def changed_copies(
+    graph: StageGraph, pipe_rank: int | None, mesh: DeviceMesh | None, parallelize: Parallelize
+) -> ChangedStages:
+    """As ``changed_stages``, but leaves ``graph.module`` as it is. ``pipe_rank``: None for the stages of all ranks."""
     copies = {
         stage.index: _copy_of(stage, graph)
         for stage in graph
-        if transport.pipe_rank in (None, *graph.ranks(stage.index)) and isinstance(stage.module, nn.Module)
+        if pipe_rank in (None, *graph.ranks(stage.index)) and isinstance(stage.module, nn.Module)
     }
-    mesh = None if transport.pipe_rank is None else topology.mesh
     for index, copied in copies.items():
         before = copied.uncalled()
         parallelize(copied.module, mesh)
@@ -79,9 +90,46 @@ def changed_stages(
                 f"parallelize has replaced {path} of stage {graph[index].name}, or put hooks on it, but the stage does "
                 f"not call it as a whole: it uses what is inside; parallelize that, or call {path} in forward"
             )
-    changed = _changed(graph, copies)
-    replace_tensors(graph.module, changed)
-    return ChangedStages(copies, changed)
+    return ChangedStages(copies, _changed(graph, copies))
+
+
+def parts_of(graph: StageGraph, topology: Topology, parallelize: Parallelize) -> dict[int, ParameterPart]:
+    """Returns id of a parameter → the first rank's part of it, for the parameters that ``parallelize`` spreads. Applies
+    ``parallelize`` to copies, on a mesh of ranks that have no processes.
+
+    Raises:
+        RunError: as ``changed_stages``; or this process is in a process group.
+    """
+    if dist.is_initialized():
+        raise RunError("preview(parallelize=) makes ranks of its own; call it in a process before fxpipe.init()")
+    with ranks_without_processes(topology.world_size):
+        mesh = Topology(topology.axes, topology.ranks_per_node).mesh
+        stages = changed_copies(graph, None, mesh, parallelize)
+        from fxpipe.sharding.fsdp import summed_by_fsdp  # importing FSDP2 is slow
+
+        managed: dict[int, tuple[int, ...]] = {}
+        for copied in stages.copies.values():
+            managed |= {id(shard): tuple(sorted(ranks)) for shard, ranks in summed_by_fsdp(copied.module)}
+        parts = {}
+        for key, tensor in stages.changed.items():
+            if not is_dtensor(tensor) or not isinstance(tensor, nn.Parameter):
+                continue
+            lines = zip(tensor.placements, lines_of(tensor), strict=True)
+            spread = set().union(*(_axes_along(line, topology) for placement, line in lines if placement.is_shard()))
+            count, gathers = local(tensor).numel(), managed.get(id(tensor), ())
+            parts[key] = ParameterPart(
+                count,
+                gathered=count * len(gathers),
+                summed_over=gathers or _ranks_along(set(BATCH_AXES) - spread, topology),
+                exchanged_over=_ranks_along({"expert"}, topology) if "expert" in spread else (),
+            )
+    return parts
+
+
+def _ranks_along(axes: set[str], topology: Topology) -> tuple[int, ...]:
+    """Returns the ranks that differ from rank 0 in these roles of axes alone."""
+    ranks = range(topology.world_size)
+    return tuple(rank for rank in ranks if _axes_along([0, rank], topology) <= axes)
 
 
 def parallelise_stages(

@@ -188,9 +188,12 @@ def forget_groups() -> None:
     x.backward()
 
 
-def compiled(axes: Axes, model: Mapping[str, Any] = {}, per_node: int | None = None, **options: Any) -> Any:
+def compiled(
+    axes: Axes, model: Mapping[str, Any] = {}, per_node: int | None = None, forgets: bool = True, **options: Any
+) -> Any:
     fxpipe.init()
-    forget_groups()
+    if forgets:
+        forget_groups()
     topology = Topology(axes, per_node)
     example = mine(batch(0, topology.data_size), topology)
     defaults: dict[str, Any] = {"parallelize": spread, "microbatches": MICROBATCHES, "check_capture": False}
@@ -640,3 +643,56 @@ def test_context_ranks_that_draw_other_rows_are_refused(pool: Pool) -> None:
         first = rank - rank % 2
         assert f"the ranks [{first}, {first + 1}] of a context group were given different batches" in text
         assert f"'tensor 0 of context_part' of ranks [{first}] and [{first + 1}]" in text
+
+
+# --- a preview ---
+
+
+def previewed(axes: Axes, parallelize: Any, **options: Any) -> fxpipe.Preview:
+    topology = Topology(axes)
+    example = {name: value[: ROWS * MICROBATCHES] for name, value in batch(0, 1).items()}
+    options |= {"microbatches": MICROBATCHES, "tracer": "record", "example_kwargs": example}
+    return fxpipe.preview(toy(), topology, parallelize=parallelize, **options)
+
+
+def bytes_in_a_run(axes: Axes) -> tuple[int, int, int]:
+    """What this rank holds of parameters, gradients and the optimizer's state, in a process that made a preview."""
+    forget_groups()
+    previewed(axes, spread_over_data)
+    step = compiled(axes, forgets=False, parallelize=spread_over_data)
+    optimizer = step.optimizer(torch.optim.AdamW, **ADAMW)
+    step(**mine(batch(0, step.topology.data_size), step.topology))
+    named = [each for _, each in step.named_parameters()]
+    gradients = sum(local(each.grad).nbytes for each in named)
+    optimizer.step()
+    states = [state for group in optimizer.state.values() for state in group.values() if isinstance(state, Tensor)]
+    size = sum(local(state).nbytes for state in states if state.ndim)
+    step.close()
+    return sum(local(each).nbytes for each in named), gradients, size
+
+
+def spread_over_data(stage: nn.Module, mesh: Any) -> None:
+    """The second block's experts are sharded over data, too, by FSDP2."""
+    spread(stage, mesh)
+    for path, module in list(stage.named_modules()):
+        if isinstance(module, Experts) and "blocks.1" in path:
+            fully_shard(module, mesh=mesh["data"])
+            module.forward = dispatching(module, mesh["expert"].get_group())  # type: ignore[method-assign]
+
+
+def test_a_preview_counts_the_parts_that_parallelize_leaves_on_a_rank(pool: Pool) -> None:
+    axes = [("data", 2), ("expert", 2)]
+    (rank,) = previewed(axes, spread_over_data).ranks
+    for run in pool.run(bytes_in_a_run, axes):
+        assert run == (rank.parameters, rank.gradients, rank.optimizer)
+    assert rank.whole == 2 * 2 * WIDTH * WIDTH * (EXPERTS // 2) * 4  # values and gradients that FSDP2 gathers
+
+
+def test_a_preview_sends_tokens_to_experts_and_back() -> None:
+    axes, wire = [("pipe", 2), ("expert", 2)], 1e9
+    hardware = fxpipe.Hardware(flops=1e12, bandwidth=1e12, link=wire, latency=0.0)
+    costs = [previewed(axes, each, hardware=hardware).timeline.costs for each in (spread, lambda *_: None)]
+    half = ROWS * LENGTH * WIDTH * 4 / 2 / wire  # the bytes of a micro-batch's tokens that go to the other rank
+    for stage in range(2):
+        assert costs[0].forward[stage] - costs[1].forward[stage] == pytest.approx(2 * half)
+        assert costs[0].backward[stage] - costs[1].backward[stage] == pytest.approx(2 * half)
