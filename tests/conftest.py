@@ -73,6 +73,7 @@ LONGEST = """
 """Files with tests of many seconds each: of several processes, none shall run one alone at the end."""
 LONG = """
     faults/
+    numerics/test_bisect.py::test_a_mask_that_only_a_capture
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards
     run/test_saving.py::test_killed

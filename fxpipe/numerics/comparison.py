@@ -133,6 +133,7 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     runs = [_Run.read(Path(folder)) for folder in (first, second)]
     by_boundary = any(run.is_plain for run in runs)
     mine, its = (run.tensors(by_boundary) for run in runs)
+    its = _aligned(mine, its) if by_boundary else its
     both = [key for key in mine if key in its]
     inputs = [key for key in both if key[2] == INPUT]
     other_rows = {key[:2] for key in inputs if mine[key].difference(its[key]) is not None}
@@ -150,6 +151,24 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     equal = sum(_order(mine[key].entry) < end for key in compared) - number_close
     only = _missing(mine, its), _missing(its, mine)
     return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)))
+
+
+def _aligned(mine: Mapping[Key, _Whole], its: Mapping[Key, _Whole]) -> dict[Key, _Whole]:
+    """Returns ``its`` with the values of a boundary under the names in ``mine``, if one run alone has some of them.
+
+    A mask may be None in plain PyTorch and a tensor in a capture, and the values behind the mask have other numbers.
+    Values with another shape than their namesake are matched by shape, if no other value of the boundary has it.
+    """
+    known = {key for key in its if key in mine and mine[key].entry.shape == its[key].entry.shape}
+    by_shape: dict[object, tuple[list[Key], list[Key]]] = {}
+    for side, tensors in enumerate((mine, its)):
+        for key in tensors:
+            if key[2] in (VALUE, GRADIENT) and key not in known:
+                boundary = key[3].partition(", value")[0]
+                by_shape.setdefault((key[:3], boundary, tensors[key].entry.shape), ([], []))[side].append(key)
+    moved = {b[0]: a[0] for a, b in by_shape.values() if len(a) == len(b) == 1}
+    stay = {key: whole for key, whole in its.items() if key not in moved and key not in moved.values()}
+    return stay | {key: its[old] for old, key in moved.items()}
 
 
 def _missing(run: Mapping[Key, _Whole], other: Mapping[Key, _Whole]) -> tuple[str, ...]:
@@ -192,6 +211,8 @@ class _Whole:
             largest = max(_largest_difference(_elements(self.folder, a), _elements(other.folder, b)) for a, b in pairs)
             relative = largest / mine.fingerprint.largest if mine.fingerprint.largest else math.inf
             return Difference(mine, relative if largest else 0.0, True)
+        if counts[0]:
+            return Difference(mine, math.inf, False, f"has other bits, and {counts[0]:,} elements that are inf or nan")
         return Difference(mine, mine.fingerprint.relative_difference(its.fingerprint), False)
 
 

@@ -23,12 +23,12 @@ from fxpipe.trace.request import Request
 class PlainRun:
     """A loop of plain PyTorch that is recorded. ``record_plain`` makes it."""
 
-    def __init__(self, model: nn.Module, recorder: ValueRecorder, boundaries: Boundaries) -> None:
+    def __init__(self, model: nn.Module, recorder: ValueRecorder, boundaries: Boundaries, first_step: int) -> None:
         self._model, self._recorder, self._cuts = model, recorder, resolve(model, boundaries).cuts
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
         self._signature = Request.signature(model, None)
-        self._step = self._number = -1
+        self._step, self._number = first_step - 1, -1
         self._boundaries = 0
 
     @contextlib.contextmanager
@@ -86,7 +86,12 @@ class PlainRun:
 
 @contextlib.contextmanager
 def record_plain(
-    model: nn.Module, folder: str | os.PathLike[str], *, boundaries: Boundaries = (), full: bool = False
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    boundaries: Boundaries = (),
+    full: bool = False,
+    first_step: int = 0,
 ) -> Iterator[PlainRun]:
     """Records an ordinary training loop of ``model``, as ``forward_backward.record_values`` records a run of fxpipe.
 
@@ -107,6 +112,7 @@ def record_plain(
         folder: the folder of the file.
         boundaries: the ``boundaries=`` of ``compile``, to record the values there as well.
         full: write the tensors, too.
+        first_step: the number of the loop's first step: of a run that goes on from a checkpoint, the steps before it.
 
     Raises:
         RunError: the folder cannot be written; a boundary gathers.
@@ -114,7 +120,7 @@ def record_plain(
     """
     recorder = ValueRecorder(folder, 0, 1, 0, full)
     try:
-        run = PlainRun(model, recorder, boundaries)
+        run = PlainRun(model, recorder, boundaries, first_step)
         yield run
         run.end_step()
     finally:
