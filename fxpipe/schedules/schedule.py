@@ -299,6 +299,11 @@ class Timeline:
     awaited: Mapping[Action, Action] = field(default_factory=dict)
     """For a plan: an action → the action of another rank that it waited for after its own rank was ready."""
 
+    @property
+    def in_seconds(self) -> bool:
+        """Whether the times are known to be in seconds."""
+        return self.measured or bool(self.costs.source)
+
     @cached_property
     def spent(self) -> tuple[Spent, ...]:
         """How each process's step divides: compute, waiting for each message, Python between actions, and the time

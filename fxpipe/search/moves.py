@@ -67,14 +67,14 @@ def recipes(
     sources = tuple(bits & ~within for bits in reached)
     for order in orders(work):
         line = Line(work, tuple(block for block in order if block not in apart))
-        choices = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
+        choices = [(cuts, 1, "a part on each rank") for cuts in balanced(line, ranks, microbatches, memory)]
         if ranks > 1:
-            choices += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
+            choices += [(cuts, 2, "two parts on each rank") for cuts in balanced(line, 2 * ranks)]
         for cuts, laps, how in choices:
             whole = Recipe(line.order, cuts, tuple(range(ranks)) * laps, None, how)
             yield whole
             if len({sources[block] for block in line.order}) > 1 and not work.blocks_are_stages:
-                yield replace(whole, entries=sources, origin=f"{how}, towers apart")
+                yield replace(whole, entries=sources, origin=f"{how}, towers in stages of their own")
 
 
 def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
@@ -365,7 +365,7 @@ def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iter
         {stage: rank} for stage in stages if rank_of.count(rank_of[stage]) > 1 for rank in range(ranks)
     ]
     exchanges += [{a: rank_of[b], b: rank_of[a]} for a, b in itertools.combinations(stages, 2)]
-    origin = layout.origin if "moved" in layout.origin else f"{layout.origin}, stages moved"
+    origin = layout.origin if "moved" in layout.origin else f"{layout.origin}, stages moved to other ranks"
     for exchange in exchanges:
         exchanged = tuple(exchange.get(stage, rank) for stage, rank in enumerate(rank_of))
         if exchanged != layout.rank_of:

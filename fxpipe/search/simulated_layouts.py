@@ -152,6 +152,7 @@ class Staged:
             tuple(arriving),
             saved_bytes(stage.deferred for stage in self.stages) if node_costs.halves else None,
             again if any(again) else None,
+            node_costs.source,
         )
 
     def costs_with(self, recomputed: Sequence[bool]) -> Costs:
