@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakValueDictionary, ref
 
@@ -21,6 +22,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
+from fxpipe.plan.advice import Advice, advise
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.forecast import with_figures
 from fxpipe.plan.plan import Plan
@@ -359,7 +361,20 @@ class ForwardBackward:
             RunError: no step was recorded.
         """
         with self._collective("timeline", of_all=False):
-            return self._steps.recorder.timeline()
+            timeline = self._steps.recorder.timeline()
+        return replace(timeline, advice=partial(advise, self._planning, timeline.costs))
+
+    def advise(self) -> Advice:
+        """Returns the one change of ``placement=`` that would shorten a step most, at the measured costs; print it.
+
+        Candidates are another rank, two ranks, all ranks or one rank more for one stage, and two stages exchanged. They
+        are simulated at the costs of the last recorded step, averaged over replicas. A collective call of all ranks.
+
+        Raises:
+            RunError: no step was recorded.
+        """
+        with self._collective("advise"):
+            return advise(self._planning, self._steps.recorder.costs(None))
 
     def traffic(self) -> Traffic:
         """Returns the bytes that this rank moved in the last call and since then. Not a collective call.
@@ -381,7 +396,7 @@ class ForwardBackward:
 
         A collective call of all ranks, with the same arguments, between two steps. The costs are each stage's median
         times in seconds and the latency of a hop, averaged over replicas. The present schedule stays if it keeps within
-        the limits and the new schedule would not be 1 % faster.
+        the limits and the new schedule would not be 1 % faster; a line on stderr says whether it was kept.
 
         Args:
             schedule: the family, as in ``fxpipe.schedules.build``.

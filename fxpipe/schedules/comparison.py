@@ -169,6 +169,7 @@ class Comparison:
                 _table("the critical path of the real step (ms)|times|planned|real|longer by", [*path, slack]),
                 _table(heads, shares),
                 *([_table(heading, waits)] if waits else []),
+                *([f"{real.advice()}"] if real.advice is not None else []),
             ]
         )
 

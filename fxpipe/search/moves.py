@@ -17,7 +17,7 @@ from functools import reduce
 from operator import or_
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError
-from fxpipe.graph.ranks import rank_count
+from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.schedules import Limited
@@ -343,6 +343,34 @@ def _climbed(judge: Judge, best: LayoutOutcome, recipe: Recipe | None, until: fl
         if outcome is not None and _merit(outcome) < _merit(best):
             best, others = outcome, _moves(judge.work, layout, other)
     return best
+
+
+def best_change(judge: Judge, layout: StageLayout, most: float) -> LayoutOutcome | None:
+    """The layout of the shortest step, in fewer than ``most`` seconds, that differs from ``layout`` in a stage's ranks,
+    or by two stages exchanged; None if there is none. Blocks are stages."""
+    best: LayoutOutcome | None = None
+    for other in sorted(dict.fromkeys(_changes(judge, layout)), key=judge.lower_bound):
+        if judge.lower_bound(other) >= most or judge.actions >= ACTIONS:
+            break
+        outcome = judge.outcome(other) if (least := judge.estimate(other)) and least.seconds < most else None
+        if outcome is not None and outcome.seconds < most:
+            best, most = outcome, outcome.seconds
+    return best
+
+
+def _changes(judge: Judge, layout: StageLayout) -> Iterator[StageLayout]:
+    """Layouts in which a stage is on one rank, on two, on all, or on one more than now; or two stages are exchanged."""
+    yield from (other for other, _ in _moves(judge.work, layout, None))
+    ranks = range(rank_count(layout.rank_of))
+    for stage, entry in enumerate(layout.rank_of):
+        alone, runs = stage in judge.work.alone, judge.microbatches // judge.staged(layout).groups[stage]
+        sets = {(rank,) for rank in ranks} | set(itertools.combinations(ranks, 2)) | {tuple(ranks)}
+        sets |= {tuple(sorted({*ranks_of(entry), rank})) for rank in ranks}
+        for some in sorted(sets - {ranks_of(entry)}):
+            places = (*layout.rank_of[:stage], some if len(some) > 1 else some[0], *layout.rank_of[stage + 1 :])
+            used = {rank for place in places for rank in ranks_of(place)}
+            if len(used) == len(ranks) and len(some) <= (1 if alone else runs):
+                yield StageLayout(layout.stage_of, places)
 
 
 def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iterator[tuple[StageLayout, Recipe | None]]:
