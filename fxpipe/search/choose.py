@@ -121,7 +121,7 @@ class Balanced:
             times = [" + ".join(in_ms(kind[stage]) for stage in mine) for kind in (work.forward, work.backward)]
             part = f", {share:.0%} of {'their' if len(ranks) > 1 else 'its'} work" * (share < 0.995)
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            lines.append(f"{who}: {', '.join(few) or 'no module'}; F {times[0]}, B {times[1]} ms{part}")
+            lines.append(f"{who}: {', '.join(few) or 'no submodule'}; F {times[0]}, B {times[1]} ms{part}")
         return "\n".join([*lines, *work.idle])
 
 
@@ -140,15 +140,16 @@ def balance(
     memory_per_rank: float | None = None,
     recompute: Recompute = False,
     several: bool = False,
+    recut: bool = False,
 ) -> Balanced:
     """The program with stages and their ranks, chosen for the least simulated makespan.
 
-    ``program``: without boundaries, after ``passes.before_balance()``: ``balance`` cuts it; or after ``partition``: its
-    stages stay. ``memory_per_rank``: bytes. ``recompute``: as in ``compile``; with "auto", or names of stages that do
-    not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage may be on all ranks.
-    PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
+    ``program``: after ``passes.before_balance()``: ``balance`` cuts it; or after ``partition``: its stages stay, but
+    with ``recut`` only those that gather. ``memory_per_rank``: bytes. ``recompute``: as in ``compile``; with "auto", or
+    names of stages that do not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage
+    may be on all ranks. PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
     """
-    is_cut = bool(program.stage_of)
+    is_cut = bool(program.stage_of) and not recut
     work = work_of_stages(program, costs) if is_cut else work_of_program(program, costs)
     if len(work) < ranks:
         has = "the model has {} stages" if is_cut else "the program has {} pieces that a cut may separate"
@@ -170,7 +171,7 @@ def balance(
     if not is_cut:
         stage_of = result.best.layout.stage_of
         stages = {name: stage_of[number] for number, block in enumerate(work.blocks) for name in block.nodes}
-        program = program.replace(stage_of=stages)
+        program = program.replace(stage_of=stages, gathered={})
     return Balanced.of(program, result, work)
 
 
@@ -320,7 +321,7 @@ class Balancing:
     def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
         """The costs of a program's nodes; the last result is cached. ``keeping``: whether the model's own checkpoints
         keep their activations, as they do in an action R. A search, tables and a preview need the same costs."""
-        key = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
+        key = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes, tuple(program.gathered))
         if self.costed is None or self.costed[0] != key:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():
                 node_costs = costs_from_shapes(
@@ -360,7 +361,8 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            balanced = balance(*arguments, self.options.memory_per_rank, self.options.recompute, several=True)
+            options = self.options.memory_per_rank, self.options.recompute
+            balanced = balance(*arguments, *options, several=True, recut=self.finds_cuts)
         if balanced.others:
             log(str(balanced))
         return balanced

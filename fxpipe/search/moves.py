@@ -87,9 +87,11 @@ def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
         return StageLayout(tuple(range(len(work))), tuple(ranks), recipe.origin)
     segments = [group_of[block] for block in range(len(work))]
     layout = None
+    for block in work.gather:  # a stage of its own, on its segment's rank
+        segments[block] = -1 - len(recipe.shared) - block
     if recipe.entries is not None:
         layout = _of_groups(work, _apart(work, segments, recipe.entries), ranks, recipe)
-    if layout is None and recipe.shared:
+    if layout is None and (recipe.shared or work.gather):
         layout = _of_groups(work, segments, ranks, recipe)
     return layout or StageLayout(tuple(segments), recipe.rank_of, recipe.origin)  # segments are in topological order
 
@@ -123,11 +125,11 @@ def _of_groups(
 
 
 def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
-    """The parts of the graph whose blocks are connected by values inside the same class."""
+    """The parts of the graph whose blocks are connected by values inside the same class; gathered blocks are alone."""
     parts = Union(range(len(work)))
     for value in work.values:
         for target in value.targets:
-            if class_of[value.source] == class_of[target]:
+            if class_of[value.source] == class_of[target] and work.gather.keys().isdisjoint((value.source, target)):
                 parts.join(value.source, target)
     return parts
 
@@ -175,7 +177,8 @@ def _shareable(work: BlockGraph) -> list[frozenset[int]]:
             frozenset(b for b, mine in enumerate(reached) if mine & bits == mine) for bits in dict.fromkeys(reached)
         )
         candidates = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
-    fitting = [part for part in candidates if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
+    barred = {*work.alone, *work.result, *work.gather}
+    fitting = [part for part in candidates if part.isdisjoint(barred)]
     return sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]
 
 
@@ -367,10 +370,10 @@ def _changes(judge: Judge, layout: StageLayout) -> Iterator[StageLayout]:
         sets = {(rank,) for rank in ranks} | set(itertools.combinations(ranks, 2)) | {tuple(ranks)}
         sets |= {tuple(sorted({*ranks_of(entry), rank})) for rank in ranks}
         for some in sorted(sets - {ranks_of(entry)}):
-            places = (*layout.rank_of[:stage], some if len(some) > 1 else some[0], *layout.rank_of[stage + 1 :])
-            used = {rank for place in places for rank in ranks_of(place)}
+            ranks_after = (*layout.rank_of[:stage], some if len(some) > 1 else some[0], *layout.rank_of[stage + 1 :])
+            used = {rank for after in ranks_after for rank in ranks_of(after)}
             if len(used) == len(ranks) and len(some) <= (1 if alone else runs):
-                yield StageLayout(layout.stage_of, places)
+                yield StageLayout(layout.stage_of, ranks_after)
 
 
 def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iterator[tuple[StageLayout, Recipe | None]]:
