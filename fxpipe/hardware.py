@@ -173,6 +173,14 @@ REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, 
 A balance depends only on the figures' ratios: on other hardware with similar ratios, the cut is the same.
 """
 
+
+def label_of(given: Hardware | str | None) -> str:
+    """The argument ``hardware=`` in words."""
+    if given is None:
+        return "an A100 (no hardware= given)"
+    return given if isinstance(given, str) else "the hardware given"
+
+
 _UNITS = {
     **dict.fromkeys(("flops", "flops_16"), "operations a second"),
     **dict.fromkeys(("bandwidth", "link", "link_between"), "bytes a second"),

@@ -11,7 +11,7 @@ if __name__ == "passes":
 from fxpipe.passes.alias_groups import alias_groups
 from fxpipe.passes.blocks import blocks
 from fxpipe.passes.chain import Pass
-from fxpipe.passes.drop_unused import drop_unused, erase_boundaries
+from fxpipe.passes.drop_unused import drop_unused, erase_boundaries, erase_cuts
 from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies
 from fxpipe.passes.name_stages import name_stages
@@ -27,7 +27,7 @@ def default() -> tuple[Pass, ...]:
 
 def before_balance() -> tuple[Pass, ...]:
     """Returns the passes that run before ``fxpipe.search``, which replaces ``partition``."""
-    return erase_boundaries, drop_unused, order_writes, alias_groups, mark_copies
+    return erase_cuts, drop_unused, order_writes, alias_groups, mark_copies
 
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "default",
     "drop_unused",
     "erase_boundaries",
+    "erase_cuts",
     "gather",
     "mark_copies",
     "name_stages",

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fxpipe.errors import PartitionError
-from fxpipe.graph.program import Program, is_boundary, made_by
+from fxpipe.graph.program import Program, made_by
 from fxpipe.passes.partition import _Flow
 
 
@@ -31,10 +30,7 @@ class Blocks:
 
 
 def blocks(program: Program) -> Blocks:
-    """Returns the blocks of a program after the passes ``before_balance()``; PartitionError if it has boundaries."""
-    marked = next((node for node in program.nodes if is_boundary(node)), None)
-    if marked is not None:
-        raise PartitionError(f"{marked.name} is a boundary; what is balanced has none, so erase_boundaries first")
+    """Returns the blocks of a program after the passes ``before_balance()``."""
     flow = _Flow(program)
     units = flow.units
     makers = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]

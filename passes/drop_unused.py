@@ -1,13 +1,13 @@
 """Drop unused: removes nodes without readers and without effects, such as an auxiliary head in evaluation.
 
-Erase boundaries: removes the stage boundaries, for ``fxpipe.search``, which chooses the cut itself.
+Erase boundaries, erase cuts: remove stage boundaries, for ``fxpipe.search``, which chooses the cut itself.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.graph.program import Program, before_boundary, is_assertion, is_boundary, is_boundary_value
+from fxpipe.graph.program import Program, before_boundary, gather_of, is_assertion, is_boundary, is_boundary_value
 from fxpipe.passes.alias_groups import shared_memory
 from fxpipe.passes.effects import acts, written_now
 from fxpipe.passes.union import Union
@@ -37,14 +37,20 @@ def _is_idle(program: Program, node: fx.Node, memory: Union[fx.Node], lasting: s
     return lasting.isdisjoint(map(memory.find, written_now(program, node)))
 
 
-def erase_boundaries(program: Program) -> Program:
-    """Returns the program without boundaries; users of a boundary's result use its input instead."""
+def erase_boundaries(program: Program, gathering: bool = True) -> Program:
+    """Returns the program without boundaries; users of a boundary's result use its input instead. ``gathering``:
+    whether boundaries that gather are removed, too."""
     program = program.with_own_graph()
-    nodes = list(program.nodes)
-    for node in filter(is_boundary_value, nodes):
-        node.replace_all_uses_with(before_boundary(node))
+    markers = [node for node in program.nodes if is_boundary(node) and (gathering or not gather_of(node))]
     # Backwards: fx erases a node only after all of its users.
-    for node in reversed(nodes):
-        if is_boundary(node) or is_boundary_value(node):
+    for marker in reversed(markers):
+        for node in list(marker.users):
+            node.replace_all_uses_with(before_boundary(node))
             program.graph.erase_node(node)
+        program.graph.erase_node(marker)
     return program
+
+
+def erase_cuts(program: Program) -> Program:
+    """Returns the program without the boundaries that do not gather."""
+    return erase_boundaries(program, gathering=False)

@@ -19,12 +19,14 @@ from fxpipe.graph.program import (
     Program,
     SizeOf,
     crossings,
+    described,
     gather_of,
     graph_module,
     is_boundary,
     is_boundary_value,
     is_compute,
     made_by,
+    where,
 )
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, own_tensors
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written, shared_memory
@@ -47,6 +49,7 @@ def split(program: Program) -> StageGraph:
     stages: list[Stage] = []
     for index, name in enumerate(program.stage_names):
         builder = _Builder(whole, index)
+        first = next(node for node in whole.nodes if whole.stage_of(node) == index)
         module, is_last = builder.graph_module(), index == whole.output_stage
         stages.append(
             Stage(
@@ -63,6 +66,7 @@ def split(program: Program) -> StageGraph:
                 runs_python=builder.runs_python,
                 gathered=program.gathered.get(index),
                 ways=tuple(builder.ways) if index in program.gathered else (),
+                begins=described(first) + where(first) if name == f"stage{index}" else "",
             )
         )
     stages = varying_marked(program, stages)

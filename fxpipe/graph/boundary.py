@@ -88,15 +88,11 @@ def _record(value: T, name: str | None, mode: Mode | None, group: int | None) ->
         if isinstance(value, _PLAIN):
             raise TraceError(f"stage_boundary is given {shown(value)}; give it the tensors that cross the cut")
         return value
-    if not _here.ignored:
-        captured: T = _here.recorder(value, name, gather)
-        return captured
-    if gather is not None:
-        raise TraceError(
-            f'a boundary gathers "{gather.mode}", and boundaries="auto" looks for cuts of its own, which gather '
-            "nothing: the loss would be another; name the cuts"
-        )
-    return value
+    # boundaries="auto" finds other cuts; but without a boundary that gathers, the loss would be another
+    if _here.ignored and gather is None:
+        return value
+    captured: T = _here.recorder(value, name, gather)
+    return captured
 
 
 def checked_gather(fact: str, mode: Any, group: Any) -> Gather | None:

@@ -157,6 +157,8 @@ class Crossing(NamedTuple):
     """The name of the gradient that other stages send back: that of the value, unless its own stage reads it, too."""
     gradient_boundary: str = ""
     """The boundary, if other stages read the value only behind it."""
+    what: str = ""
+    """The value in words, as ``described``."""
 
 
 def crossings(program: Program) -> dict[str, Crossing]:
@@ -175,8 +177,19 @@ def crossings(program: Program) -> dict[str, Crossing]:
             part = f" from {len(outside)} of {len(set(uses))} uses" * (len(outside) < len(set(uses)))
             label, crossed = first.get(value, ("", value))
             behind = {each for out in crossed.users if made_by(out) is value for each in readers(out)}
-            found[value.name] = Crossing(label, value.name + part, label * (outside <= behind))
+            found[value.name] = Crossing(label, value.name + part, label * (outside <= behind), described(value))
     return found
+
+
+def described(node: Node) -> str:
+    """A value in words: the submodule that returns it, or the operation and the submodule in which that runs."""
+    if node.op == "call_module":
+        return str(node.target)
+    if node.target is operator.getitem:
+        return f"{described(node.all_input_nodes[0])}[{node.args[1]}]"
+    inside = [f"of {path}" for path in called_in(node)[-1:]]
+    what = f".{node.args[1]}" if node.target is getattr else re.sub(r"_\d+$", "", node.name)
+    return " ".join([what, *inside])
 
 
 def made_by(node: Node) -> Node:

@@ -19,6 +19,7 @@ from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.notebook import Tabular, listed
 from fxpipe.plain_data import admitted
+from fxpipe.schedules.stage_work import StageWork, in_ms
 from fxpipe.stage.awaiting import reading
 from fxpipe.stage.loss import Counting
 from fxpipe.stage.modes import modes_restored
@@ -72,6 +73,8 @@ class Stage:
     varies: bool = False
     """Whether shapes of the stage's values, or which values need a gradient, may differ between calls for inputs of one
     shape. Each value is then sent after its description; so are later stages' values, unless known."""
+    begins: str = ""
+    """For a stage that has no name and runs no submodule alone: its first operation, in words."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """Returns a value per outgoing edge, and on the output stage the model's result."""
@@ -168,6 +171,10 @@ class StageGraph(Tabular):
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
     crossings: Mapping[str, Crossing] = field(default_factory=lambda: MappingProxyType({}))
     """The name of each value that passes between captured stages → how it is recorded."""
+    work: StageWork | None = None
+    """The seconds of the stages, and their shares of the work, if known."""
+    complete: Callable[[StageGraph], StageGraph] | None = field(default=None, compare=False)
+    """Adds the figures that follow from the example's shapes; called when the graph is printed."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -266,22 +273,35 @@ class StageGraph(Tabular):
         raise PartitionError(f"there is no stage {shown(key)}{hint}")
 
     def __str__(self) -> str:
-        rows = []
+        return str(self.complete(replace(self, complete=None))) if self.complete is not None else self._table()
+
+    def _table(self) -> str:
+        rows, work = [], self.work
+        has_shares = work is not None and min(work.shares) < 0.995
         for stage in self.stages:
             rank = ", ".join(map(str, self.ranks(stage.index))) if self.placement else "-"
             parameters = sum(parameter.numel() for parameter in stage.parameters.values())
             arriving = [edge for edge in self.edges if edge.target == stage.index]
-            places = [f"{edge.value} → {self.stages[edge.target].name}" for edge in stage.outputs]
+            values = (self.crossings.get(edge.value, Crossing()).what or edge.value for edge in stage.outputs)
+            pairs = zip(values, stage.outputs, strict=True)
+            places = [f"{value} → {self.stages[edge.target].name}" for value, edge in pairs]
             places += ["result"] * stage.returns_result
-            sizes = self._bytes(arriving), self._bytes(stage.outputs)
-            rows.append((stage.name, rank, f"{parameters:,}", *sizes, ", ".join(places)))
-        headers = ["stage", "rank", "parameters", "bytes in", "bytes out", "where its values go"]
-        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
+            figures = [f"{parameters:,}", self._bytes(arriving), self._bytes(stage.outputs)]
+            if work is not None:
+                figures += [in_ms(work.forward[stage.index]), in_ms(work.backward[stage.index])]
+                figures += [f"{work.shares[stage.index]:.0%}"] * has_shares
+            rows.append((stage.name, rank, *figures, ", ".join(places)))
+        times = [] if work is None else ["F, ms", "B, ms", *["of its rank"] * has_shares]
+        headers = ["stage", "rank", "parameters", "bytes in", "bytes out", *times, "where its values go"]
+        sides = ["left", *["right"] * (len(headers) - 2), "left"]
+        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=sides)
+        timed = [] if work is None else [f"F and B of a micro-batch: {work.source}", *work.idle]
+        unnamed = [f"{stage.name} begins with {stage.begins}" for stage in self.stages if stage.begins]
         runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
         again = ", ".join(name for name in self.names if name in self.recomputed)
         notes = [again and f"recomputed: {again}", self.origin and f"captured by {self.origin}", self.labels]
         halves = [_made_in_input(stage) for stage in self.stages if stage.in_input]
-        return printable("\n".join([grid, *runs, *filter(None, notes), *halves]))
+        return printable("\n".join([grid, *timed, *unnamed, *runs, *filter(None, notes), *halves]))
 
     def __repr__(self) -> str:
         return f"<StageGraph of {len(self)} stages: {listed(self.names)}>"

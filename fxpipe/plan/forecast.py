@@ -14,15 +14,17 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fxpipe.distributed.grid import BATCH
-from fxpipe.graph.stage_graph import Edge, Stage, all_tensors
-from fxpipe.hardware import Hardware
+from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
+from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.preview import Preview, RankPreview
 from fxpipe.schedules.action import Op
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.simulate import peak_bytes
+from fxpipe.schedules.stage_work import StageWork
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, dealt, rows_of
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace.checks.sizes import bytes_of_inputs
@@ -57,6 +59,17 @@ def over_the_limit(planning: PlanState) -> str:
         f"rank {number} of a pipeline takes {most.total:,.0f} bytes {counted}, "
         f"memory_per_rank={planning.options.memory_per_rank:,.0f}; fxpipe.preview says of what"
     )
+
+
+def with_figures(planning: PlanState, costs: Costs | None, graph: StageGraph) -> StageGraph:
+    """The first plan's stages with the bytes between them, as far as shapes tell, and their seconds: at ``costs``, or
+    by shapes."""
+    try:
+        forecast = _Forecast(planning, Stepping(), {})
+    except FigureMissing:
+        return graph
+    work = StageWork.of(forecast.schedule, costs or forecast.timeline.costs)
+    return replace(graph, bytes_of={**forecast.bytes_of, **graph.bytes_of}, work=work)
 
 
 class _Forecast:
@@ -94,7 +107,8 @@ class _Forecast:
     def preview(self, timed: bool) -> Preview:
         """The preview. ``timed``: whether it includes seconds, which need the hardware's figures."""
         timed = timed and self.staged is not None
-        graph = replace(self.graph, bytes_of={edge: int(size) for edge, (size, _) in self.sizes.items()})
+        work = StageWork.of(self.schedule, self.timeline.costs)
+        graph = replace(self.graph, bytes_of=self.bytes_of, work=work)
         return Preview(
             plan=replace(self.plan, graph=graph),
             timeline=self.timeline,
@@ -150,6 +164,11 @@ class _Forecast:
         return _leaving(list(ranks), self.topology.ranks_per_node)
 
     # bytes
+
+    @property
+    def bytes_of(self) -> dict[Edge, int]:
+        """Edge → the bytes of its value, if known."""
+        return {edge: int(size) for edge, (size, _) in self.sizes.items()}
 
     @cached_property
     def _tensors(self) -> list[list[Tensor]]:
@@ -333,7 +352,7 @@ class _Forecast:
         else:
             left.append(self.staged.work.costs.guesses)
             if self.options.hardware is None:
-                left.append('seconds need hardware=, such as hardware="h100"')
+                left.append('the time of a step needs hardware=, such as hardware="h100"')
         spread = " and ".join(axis for axis in ("tensor", "expert") if self.topology.size(axis) > 1)
         if any(part.exchanged_over for part in self.parts.values()):
             left.append("experts get equally many tokens; each token travels to each of its experts, and back")

@@ -36,6 +36,7 @@ from fxpipe.schedules import Limited
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.stage_work import in_ms
 from fxpipe.schedules.verify import prove
 from fxpipe.stage.opaque_call import has_opaque_calls
 from fxpipe.trace import Request
@@ -291,6 +292,8 @@ class PlanState:
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         costed = replace(family, costs=new.costs or family.costs)  # may add bytes from shapes
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
+        times = [f"{table.name}, {in_ms(seconds)} ms" for table, seconds in ((present, before), (new, after))]
+        log(f"fxpipe: by measured costs a step {'kept' if stays else 'left'} {times[0]}; the new table: {times[1]}")
         state = self if stays else state
         return state, state.first
 

@@ -167,7 +167,7 @@ class Tables:
             sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
             lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
         longer = after.makespan / before.makespan - 1 if before.makespan else 0.0
-        lines.append(f"makespan {longer:+.1%}" + (", at costs from shapes" if work is not None else ", at B = 2 F"))
+        lines.append(f"makespan {longer:+.1%}" + (", at costs by shapes" if work is not None else ", at B = 2 F"))
         return "\n".join(lines)
 
 

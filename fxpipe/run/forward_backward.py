@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakValueDictionary, ref
 
@@ -21,7 +22,10 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
+from fxpipe.plan.advice import Advice, advise
 from fxpipe.plan.agreement import Call
+from fxpipe.plan.forecast import with_figures
+from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import EVERYONE, plan_together
 from fxpipe.progress import log
@@ -30,7 +34,7 @@ from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.step import Failing, Steps
 from fxpipe.run.step.step_outcome import detached
 from fxpipe.schedules import Family, ScheduleName, with_costs
-from fxpipe.schedules.costs import Cost
+from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_, grad_norms
@@ -56,7 +60,6 @@ class ForwardBackward:
         self.metrics: dict[str, Tensor] = {}
         """The other scalars of the last step's loss dict, averaged over micro-batches and replicas as the loss is."""
         self._transport, self._state = transport, state
-        self._plan = planning.first
         self._module, self._reducer = state.module, state.reducer
         self._made: list[ref[DistributedOptimizer]] = []
         self._clipped: Any = None
@@ -65,6 +68,7 @@ class ForwardBackward:
         self._failing = Failing(transport, self._exchange)
         self._running = self._logged_drift = self._has_stepped = False
         self._steps = Steps(transport, planning, state, self._exchange, self._failing)
+        self._plan = self._shown(planning.first)
 
     # properties and parameters
 
@@ -357,7 +361,20 @@ class ForwardBackward:
             RunError: no step was recorded.
         """
         with self._collective("timeline", of_all=False):
-            return self._steps.recorder.timeline()
+            timeline = self._steps.recorder.timeline()
+        return replace(timeline, advice=partial(advise, self._planning, timeline.costs))
+
+    def advise(self) -> Advice:
+        """Returns the one change of ``placement=`` that would shorten a step most, at the measured costs; print it.
+
+        Candidates are another rank, two ranks, all ranks or one rank more for one stage, and two stages exchanged. They
+        are simulated at the costs of the last recorded step, averaged over replicas. A collective call of all ranks.
+
+        Raises:
+            RunError: no step was recorded.
+        """
+        with self._collective("advise"):
+            return advise(self._planning, self._steps.recorder.costs(None))
 
     def traffic(self) -> Traffic:
         """Returns the bytes that this rank moved in the last call and since then. Not a collective call.
@@ -379,7 +396,7 @@ class ForwardBackward:
 
         A collective call of all ranks, with the same arguments, between two steps. The costs are each stage's median
         times in seconds and the latency of a hop, averaged over replicas. The present schedule stays if it keeps within
-        the limits and the new schedule would not be 1 % faster.
+        the limits and the new schedule would not be 1 % faster; a line on stderr says whether it was kept.
 
         Args:
             schedule: the family, as in ``fxpipe.schedules.build``.
@@ -400,13 +417,19 @@ class ForwardBackward:
                 lambda: self._planning.rescheduled(with_costs(schedule, costs, in_flight, memory)),
             )
         # The bytes on the edges were measured, and do not depend on the schedule.
-        self._plan = replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of))
+        self._plan = self._shown(replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of)), costs)
         self._steps.replan(planning)
         return self.schedule
 
     @property
     def _planning(self) -> PlanState:
         return self._steps.agreement.planning
+
+    def _shown(self, plan: Plan, measured: Costs | None = None) -> Plan:
+        """The plan whose stages, when they are printed, show the bytes and seconds that are known by then."""
+        steps = self._steps
+        complete = lambda graph: with_figures(steps.agreement.planning, measured, graph)  # noqa: E731
+        return replace(plan, graph=replace(plan.graph, complete=complete))
 
     @contextlib.contextmanager
     def record_values(self, folder: str | os.PathLike[str], *, full: bool = False) -> Iterator[None]:

@@ -20,6 +20,7 @@ from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
+MEASURED = "costs measured"
 admitted(Costs)  # registered here, since fxpipe.schedules does not import torch
 
 
@@ -194,7 +195,7 @@ def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Cost
     # A schedule has B, or its halves I and W: B = I + W; of an unsplit B, half counts as W.
     backward = [of[Op.B][stage] or of[Op.I][stage] + of[Op.W][stage] for stage in stages]
     weight = [of[Op.W][stage] or of[Op.B][stage] / 2 for stage in stages]
-    return Costs.of(len(stages), of[Op.F], backward, weight, hop)
+    return replace(Costs.of(len(stages), of[Op.F], backward, weight, hop), source=MEASURED)
 
 
 def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action, float]) -> float:
@@ -215,7 +216,8 @@ def mean_costs(costs: Sequence[Costs], activation_bytes: Cost | None = None) -> 
     """Returns the mean of replicas' measured costs, with ``activation_bytes``, which a step does not measure."""
     kinds = zip(*((cost.forward, cost.backward, cost.weight) for cost in costs), strict=True)
     forward, backward, weight = (tuple(map(fmean, zip(*of_kind, strict=True))) for of_kind in kinds)
-    return Costs.of(len(forward), forward, backward, weight, fmean(cost.comm for cost in costs), activation_bytes)
+    mean = Costs.of(len(forward), forward, backward, weight, fmean(cost.comm for cost in costs), activation_bytes)
+    return replace(mean, source=MEASURED)
 
 
 Round = tuple[float, float]

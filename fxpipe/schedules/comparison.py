@@ -159,6 +159,7 @@ class Comparison:
             for w in self.waits[:_SHOWN_WAITS]
         ]
         in_turns = any(len(spell.ranks) > 1 for spell in real.spells)
+        heads = "rank|compute planned (ms)|real|waiting planned|real|after last action planned|real|between actions"
         heading = f"of {len(self.waits)} longer waits|waited for|planned (ms)|real"
         return "\n\n".join(
             [
@@ -166,8 +167,9 @@ class Comparison:
                 f"{longer:+.1%}; bubble planned {planned.bubble:.1%}, real {real.bubble:.1%}",
                 *["one process played all ranks of the real step, in turns: no two actions ran at a time"] * in_turns,
                 _table("the critical path of the real step (ms)|times|planned|real|longer by", [*path, slack]),
-                _table("rank|compute planned (ms)|real|waiting planned|real|rest planned|real|between actions", shares),
+                _table(heads, shares),
                 *([_table(heading, waits)] if waits else []),
+                *([f"{real.advice()}"] if real.advice is not None else []),
             ]
         )
 

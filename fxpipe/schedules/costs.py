@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,8 @@ class Costs:
     again_bytes: tuple[float, ...] | None = None
     """The additional bytes that the backward of a micro-batch holds while it runs: the largest recomputation of any of
     the model's own checkpoints. None: 0 bytes."""
+    source: str = field(default="", compare=False)
+    """The origin of times in seconds, in words: "costs measured"; empty if the unit may be another."""
 
     @staticmethod
     def of(
@@ -80,7 +82,7 @@ class Costs:
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
         named = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=False)
-        sizes = {name: _per_stage(name, size, stages) for name, size in named if size is not None}
+        sizes: dict[str, Any] = {name: _per_stage(name, size, stages) for name, size in named if size is not None}
         return Costs(_per_stage("forward", forward, stages), full, part, comm, **sizes)
 
     def __post_init__(self) -> None:

@@ -7,11 +7,11 @@ imported where it is called.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
@@ -298,6 +298,16 @@ class Timeline:
     """If measured, the spells of each process from the step's beginning to its end, one process after another."""
     awaited: Mapping[Action, Action] = field(default_factory=dict)
     """For a plan: an action → the action of another rank that it waited for after its own rank was ready."""
+    advice: Callable[[], object] | None = field(default=None, compare=False, repr=False)
+    """For a measured timeline of a run: finds the one change of placement that would help most, as ``advise`` does."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "advice": None}  # the advice comes from the run's own state
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether the times are known to be in seconds."""
+        return self.measured or bool(self.costs.source)
 
     @cached_property
     def spent(self) -> tuple[Spent, ...]:

@@ -231,16 +231,18 @@ def _figures(what: Schedule | Timeline) -> list[str]:
         figures.append(f"most ahead of those that read it: {', '.join(caps)}")
     if timeline.peak_bytes is not None:
         sizes = (f"rank {rank} {_bytes(size)}" for rank, size in enumerate(timeline.peak_bytes))
-        figures.append(f"peak bytes: {', '.join(sizes)}")
+        figures.append(f"activations at most: {', '.join(sizes)}")
     return figures
 
 
 def _times(timeline: Timeline) -> str:
-    """Bubble, makespan and lower bound: in seconds if measured, else in the costs' unit, F if each F is 1."""
+    """Bubble, makespan and lower bound: in seconds if known, else in the costs' unit, F if each F is 1."""
     makespan, bound, costs = timeline.makespan, timeline.lower_bound, timeline.costs
     bubble = f"bubble {timeline.bubble:.1%}"
     if timeline.measured:
         return f"measured: {bubble}, makespan {_seconds(makespan)} (lower bound {_seconds(bound)})"
+    if costs.source:
+        return f"{bubble}, {_seconds(makespan)} planned (lower bound {_seconds(bound)}), {costs.source}"
     if any(cost != 1 for cost in costs.forward):
         return f"{bubble}, makespan {makespan:g} (lower bound {bound:g}) in the costs' unit"
     # The other costs, if each is the same for all stages.

@@ -135,7 +135,7 @@ def _together(blocks: Sequence[Block]) -> Block:
 
 
 def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
-    """The finest block graph of a program without boundaries: a cut may separate any two blocks."""
+    """The finest block graph of a program: a cut may separate any two blocks. A stage that gathers is a block."""
     cut = blocks(program)
     values = tuple(
         BlockValue(source, targets, costs[name].bytes_out, name in cut.returned) for name, source, targets in cut.values
@@ -144,7 +144,23 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
     pieces = [
         Block(names, costs.block(names), frozenset[str]().union(*map(copies.__getitem__, names))) for names in cut.nodes
     ]
-    return BlockGraph(tuple(pieces), values, cut.result, costs, alone=_alone(program, cut.nodes))
+    work = BlockGraph(tuple(pieces), values, cut.result, costs, alone=_alone(program, cut.nodes))
+    stages = {name: stage for name, stage in program.stage_of.items() if stage in program.gathered}
+    group_of, number = list[int](), dict[tuple[bool, int], int]()
+    for block, names in enumerate(cut.nodes):
+        stage = next((stages[name] for name in names if name in stages), None)
+        key = (False, block) if stage is None else (True, stage)
+        group_of.append(number.setdefault(key, len(number)))
+    if not stages:
+        return work
+    work = work.merged(group_of)
+    pieces = list(work.blocks)
+    for stage, group in costs.groups.items():  # copied nodes of a stage that gathers run once for its group
+        piece = pieces[number[True, stage]]
+        own = [costs[name].part(group.size) for name in sorted(piece.copies)]
+        pieces[number[True, stage]] = Block(piece.nodes, total([piece.cost, *own]))
+    gather = {number[True, stage]: gathered.group for stage, gathered in program.gathered.items()}
+    return replace(work, blocks=tuple(pieces), gather=gather)
 
 
 def work_of_stages(program: Program, costs: NodeCosts) -> BlockGraph:

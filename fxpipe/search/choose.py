@@ -24,7 +24,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.program import Program, called_in
 from fxpipe.graph.ranks import Placement, ranks_of
-from fxpipe.hardware import Hardware
+from fxpipe.hardware import Hardware, label_of
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
@@ -33,6 +33,7 @@ from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.stage_work import StageWork, in_ms
 from fxpipe.search.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.search.memory import Account
 from fxpipe.search.moves import GAIN, RUNNERS_UP, SearchResult, connected, search
@@ -44,7 +45,7 @@ from fxpipe.trace.state.replay import checkpoints_that_keep
 
 FINER = 0.4
 """The fraction of the usual effort for cuts inside of modules, if cuts between modules were found."""
-BETWEEN = ", between modules"
+BETWEEN = ", cut between modules"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Balanced:
     @staticmethod
     def of(program: Program, result: SearchResult, work: BlockGraph) -> Balanced:
         costs = work.costs
-        best, what = result.best, f"costs from shapes; {costs.account}"
+        best, what = result.best, f"{costs.source}; {costs.account}"
         if BETWEEN in best.layout.origin and any(other.seconds < best.seconds for other in result.others):
             what += f"\ncuts inside of modules are taken where they gain more than {GAIN:.0%}"
         notes = "\n".join(filter(None, [what, costs.guesses]))
@@ -77,20 +78,24 @@ class Balanced:
         rows = [
             (
                 f"runner-up {number}" if number else "chosen",
+                outcome.layout.origin,
                 outcome.layout.stages,
-                f"{outcome.seconds * 1e3:.3f}",
+                f"{in_ms(outcome.makespan)} ms{_sums(outcome)}",
                 f"{outcome.bubble:.1%}",
                 f"{outcome.most_bytes / 2**20:,.1f}",
-                self._modules(outcome.layout),
+                self._stages(outcome),
             )
             for number, outcome in enumerate([self.outcome, *self.others[:RUNNERS_UP]])
         ]
-        headers = ["", "stages", "makespan, ms", "bubble", "peak of a rank, MiB", "modules of each rank"]
-        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4, "left"))
+        headers = ["", "how", "stages", "planned", "bubble", "peak of a rank, MiB", "stages of each rank"]
+        grid = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 4, "left"))
         return printable(f"{grid}\n{self.what}")
 
-    def _modules(self, layout: StageLayout) -> str:
-        """A line for each rank or set of ranks: the outermost modules that a single stage runs, or parts of modules."""
+    def _stages(self, outcome: LayoutOutcome) -> str:
+        """A line for each rank or set of ranks: the outermost modules that a single stage runs, or parts of modules;
+        and the F and B of its stages."""
+        layout, work = outcome.layout, StageWork.of(outcome.schedule, outcome.costs)
+        assert work is not None  # costs by shapes are in seconds
         stage_of = {name: stage for names, stage in zip(self.blocks, layout.stage_of, strict=True) for name in names}
         paths = {node.name: called_in(node) for node in self.program.nodes if node.name in stage_of}
         users: dict[str, set[int]] = {}
@@ -111,8 +116,18 @@ class Balanced:
         lines = []
         for ranks, names in sorted(named.items()):
             few = names if len(names) <= 4 else [*names[:2], f"{len(names) - 3} more", names[-1]]
-            lines.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {', '.join(few) or 'no module'}")
-        return "\n".join(lines)
+            mine = [stage for stage, entry in enumerate(layout.rank_of) if ranks_of(entry) == ranks]
+            share = sum(work.shares[stage] for stage in mine)
+            times = [" + ".join(in_ms(kind[stage]) for stage in mine) for kind in (work.forward, work.backward)]
+            part = f", {share:.0%} of {'their' if len(ranks) > 1 else 'its'} work" * (share < 0.995)
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            lines.append(f"{who}: {', '.join(few) or 'no submodule'}; F {times[0]}, B {times[1]} ms{part}")
+        return "\n".join([*lines, *work.idle])
+
+
+def _sums(outcome: LayoutOutcome) -> str:
+    """The seconds that sums of tied gradients add to the table's, in words."""
+    return f" + {in_ms(after)} of sums" if (after := outcome.seconds - outcome.makespan) > 0 else ""
 
 
 @paused()
@@ -125,15 +140,16 @@ def balance(
     memory_per_rank: float | None = None,
     recompute: Recompute = False,
     several: bool = False,
+    recut: bool = False,
 ) -> Balanced:
     """The program with stages and their ranks, chosen for the least simulated makespan.
 
-    ``program``: without boundaries, after ``passes.before_balance()``: ``balance`` cuts it; or after ``partition``: its
-    stages stay. ``memory_per_rank``: bytes. ``recompute``: as in ``compile``; with "auto", or names of stages that do
-    not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage may be on all ranks.
-    PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
+    ``program``: after ``passes.before_balance()``: ``balance`` cuts it; or after ``partition``: its stages stay, but
+    with ``recut`` only those that gather. ``memory_per_rank``: bytes. ``recompute``: as in ``compile``; with "auto", or
+    names of stages that do not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage
+    may be on all ranks. PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
     """
-    is_cut = bool(program.stage_of)
+    is_cut = bool(program.stage_of) and not recut
     work = work_of_stages(program, costs) if is_cut else work_of_program(program, costs)
     if len(work) < ranks:
         has = "the model has {} stages" if is_cut else "the program has {} pieces that a cut may separate"
@@ -155,7 +171,7 @@ def balance(
     if not is_cut:
         stage_of = result.best.layout.stage_of
         stages = {name: stage_of[number] for number, block in enumerate(work.blocks) for name in block.nodes}
-        program = program.replace(stage_of=stages)
+        program = program.replace(stage_of=stages, gathered={})
     return Balanced.of(program, result, work)
 
 
@@ -305,7 +321,7 @@ class Balancing:
     def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
         """The costs of a program's nodes; the last result is cached. ``keeping``: whether the model's own checkpoints
         keep their activations, as they do in an action R. A search, tables and a preview need the same costs."""
-        key = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes)
+        key = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes, tuple(program.gathered))
         if self.costed is None or self.costed[0] != key:
             with checkpoints_that_keep() if keeping else contextlib.nullcontext():
                 node_costs = costs_from_shapes(
@@ -321,7 +337,8 @@ class Balancing:
                     halves=self.options.stage_compiler is None and self.options.parallelize is None,
                     groups=self._groups(program, pattern.microbatches, shape),
                 )
-            self.costed = key, node_costs
+            source = f"costs by shapes on {label_of(self.options.hardware)}"
+            self.costed = key, replace(node_costs, source=source)
         return self.costed[1]
 
     def _groups(self, program: Program, microbatches: int, shape: Description) -> dict[int, Group]:
@@ -344,7 +361,8 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            balanced = balance(*arguments, self.options.memory_per_rank, self.options.recompute, several=True)
+            options = self.options.memory_per_rank, self.options.recompute
+            balanced = balance(*arguments, *options, several=True, recut=self.finds_cuts)
         if balanced.others:
             log(str(balanced))
         return balanced

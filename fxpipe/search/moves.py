@@ -17,7 +17,7 @@ from functools import reduce
 from operator import or_
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError
-from fxpipe.graph.ranks import rank_count
+from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.schedules import Limited
@@ -67,14 +67,14 @@ def recipes(
     sources = tuple(bits & ~within for bits in reached)
     for order in orders(work):
         line = Line(work, tuple(block for block in order if block not in apart))
-        choices = [(cuts, 1, f"{ranks} segments") for cuts in balanced(line, ranks, microbatches, memory)]
+        choices = [(cuts, 1, "a part on each rank") for cuts in balanced(line, ranks, microbatches, memory)]
         if ranks > 1:
-            choices += [(cuts, 2, f"{2 * ranks} segments in laps") for cuts in balanced(line, 2 * ranks)]
+            choices += [(cuts, 2, "two parts on each rank") for cuts in balanced(line, 2 * ranks)]
         for cuts, laps, how in choices:
             whole = Recipe(line.order, cuts, tuple(range(ranks)) * laps, None, how)
             yield whole
             if len({sources[block] for block in line.order}) > 1 and not work.blocks_are_stages:
-                yield replace(whole, entries=sources, origin=f"{how}, towers apart")
+                yield replace(whole, entries=sources, origin=f"{how}, towers in stages of their own")
 
 
 def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
@@ -87,9 +87,11 @@ def layout_of(work: BlockGraph, recipe: Recipe) -> StageLayout:
         return StageLayout(tuple(range(len(work))), tuple(ranks), recipe.origin)
     segments = [group_of[block] for block in range(len(work))]
     layout = None
+    for block in work.gather:  # a stage of its own, on its segment's rank
+        segments[block] = -1 - len(recipe.shared) - block
     if recipe.entries is not None:
         layout = _of_groups(work, _apart(work, segments, recipe.entries), ranks, recipe)
-    if layout is None and recipe.shared:
+    if layout is None and (recipe.shared or work.gather):
         layout = _of_groups(work, segments, ranks, recipe)
     return layout or StageLayout(tuple(segments), recipe.rank_of, recipe.origin)  # segments are in topological order
 
@@ -123,11 +125,11 @@ def _of_groups(
 
 
 def connected(work: BlockGraph, class_of: Sequence[Hashable]) -> Union[int]:
-    """The parts of the graph whose blocks are connected by values inside the same class."""
+    """The parts of the graph whose blocks are connected by values inside the same class; gathered blocks are alone."""
     parts = Union(range(len(work)))
     for value in work.values:
         for target in value.targets:
-            if class_of[value.source] == class_of[target]:
+            if class_of[value.source] == class_of[target] and work.gather.keys().isdisjoint((value.source, target)):
                 parts.join(value.source, target)
     return parts
 
@@ -175,7 +177,8 @@ def _shareable(work: BlockGraph) -> list[frozenset[int]]:
             frozenset(b for b, mine in enumerate(reached) if mine & bits == mine) for bits in dict.fromkeys(reached)
         )
         candidates = [part for part in parts if work.seconds(part) > SMALL * work.seconds()]
-    fitting = [part for part in candidates if part.isdisjoint(work.alone) and part.isdisjoint(work.result)]
+    barred = {*work.alone, *work.result, *work.gather}
+    fitting = [part for part in candidates if part.isdisjoint(barred)]
     return sorted(fitting, key=lambda part: (-work.seconds(sorted(part)), min(part)))[:MOST_PARTS]
 
 
@@ -345,6 +348,34 @@ def _climbed(judge: Judge, best: LayoutOutcome, recipe: Recipe | None, until: fl
     return best
 
 
+def best_change(judge: Judge, layout: StageLayout, most: float) -> LayoutOutcome | None:
+    """The layout of the shortest step, in fewer than ``most`` seconds, that differs from ``layout`` in a stage's ranks,
+    or by two stages exchanged; None if there is none. Blocks are stages."""
+    best: LayoutOutcome | None = None
+    for other in sorted(dict.fromkeys(_changes(judge, layout)), key=judge.lower_bound):
+        if judge.lower_bound(other) >= most or judge.actions >= ACTIONS:
+            break
+        outcome = judge.outcome(other) if (least := judge.estimate(other)) and least.seconds < most else None
+        if outcome is not None and outcome.seconds < most:
+            best, most = outcome, outcome.seconds
+    return best
+
+
+def _changes(judge: Judge, layout: StageLayout) -> Iterator[StageLayout]:
+    """Layouts in which a stage is on one rank, on two, on all, or on one more than now; or two stages are exchanged."""
+    yield from (other for other, _ in _moves(judge.work, layout, None))
+    ranks = range(rank_count(layout.rank_of))
+    for stage, entry in enumerate(layout.rank_of):
+        alone, runs = stage in judge.work.alone, judge.microbatches // judge.staged(layout).groups[stage]
+        sets = {(rank,) for rank in ranks} | set(itertools.combinations(ranks, 2)) | {tuple(ranks)}
+        sets |= {tuple(sorted({*ranks_of(entry), rank})) for rank in ranks}
+        for some in sorted(sets - {ranks_of(entry)}):
+            ranks_after = (*layout.rank_of[:stage], some if len(some) > 1 else some[0], *layout.rank_of[stage + 1 :])
+            used = {rank for after in ranks_after for rank in ranks_of(after)}
+            if len(used) == len(ranks) and len(some) <= (1 if alone else runs):
+                yield StageLayout(layout.stage_of, ranks_after)
+
+
 def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iterator[tuple[StageLayout, Recipe | None]]:
     """Layouts a move away: with a cut moved, the heaviest segments' cuts first; with a stage on another rank, if its
     rank keeps another stage; with two stages exchanged. The recipe is None after a stage has moved: cuts then stay."""
@@ -365,7 +396,7 @@ def _moves(work: BlockGraph, layout: StageLayout, recipe: Recipe | None) -> Iter
         {stage: rank} for stage in stages if rank_of.count(rank_of[stage]) > 1 for rank in range(ranks)
     ]
     exchanges += [{a: rank_of[b], b: rank_of[a]} for a, b in itertools.combinations(stages, 2)]
-    origin = layout.origin if "moved" in layout.origin else f"{layout.origin}, stages moved"
+    origin = layout.origin if "moved" in layout.origin else f"{layout.origin}, stages moved to other ranks"
     for exchange in exchanges:
         exchanged = tuple(exchange.get(stage, rank) for stage, rank in enumerate(rank_of))
         if exchanged != layout.rank_of:

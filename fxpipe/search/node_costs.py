@@ -153,6 +153,8 @@ class NodeCosts:
     """Gathered stage → its group."""
     guesses: str = ""
     """The nodes that could not run on fake tensors, and the assumed costs, in words."""
+    source: str = "costs by shapes"
+    """The origin of the seconds, in words."""
 
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)

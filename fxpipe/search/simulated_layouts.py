@@ -152,6 +152,7 @@ class Staged:
             tuple(arriving),
             saved_bytes(stage.deferred for stage in self.stages) if node_costs.halves else None,
             again if any(again) else None,
+            node_costs.source,
         )
 
     def costs_with(self, recomputed: Sequence[bool]) -> Costs:
@@ -224,6 +225,10 @@ class Staged:
         return lower_bound(self.problem, self.costs, self.problem.groups) + self.tied_seconds
 
 
+TABLES = 16, 64
+"""The effort of a table with a gathered stage, and with several groups, in tables without."""
+
+
 class Judge:
     """Simulates layouts with the family that will run, and caches its estimates.
 
@@ -293,7 +298,9 @@ class Judge:
 
     def _solved(self, family: Limited, problem: Problem, staged: Staged) -> Schedule:
         rows = tuple(map(tuple, solved(family.family, problem)))
-        self.actions += sum(map(len, rows))
+        # A table with groups is the best of many tables.
+        effort = 1 if max(staged.groups) == 1 else TABLES[max(staged.groups) < self.microbatches]
+        self.actions += effort * sum(map(len, rows))
         placement, backward = staged.layout.rank_of, staged.backward
         return Schedule(
             rows, staged.edges, placement, backward, self.microbatches, family.name, tied=(), costs=staged.costs

@@ -469,3 +469,65 @@ def test_an_optimizer_of_whole_parameters_has_no_shards_of_rows_to_step() -> Non
 def test_a_link_between_nodes_is_needed_where_a_pipeline_crosses_them() -> None:
     with pytest.raises(RunError, match="hardware has no link_between, bytes a second, which a message between nodes"):
         preview(Topology([("pipe", 2)], ranks_per_node=1), hardware="l40s")
+
+
+# --- the stages' seconds ---
+
+
+def row_of(stages: Any, name: str) -> dict[str, str]:
+    """A row of the printed table of stages, by its headers."""
+    head, rule, *rows = str(stages).splitlines()
+    ends = [match.span() for match in re.finditer("-+", rule)]
+    (row,) = (row for row in rows if row.startswith(f"{name} "))
+    return {head[start:end].strip(): row[start:end].strip() for start, end in ends[:-1]}
+
+
+def test_each_stage_has_its_forward_and_backward_in_ms_and_on_which_hardware() -> None:
+    """A product of 8 rows with a square takes 2 · 8 · width² operations; a backward one for each of two gradients."""
+    told = preview(hardware=SIMPLE)
+    product = 2 * (ROWS // MICROBATCHES) * WIDTH**2 / 1e9 * 1e3
+    first, last = (row_of(told.graph, name) for name in ("layers.0", "last"))
+    assert first["F, ms"] == first["B, ms"] == f"{product:.3g}"  # the input needs no gradient
+    assert last["F, ms"] == f"{2 * product:.3g}"
+    assert last["B, ms"] == f"{4 * product:.3g}"
+    assert "F and B of a micro-batch: costs by shapes on the hardware given" in str(told)
+    assert "costs by shapes on h100" in str(preview(hardware="h100"))
+    assert "costs by shapes on an A100 (no hardware= given)" in str(preview())
+
+
+def test_a_rank_that_is_nearly_idle_is_named() -> None:
+    """Layer 0 is frozen and a 24th of the work on 2 ranks: one product of 1 + 2 · 4 · 3 = 25."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+            self.small.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = stage_boundary(self.small(x))
+            for _ in range(8):
+                x = self.large(x)
+            return x.square().mean()
+
+    # the first of eight products has one gradient, the others two
+    assert f"rank 0 has {1 / (1 + 8 + 15):.0%} of the work" in str(preview(model=Uneven(), hardware=SIMPLE))
+    assert "of the work" not in str(preview(hardware=SIMPLE))
+
+
+def test_a_stages_share_of_its_rank_is_told_where_a_rank_has_several() -> None:
+    """Stages of 2, 6 and 0 products on one rank."""
+    told = preview(Topology([("pipe", 1)]), hardware=SIMPLE)
+    assert row_of(told.graph, "layers.0")["of its rank"] == "25%"
+    assert row_of(told.graph, "last")["of its rank"] == "75%"
+    assert "of its rank" not in str(preview(hardware=SIMPLE))
+
+
+def test_compiled_stages_show_bytes_and_seconds_where_the_example_has_the_shapes() -> None:
+    example = (torch.randn(ROWS, WIDTH),)
+    known = fxpipe.compile(Layers(), ALONE, microbatches=MICROBATCHES, example_args=example, hardware=SIMPLE).stages
+    told = preview(hardware=SIMPLE).graph
+    assert [row_of(known, stage.name) for stage in told] == [row_of(told, stage.name) for stage in told]
+    unknown = fxpipe.compile(Layers(), ALONE, microbatches=MICROBATCHES).stages
+    assert row_of(unknown, "last")["bytes in"] == "after 1st step"
+    assert "F, ms" not in str(unknown)

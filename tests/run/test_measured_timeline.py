@@ -444,10 +444,21 @@ def test_far_ranks_get_more_micro_batches_in_flight() -> None:
         assert after.costs == costs
 
 
-def test_a_table_that_would_be_faster_by_less_than_a_percent_is_not_taken() -> None:
+def test_a_table_that_would_be_faster_by_less_than_a_percent_is_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
     barely = {"a": 1.0, "b": 1.002, "c": 1.001, "join": 1.0}
     result = rescheduled_at(barely, 0.005, {})
     assert result["after"] == result["before"]
+    assert "by measured costs a step kept 1f1b, " in capsys.readouterr().err
+
+
+def test_stages_are_shown_at_the_costs_that_a_table_was_made_for(capsys: pytest.CaptureFixture[str]) -> None:
+    result = rescheduled_at(FAR, 1.0, {})
+    (row,) = (line for line in str(result["stages"]).splitlines() if line.startswith("join "))
+    assert row.split()[5:7] == ["1,000", "2,000"]  # F and B in ms
+    assert "F and B of a micro-batch: costs measured" in str(result["stages"])
+    before, after = (result[table].simulate(result["costs"]).makespan * 1e3 for table in ("before", "after"))
+    line = f"left 1f1b, {before:,.0f} ms; the new table: greedy, {after:,.0f} ms"
+    assert line in capsys.readouterr().err
 
 
 def test_memory_limits_what_is_held_at_bytes_that_the_user_tells() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import build
+from fxpipe.schedules import Costs, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.lower import Compute
 from fxpipe.schedules.schedule import Schedule, Timeline
@@ -155,6 +155,13 @@ def test_figures_are_in_the_unit_of_the_costs_and_f_is_named_where_it_is_1(
     assert figures(build(name, chain(2), 2).simulate(**costs))[0] == line
 
 
+def test_a_plan_at_costs_in_seconds_says_so_and_where_they_are_from() -> None:
+    costs = dataclasses.replace(Costs.of(2, 0.0005, 0.001), source="costs by shapes on h100")
+    timeline = build("1f1b", chain(2), 2).simulate(costs)  # three times F + B
+    assert figures(timeline)[0] == "bubble 33.3%, 4.5 ms planned (lower bound 4.5 ms), costs by shapes on h100"
+    assert repr(timeline).endswith("planned: bubble 33.3%, makespan 4.5 ms (lower bound 4.5 ms)>")
+
+
 @pytest.mark.parametrize(
     ("scale", "line"),
     [
@@ -174,7 +181,7 @@ def test_bytes_are_told_per_rank_where_they_are_known() -> None:
     timeline = schedule.simulate(activation_bytes=[300 * 2**20, 5 * 2**30, 512, 1000])
     assert figures(timeline)[1:] == [
         "peak in flight: 0 4, 1 3, 2 2, 3 1",
-        "peak bytes: rank 0 1.2 GiB, rank 1 15.0 GiB, rank 2 1.0 KiB, rank 3 1000 B",
+        "activations at most: rank 0 1.2 GiB, rank 1 15.0 GiB, rank 2 1.0 KiB, rank 3 1000 B",
     ]
     assert len(figures(schedule.simulate())) == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -264,22 +265,35 @@ def test_the_family_that_is_going_to_run_is_the_one_that_is_simulated(family: st
 
 def test_what_is_printed_is_the_choice_and_three_others_with_time_and_bytes() -> None:
     head, _, *rows, last = str(balanced(Towers(2, 1), 2)).splitlines()
-    assert "makespan, ms" in head
+    assert head.split() == "how stages planned bubble peak of a rank, MiB stages of each rank".split()
     assert "peak of a rank, MiB" in head
     firsts, others = rows[::2], rows[1::2]  # a line a rank
     assert [line.split("  ")[0] for line in firsts] == ["chosen", "runner-up 1", "runner-up 2", "runner-up 3"]
     assert all("rank 0: " in line for line in firsts)
     assert all("rank 1: " in line for line in others)
-    times = [float(line.partition("  rank")[0].split()[-3]) for line in firsts]
+    times = [float(time) for line in firsts for time in re.findall(r"([\d.]+) ms  ", line.partition("  rank")[0])]
+    assert len(times) == 4
     assert times == sorted(times)
     assert "16 bytes for each trained parameter" in last
 
 
 def test_a_candidate_is_told_by_the_modules_of_each_rank() -> None:
-    chosen = [line.partition("  rank")[2].split("  ")[0] for line in str(given_stages(FiveStages(), 2)[0]).splitlines()]
+    chosen = [line.partition("  rank")[2].split(";")[0] for line in str(given_stages(FiveStages(), 2)[0]).splitlines()]
     assert chosen[2:4] == [" 0: words to squeeze, layers.0", " 1: layers.1 to 3"]
     assert chosen[4:6] == [" 0: words to squeeze, layers.1", " 1: layers.0, layers.2 to 3"]
     assert ": a part of layers.1, layers.1.down, layers.2" in str(balanced(Chain(3), 2)).partition("runner-up")[0]
+
+
+def test_a_candidate_says_how_it_came_about_and_what_each_stage_takes() -> None:
+    found, _ = given_stages(FiveStages(), 2)
+    costs = found.outcome.costs
+    first = [stage for stage, rank in enumerate(found.placement) if rank == 0]
+    forward, backward = (
+        " + ".join(f"{seconds[stage] * 1e3:.3g}" for stage in first) for seconds in (costs.forward, costs.backward)
+    )
+    (line,) = (line for line in str(found).splitlines() if line.startswith("chosen"))
+    assert line.endswith(f"; F {forward}, B {backward} ms")
+    assert " on each rank" in line
 
 
 # --- memory ---
@@ -657,7 +671,7 @@ def test_an_encoder_is_on_all_ranks_where_that_gains_more_than_three_percent() -
     one_each = balanced(model, 2)
     found = balanced(model, 2, several=True)
     assert found.outcome.seconds < 0.97 * one_each.outcome.seconds
-    assert "ranks 0, 1: encoder\n" in str(found).partition("runner-up")[0]
+    assert "ranks 0, 1: encoder; F " in str(found).partition("runner-up")[0]
     (number,) = (stage for stage, place in enumerate(found.placement) if place == (0, 1))
     inside = {node.name for node in found.program.graph.nodes if "encoder" in called_in(node)}
     assert {name for name, stage in found.program.stage_of.items() if stage == number} == inside

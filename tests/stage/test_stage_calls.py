@@ -124,6 +124,36 @@ def test_the_stage_table_shows_parameters_bytes_and_destinations(
     assert rows["image"][-2:] == ["→", "loss"]
 
 
+class Unnamed(nn.Module):
+    """A submodule, an attribute of what it returns, and code of the model's own on both sides of a boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fxpipe.stage_boundary(self.first(x))
+        x = fxpipe.stage_boundary(self.inner(x).T)
+        x = fxpipe.stage_boundary(x * 2)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_the_stage_table_says_what_a_value_is_and_where_a_stage_without_a_module_begins(tracer: str) -> None:
+    x = torch.randn(4, 4)
+    stages = fxpipe.compile(Unnamed(), fxpipe.Topology([("pipe", 1)]), tracer=tracer, example_args=(x,)).stages
+    text = str(stages)
+    if tracer == "symbolic":
+        assert "  first → inner" in text
+        assert "  .T → stage2" in text
+    else:
+        assert "  linear of first → inner" in text
+    assert "  mul → stage3" in text
+    assert "stage2 begins with mul (" in text
+    assert "x = fxpipe.stage_boundary(x * 2))" in text
+    assert "inner begins" not in text
+
+
 def test_hooks_that_are_put_on_a_stages_own_module_later_are_called(
     towers: Compiled,
 ) -> None:

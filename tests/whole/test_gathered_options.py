@@ -19,6 +19,7 @@ from tests.harness import Batches, Run, assert_run, gradients_of, reference, rep
 from tests.harness import trained as run_case
 from tests.models import Case
 from tests.pool import Pool
+from tests.thinned import ALL
 from tests.whole.gathered import Contrastive, LocalLoss, OverReplicas, batch, by_hand, cut, model
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch
 
@@ -260,9 +261,53 @@ def test_a_value_without_rows_is_refused_in_the_step() -> None:
         forward_backward(*batch(6))
 
 
-def test_cuts_that_fxpipe_finds_gather_nothing() -> None:
-    with pytest.raises(fxpipe.FxpipeError, match='a boundary gathers "batch", and boundaries="auto" looks for cuts'):
-        fxpipe.compile(model(Contrastive), PIPE_4, microbatches=2, boundaries="auto", example_args=batch(4))
+@pytest.mark.parametrize("tracer", ["symbolic", "export", "record"] if ALL else ["symbolic"])
+def test_cuts_are_searched_in_front_of_what_gathers(tracer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.search.moves.MORE_ACTIONS", 2000)
+    forward_backward = fxpipe.compile(
+        model(Contrastive),
+        Topology([("pipe", 3)]),
+        microbatches=4,
+        boundaries="auto",
+        example_args=batch(8),
+        tracer=tracer,
+    )
+    gathered = [stage.name for stage in forward_backward.stages if stage.gathered is not None]
+    assert gathered == ["loss"]
+    assert len(forward_backward.stages) >= 3
+    for rows in (8, 11):  # and a kind of batch that comes later is cut alike
+        forward_backward.zero_grad()
+        loss = forward_backward(*batch(rows))
+        assert_alike([([loss], gradients_of(forward_backward.named_parameters()))], on_the_whole_batch(rows))
+
+
+def test_the_search_in_front_of_a_gather_takes_the_tower_apart_that_is_longest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The image tower is most of the work, and no stage of a group: two of three ranks have parts of it."""
+
+    class Long(Contrastive):
+        group = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+            self.lower = nn.Linear(6, 512)
+            self.upper = nn.Linear(512, 4)
+
+        def towers(self, image: Tensor, text: Tensor) -> Any:
+            x = self.lower(image)
+            for layer in self.layers:
+                x = layer(x)
+            return self.upper(x), self.text(text)
+
+    plan = fxpipe.preview(
+        Long(), Topology([("pipe", 3)]), microbatches=4, boundaries="auto", example_args=batch(4096), hardware="h100"
+    )
+    ranks = {rank for stage in plan.graph if "layers" in stage.name for rank in plan.graph.ranks(stage.index)}
+    assert len(ranks) >= 2
+    assert plan.schedule.groups == tuple(2 if stage.gathered else 1 for stage in plan.graph)
+    assert f"{plan.bubble:.1%}" in capsys.readouterr().err
 
 
 def test_micro_batches_that_come_split_are_gathered_too() -> None:

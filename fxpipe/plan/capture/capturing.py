@@ -21,7 +21,7 @@ from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import Program, gather_of, is_boundary
 from fxpipe.graph.question import Unanswered
 from fxpipe.like import ObjectValue
 from fxpipe.notebook import listed
@@ -394,12 +394,15 @@ class Tracing:
         # A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
         if balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
+            names = default_passes.name_stages, default_passes.gather
             if first is None:
+                if any(map(gather_of, filter(is_boundary, program.nodes))):
+                    program = chain((default_passes.partition, *names), program)
                 searched = balancing.searched(program, self.pattern, self.shape)
                 program = searched.program
             else:
                 program = default_passes.partition(program)
-            program = chain((default_passes.name_stages,), program)
+            program = chain(names, program)
         else:
             passes = self.options.passes
             program = chain(default_passes.default() if passes is None else passes, program)

@@ -23,8 +23,7 @@ def chrome_trace(timeline: Timeline) -> str:
     """Returns Trace Event JSON: a thread for each rank, arrows from rank to rank, counters of micro-batches in flight.
 
     Reductions have threads of their own. A measured step begins at 0, and includes the time around its actions. The
-    format counts in microseconds. Measured times, in seconds, are converted; a plan shows one unit of its costs as 1
-    ms.
+    format counts in microseconds. Seconds are converted; any other unit of a plan's costs is shown as 1 ms.
     """
     # Within an instant a viewer keeps the order of the file: a slice precedes the arrows that end in it.
     events = [
@@ -61,7 +60,7 @@ def _thread(number: int, name: str) -> Iterator[Event]:
 
 
 def _nanoseconds(timeline: Timeline, time: float) -> int:
-    return round(time * (1e9 if timeline.measured else 1e6))
+    return round(time * (1e9 if timeline.in_seconds else 1e6))
 
 
 def _slice(timeline: Timeline, thread: int, name: str, category: str, span: Iterable[float]) -> Event:

@@ -42,12 +42,12 @@ class TimeUnit(NamedTuple):
 
 
 def unit_of(timeline: Timeline) -> TimeUnit:
-    """Returns the unit: measured times are seconds, written in s or ms; planned times count F if each forward costs 1.
+    """Returns the unit: seconds are written in s or ms; other planned times count F if each forward costs 1.
 
     Times are written to about a hundred-thousandth of the makespan: a clock is not more exact.
     """
     name, scale = "F" if all(cost == 1 for cost in timeline.costs.forward) else "", 1.0
-    if timeline.measured:
+    if timeline.in_seconds:
         name, scale = ("s", 1.0) if timeline.makespan >= 10 else ("ms", 1e3)
     # The number of digits before the decimal point, minus 1.
     size = math.floor(math.log10(timeline.makespan * scale)) if timeline.makespan else 0

@@ -1,0 +1,106 @@
+"""Advice: the one change of ``placement=`` that would shorten a step most, by the search, at measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fxpipe.errors import PartitionError, printable
+from fxpipe.graph.ranks import named
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.hardware import REFERENCE
+from fxpipe.plan.placement import Place, check_replicated
+from fxpipe.plan.plan_state import WORTH_IT, PlanState
+from fxpipe.schedules import with_costs
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.stage_work import in_ms
+from fxpipe.search.block_graph import Block, BlockGraph, BlockValue
+from fxpipe.search.moves import best_change
+from fxpipe.search.node_costs import NodeCost, NodeCosts, ParameterCost
+from fxpipe.search.simulated_layouts import Judge, Rerun, StageLayout
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The one change of ``placement=`` that would help most; prints with the ``placement=`` to paste."""
+
+    change: str
+    """The stages that move, in words: "stage `video` on ranks 1, 3"; empty if no change saves 1 % of a step."""
+    placement: Mapping[str, Place]
+    """Every stage's rank, or ranks, after the change."""
+    seconds: float
+    """The seconds of a step now: of its table, simulated at the measured costs."""
+    saved: float
+    """The seconds of a step that the change saves."""
+    note: str = ""
+
+    def __str__(self) -> str:
+        now = f"{in_ms(self.seconds)} ms"
+        if not self.change:
+            return f"no change of one stage's ranks saves {WORTH_IT:.0%} of the {now} of a step, by measured costs"
+        text = f"{self.change}: saves {in_ms(self.saved)} of {now} of a step, by measured costs; {self.note}"
+        return printable(f"{text}placement={dict(self.placement)}")
+
+
+def advise(planning: PlanState, costs: Costs) -> Advice:
+    """The change that helps most for the first plan, at each stage's measured costs."""
+    graph, schedule, options = planning.first.graph, planning.first.schedule, planning.options
+    balancing, memory = planning.captures.balancing, options.memory_per_rank
+    family = with_costs("greedy" if isinstance(options.schedule, Schedule) else options.schedule)
+    staged = None if planning.shown is None else planning.tables.stage_work(planning.shown, graph.placement)
+    work = _at(costs, _bare(graph) if staged is None else staged.work, graph, schedule)
+    again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
+    judge = Judge(work, family, schedule.microbatches, None if staged is None else memory, again)
+    layout = StageLayout(tuple(range(len(graph))), graph.placement)
+    now = judge.staged(layout)
+    seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
+    best = best_change(judge, layout, seconds * (1 - WORTH_IT))
+    after = graph.placement if best is None else best.layout.rank_of
+    moved = [
+        f"stage `{name}` on {named(entry)}"
+        for name, entry, before in zip(graph.names, after, graph.placement, strict=True)
+        if entry != before
+    ]
+    note = 'in place of boundaries="auto", name these cuts and write ' if balancing.finds_cuts else ""
+    saved = 0.0 if best is None else seconds - best.seconds
+    return Advice(" and ".join(moved), dict(zip(graph.names, after, strict=True)), seconds, saved, note)
+
+
+def _at(costs: Costs, work: BlockGraph, graph: StageGraph, schedule: Schedule) -> BlockGraph:
+    """The work of the stages, each a block, at measured costs: a hop of any size takes the measured latency."""
+    blocks = []
+    for stage, (block, size) in enumerate(zip(work.blocks, schedule.groups, strict=True)):
+        forward, backward, weight = (kind[stage] / size for kind in (costs.forward, costs.backward, costs.weight))
+        blocks.append(replace(block, cost=replace(block.cost, forward=forward, backward=backward, weight=weight)))
+    return replace(
+        work,
+        blocks=tuple(blocks),
+        values=tuple(replace(value, size=0) for value in work.values),
+        costs=replace(work.costs, hardware=replace(work.costs.hardware, latency=costs.comm), source=costs.source),
+        alone=frozenset(filter(lambda stage: _writes(graph, stage), range(len(graph)))),
+    )
+
+
+def _bare(graph: StageGraph) -> BlockGraph:
+    """The work of stages of unknown shapes: their parameters and the edges between them."""
+    tensors = {id(tensor): tensor for stage in graph for tensor in stage.parameters.values()}
+    every = {key: ParameterCost.of(tensor) for key, tensor in tensors.items()}
+    blocks = []
+    for stage in graph:
+        keys = frozenset(map(id, stage.parameters.values()))
+        trains = any(every[key].trained for key in keys)
+        blocks.append(Block((stage.name,), NodeCost(parameters=keys, trains=trains)))
+    values = tuple(BlockValue(source, (target,), 0) for source, target in graph.stage_edges)
+    costs = NodeCosts({}, parameters=every, hardware=REFERENCE)
+    return BlockGraph(tuple(blocks), values, (graph.output_stage,), costs, graph.gathers, blocks_are_stages=True)
+
+
+def _writes(graph: StageGraph, stage: int) -> bool:
+    """Whether a stage cannot be on several ranks, because its copies would come to differ."""
+    places = tuple((0, 1) if other == stage else 0 for other in range(len(graph)))
+    try:
+        check_replicated(replace(graph, placement=places))
+    except PartitionError:
+        return True
+    return False
