@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fxpipe.stage.loss import Sum
     from fxpipe.trace import TRACERS
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SCHEDULES",

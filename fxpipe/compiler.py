@@ -40,12 +40,18 @@ from fxpipe.schedules import Family, ScheduleName
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
 from fxpipe.stage.with_loss import with_loss
-from fxpipe.torch_compat import tensors_in
+from fxpipe.torch_compat import IS_TESTED, TESTED, tensors_in
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+if not IS_TESTED:
+    log(
+        f"fxpipe: torch {torch.__version__} is not among the tested versions, {TESTED[0]} to {TESTED[-1]}; it has all "
+        f"the private names that fxpipe uses"
+    )
 
 
 def compile(

@@ -2,8 +2,11 @@
 
 No other file uses private names of torch, except the tables of an ``nn.Module`` (``MODULE_TABLES``), which torch cannot
 rename, since pickled modules contain the names. A new torch version has to be compared with this file alone. Unless a
-comment says otherwise, a name is the same in all four versions and has no public replacement.
+comment says otherwise, a name is the same in all four versions and has no public replacement. The names are looked up
+before anything imports them (``PRIVATE``), so that an ImportError lists all that a new torch lacks.
 """
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -15,15 +18,85 @@ import importlib
 import inspect
 import operator
 import os
+import pkgutil
 import re
 import socket
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+
+from fxpipe.device import shared_name, with_shared_names
+from fxpipe.small_file import Budget
+
+TESTED = "2.12", "2.13", "2.14", "2.15"
+"""The versions of torch that ``.ci/versions`` runs the tests with."""
+PRIVATE = {
+    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._make_wrapper_subclass Tensor._version "
+    "UntypedStorage._cdata nn.Module._compiled_call_impl nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
+    "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
+    "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
+    "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._make_dual.default "
+    "ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._overloadname "
+    "ops.aten.add.Tensor._overloadpacket ops.aten.add.Tensor._schema",
+    "torch._C": "DisableTorchFunction PyTorchFileReader _FunctionBase _disabled_torch_function_impl "
+    "_functorch.is_functorch_wrapped_tensor _get_mkldnn_enabled _len_torch_function_stack _set_grad_enabled "
+    "_set_mkldnn_enabled",
+    "torch._functorch.apis": "vmap_impl",
+    "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
+    "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensor "
+    "FakeTensorMode UnsupportedFakeTensorException UnsupportedOperatorException",
+    "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
+    "torch.distributed.distributed_c10d": "_get_default_store _get_split_source _process_group_name "
+    "_resolve_process_group",
+    "torch.fx.experimental._config": "backed_size_oblivious patch",
+    "torch.fx.experimental.proxy_tensor": "PythonKeyTracer get_proxy_mode get_proxy_slot",
+    "torch.nn.modules.module": "_global_backward_pre_hooks _global_backward_hooks _global_forward_hooks "
+    "_global_forward_pre_hooks",
+    "torch.nn.modules._functions": "BackwardHookFunction",
+    "torch.serialization": "_get_layout",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils._pytree": "GetAttrKey MappingKey SUPPORTED_NODES SequenceKey TreeSpec keystr register_pytree_node "
+    "tree_flatten tree_flatten_with_path tree_is_leaf tree_leaves tree_map tree_map_only tree_structure tree_unflatten",
+    # Imported at their first use, as this takes a second; if the version is not TESTED, they are looked up at once.
+    "torch._dynamo.backends.common": "aot_autograd",
+    "torch._dynamo.source": "LocalSource",
+    "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
+    "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
+    "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState._lazy_init "
+    "FSDPState._root_post_backward_final_callback",
+    "torch.fx.experimental.symbolic_shapes": "GuardOnDataDependentSymNode SYMPY_INTERP ShapeEnv.evaluate_expr "
+    "ShapeEnv.produce_guards SymT.SIZE make_symbol statically_known_true",
+}
+"""Module → the private or undocumented names in it that this file uses."""
+
+
+def lacking(modules: Iterable[str]) -> list[str]:
+    """The names of ``PRIVATE`` in these modules that the installed torch does not have; imports the modules."""
+    names = [f"{module}:{name}" for module in modules for name in PRIVATE[module].split()]
+    return [name.replace(":", ".") for name in names if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+IS_TESTED = ".".join(torch.__version__.split(".")[:2]) in TESTED
+if _gone := lacking([module for module in PRIVATE if not IS_TESTED or module in sys.modules]):
+    raise ImportError(
+        f"torch {torch.__version__} no longer has {', '.join(_gone)}, which fxpipe uses; "
+        f"install torch {TESTED[0]} to {TESTED[-1]}, or a newer fxpipe"
+    )
+
 from torch import Tensor, fx, nn
 from torch._functorch import apis as vmap_home  # torch.vmap calls its vmap_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # of torch.ops.aten.add.Tensor, .add
@@ -45,9 +118,6 @@ from torch.utils import _pytree as pytree  # trees of containers; documented, bu
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
-
-from fxpipe.device import shared_name, with_shared_names
-from fxpipe.small_file import Budget
 
 __all__ = [  # names imported above for other files; names defined below need no entry
     "BackwardHookFunction",
