@@ -159,7 +159,7 @@ def compile(
         timeout: seconds that a wait may take, on the CPU, before this rank names the event that it waits for, warns all
             others, and raises. While other ranks capture, compile or save, a wait may last 12 times as long. If a rank
             is lost or in another call, the wait ends within seconds. After 30 s, stderr names the awaited rank.
-        passes: the pass pipeline; None: ``fxpipe.passes.default()``.
+        passes: the pass pipeline, functions of a ``fxpipe.graph.Program``; None: ``fxpipe.passes.default()``.
 
     Raises:
         TraceError, PartitionError, ScheduleError, TopologyError: fxpipe cannot compile the model; on all ranks.

@@ -78,6 +78,8 @@ def test_the_version_stands_in_one_place() -> None:
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fxpipe.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+\w*", fxpipe.__version__)
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(fxpipe.__version__)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """V-Min (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): ZB-V's fold at about a third of its memory.
 
 A chain of 2p stages goes down the p ranks and back up. A micro-batch is in flight as briefly as the chain allows: its
-two forwards and its two I's on a rank follow each other without a pause. Each next micro-batch does the same six slots
-later, F = I = W = 1 slot, and the W's take the two slots that are left of the six. Of 4 ranks:
+forwards and then its I's pass from stage to stage without a pause. Each next micro-batch does the same six slots later,
+F = I = W = 1 slot, and the W's take the two slots of the six that are left. On 4 ranks:
 
     slot     0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17
     rank 0   0F0                     0F1 7F0 7I0     7W0     0F2 7F1 7I1 0I0 7W1 0W0 ...
