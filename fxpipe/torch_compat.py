@@ -57,7 +57,7 @@ PRIVATE = {
     "torch.nn.modules.module": "_global_backward_pre_hooks _global_backward_hooks _global_forward_hooks "
     "_global_forward_pre_hooks",
     "torch.nn.modules._functions": "BackwardHookFunction",
-    "torch.serialization": "_get_layout",
+    "torch.utils.checkpoint": "_checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "GetAttrKey MappingKey SUPPORTED_NODES SequenceKey TreeSpec keystr register_pytree_node "
     "tree_flatten tree_flatten_with_path tree_is_leaf tree_leaves tree_map tree_map_only tree_structure tree_unflatten",
@@ -67,24 +67,24 @@ PRIVATE = {
     "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
-    "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState._lazy_init "
-    "FSDPState._root_post_backward_final_callback",
+    "torch.distributed.fsdp": "fully_shard.state",
     "torch.fx.experimental.symbolic_shapes": "GuardOnDataDependentSymNode SYMPY_INTERP ShapeEnv.evaluate_expr "
     "ShapeEnv.produce_guards SymT.SIZE make_symbol statically_known_true",
 }
-"""Module → the private or undocumented names in it that this file uses."""
+"""Module → the private or undocumented names in it that fxpipe uses; ``a|b``: of one of two versions of torch."""
 
 
 def lacking(modules: Iterable[str]) -> list[str]:
     """The names of ``PRIVATE`` in these modules that the installed torch does not have; imports the modules."""
-    names = [f"{module}:{name}" for module in modules for name in PRIVATE[module].split()]
-    return [name.replace(":", ".") for name in names if not _is_there(name)]
+    names = [(module, name) for module in modules for name in PRIVATE[module].split()]
+    return [
+        f"{module}.{name}" for module, name in names if not any(_is_there(module, choice) for choice in name.split("|"))
+    ]
 
 
-def _is_there(name: str) -> bool:
+def _is_there(module: str, name: str) -> bool:
     try:
-        pkgutil.resolve_name(name)
+        pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError):
         return False
     return True

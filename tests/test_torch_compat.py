@@ -14,7 +14,8 @@ from fxpipe import compiler, torch_compat
 from tests.test_imports import BY_PATH, ROOT
 
 NOT_LOOKED_UP = {
-    "attributes that instances get": "_comm_ctx _fsdp_param_groups _state_ctx",
+    "of the state that FSDP2 keeps for a module": "_comm_ctx _fsdp_param_groups _lazy_init "
+    "_root_post_backward_final_callback _state_ctx",
     "what torch 2.12 alone runs": "_modules_to_run_forward _post_forward_indices _to_sharded _training_state "
     "torch.distributed.fsdp._fully_shard._fsdp_common",
     "public, with the form of a private name": "_check",
