@@ -119,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 2))
+    world = int(os.environ.get("WORLD_SIZE", 2))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = fxpipe.init()
@@ -132,13 +132,13 @@ def main() -> None:
     saved = {"scheduler": scheduler, "loader": feed, "average": average}
     extra = fxpipe.load(args.folder, forward_backward, optimizer, **saved, required=False)
     step, best, waited = extra["step"], extra.get("best", math.inf), extra.get("waited", 0)
-    writer = SummaryWriter(args.folder / "metrics") if rank == 0 else None
+    writer = SummaryWriter(args.folder / "metrics") if topo.is_first else None
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(args.folder / "profile")),
     )
     needed, batches = forward_backward.required_inputs, iter(feed)
-    with profiler if args.profile and rank == 0 else nullcontext():
+    with profiler if args.profile and topo.is_first else nullcontext():
         while step < args.steps and waited < 3:  # the same on every rank, as the loss that decides it is
             optimizer.zero_grad()
             loss = torch.zeros((), device=device)
@@ -154,7 +154,7 @@ def main() -> None:
             scheduler.step()
             average.update()
             step += 1
-            if args.profile and rank == 0:
+            if args.profile and topo.is_first:
                 profiler.step()
             if step % 20:
                 continue

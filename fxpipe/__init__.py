@@ -6,7 +6,7 @@ Schedules and topologies are plain arithmetic; the package imports names that ne
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fxpipe import schedules
+from fxpipe import graph, schedules
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import (
     CheckpointError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fxpipe.stage.loss import Sum
     from fxpipe.trace import TRACERS
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SCHEDULES",
@@ -78,6 +78,7 @@ __all__ = [
     "bisect",
     "compare",
     "compile",
+    "graph",
     "init",
     "init_weights_of",
     "launch",

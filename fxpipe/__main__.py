@@ -176,7 +176,9 @@ def _is_for(args: argparse.Namespace, family: str) -> bool:
     """Whether ``compare`` without names includes a family: some need gathered stages or a folded chain."""
     if family in GATHERED:
         return args.gather is not None
-    return family != "zb_v" or (args.edges is None and args.placement == folded(len(args.placement or ()) // 2))
+    return family not in ("zb_v", "v_min") or (
+        args.edges is None and args.placement == folded(len(args.placement or ()) // 2)
+    )
 
 
 def _figures(timeline: Timeline) -> list[str]:

@@ -41,12 +41,18 @@ from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
 from fxpipe.sharding.parallelise import parts_of
 from fxpipe.stage.with_loss import with_loss
-from fxpipe.torch_compat import tensors_in
+from fxpipe.torch_compat import IS_TESTED, TESTED, tensors_in
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+if not IS_TESTED:
+    log(
+        f"fxpipe: torch {torch.__version__} is not among the tested versions, {TESTED[0]} to {TESTED[-1]}; it has all "
+        f"the private names that fxpipe uses"
+    )
 
 
 def compile(
@@ -154,7 +160,7 @@ def compile(
         timeout: seconds that a wait may take, on the CPU, before this rank names the event that it waits for, warns all
             others, and raises. While other ranks capture, compile or save, a wait may last 12 times as long. If a rank
             is lost or in another call, the wait ends within seconds. After 30 s, stderr names the awaited rank.
-        passes: the pass pipeline; None: ``fxpipe.passes.default()``.
+        passes: the pass pipeline, functions of a ``fxpipe.graph.Program``; None: ``fxpipe.passes.default()``.
 
     Raises:
         TraceError, PartitionError, ScheduleError, TopologyError: fxpipe cannot compile the model; on all ranks.

@@ -38,7 +38,10 @@ PRIVATE = {
     "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._make_wrapper_subclass Tensor._version "
     "UntypedStorage._cdata nn.Module._compiled_call_impl nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
     "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
-    "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args",
+    "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
+    "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._make_dual.default "
+    "ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._overloadname "
+    "ops.aten.add.Tensor._overloadpacket ops.aten.add.Tensor._schema",
     "torch._C": "DisableTorchFunction PyTorchFileReader _FunctionBase _disabled_torch_function_impl "
     "_functorch.is_functorch_wrapped_tensor _get_mkldnn_enabled _len_torch_function_stack _set_grad_enabled "
     "_set_mkldnn_enabled",
@@ -54,35 +57,36 @@ PRIVATE = {
     "torch.nn.modules.module": "_global_backward_pre_hooks _global_backward_hooks _global_forward_hooks "
     "_global_forward_pre_hooks",
     "torch.nn.modules._functions": "BackwardHookFunction",
-    "torch.ops.aten": "_assert_async.msg _assert_scalar.default _assert_tensor_metadata.default _make_dual.default "
-    "_to_copy.default _unpack_dual.default add.Tensor._overloadname add.Tensor._overloadpacket add.Tensor._schema",
-    "torch.serialization": "_get_layout",
+    "torch.utils.checkpoint": "_checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
-    "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_unflatten",
-    # Imported at their first use, as they take a second: these are looked up at import if the version is not TESTED.
+    "torch.utils._pytree": "GetAttrKey MappingKey SUPPORTED_NODES SequenceKey TreeSpec keystr register_pytree_node "
+    "tree_flatten tree_flatten_with_path tree_is_leaf tree_leaves tree_map tree_map_only tree_structure tree_unflatten",
+    # Imported at their first use, as this takes a second; if the version is not TESTED, they are looked up at once.
     "torch._dynamo.backends.common": "aot_autograd",
     "torch._dynamo.source": "LocalSource",
     "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
-    "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState._lazy_init "
-    "FSDPState._root_post_backward_final_callback",
+    "torch.distributed.fsdp": "fully_shard.state",
+    "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
     "torch.fx.experimental.symbolic_shapes": "GuardOnDataDependentSymNode SYMPY_INTERP ShapeEnv.evaluate_expr "
     "ShapeEnv.produce_guards SymT.SIZE make_symbol statically_known_true",
+    "torch.testing._internal.distributed.fake_pg": "FakeStore",
 }
-"""Module → the private or undocumented names in it that this file uses."""
+"""Module → the private or undocumented names in it that fxpipe uses; ``a|b``: of one of two versions of torch."""
 
 
 def lacking(modules: Iterable[str]) -> list[str]:
     """The names of ``PRIVATE`` in these modules that the installed torch does not have; imports the modules."""
-    names = [f"{module}:{name}" for module in modules for name in PRIVATE[module].split()]
-    return [name.replace(":", ".") for name in names if not _is_there(name)]
+    names = [(module, name) for module in modules for name in PRIVATE[module].split()]
+    return [
+        f"{module}.{name}" for module, name in names if not any(_is_there(module, choice) for choice in name.split("|"))
+    ]
 
 
-def _is_there(name: str) -> bool:
+def _is_there(module: str, name: str) -> bool:
     try:
-        pkgutil.resolve_name(name)
+        pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError):
         return False
     return True

@@ -18,7 +18,7 @@ from tests.thinned import seeds
 
 Pairs = tuple[tuple[int, int], ...]
 
-FAMILIES = [name for name in SCHEDULES if name not in GATHERED and name != "zb_v"]
+FAMILIES = [name for name in SCHEDULES if name not in GATHERED and name not in ("zb_v", "v_min")]
 """The families that take any stage graph; the others are for stages that are gathered, or for a folded chain."""
 
 

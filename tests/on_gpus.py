@@ -21,6 +21,7 @@ NOT_ON_GPUS = {
         test_docstrings.py
         test_imports.py
         test_public_surface.py
+        test_torch_compat.py
         """,
     "chooses its devices itself": """
         simulated_gpu/

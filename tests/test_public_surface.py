@@ -23,11 +23,13 @@ def surface() -> Iterator[str]:
     for name in fxpipe.__all__:
         value = getattr(fxpipe, name)
         if inspect.ismodule(value):
-            yield from (line(f"{name}.{inner}", getattr(value, inner)) for inner in value.__all__)
+            inside = {f"{name}.{inner}": getattr(value, inner) for inner in value.__all__}
         else:
-            yield line(name, value)
-        if inspect.isclass(value):
-            yield from (line(f"{name}.{inner}", member) for inner, member in members(value).items())
+            inside = {name: value}
+        for path, public in inside.items():
+            yield line(path, public)
+            if inspect.isclass(public) and (path == name or public.__name__ not in fxpipe.__all__):
+                yield from (line(f"{path}.{inner}", member) for inner, member in members(public).items())
 
 
 def members(owner: type) -> dict[str, Any]:
@@ -54,11 +56,30 @@ def test_every_public_name_is_where_it_was_with_the_parameters_it_had() -> None:
     assert sorted(surface()) == LIST.read_text().splitlines()
 
 
+def names_on_the_page() -> list[str]:
+    """Those of the rows of examples/api.md: of classes, of modules, and of ``fxpipe`` itself."""
+    page = (LIST.parents[1] / "examples" / "api.md").read_text()
+    names = []
+    for head, *cells in re.findall(r"^\| (.+?) \| (.*?) ?\| (.*?) ?\|$", page, re.MULTILINE):
+        owner = head.strip("`").removeprefix("fxpipe.") if head[0] == "`" else ""
+        members = re.findall(r"`(\w+)`", " ".join(cells))
+        names += [owner] * (bool(owner) and not inspect.ismodule(getattr(fxpipe, owner, None)))
+        names += [f"{owner}.{member}" if owner else member for member in members]
+    return names
+
+
+def test_the_page_says_of_each_public_name_once_whether_it_is_stable() -> None:
+    public = [re.sub(r"\(.*", "", entry) for entry in LIST.read_text().splitlines()]
+    assert sorted(names_on_the_page()) == sorted(public)
+
+
 def test_the_version_stands_in_one_place() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fxpipe.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+\w*", fxpipe.__version__)
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(fxpipe.__version__)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE)
 
 
 if __name__ == "__main__":

@@ -344,6 +344,17 @@ class Topology(Tabular):
 
         return next(group for group in self.groups_over(ROW_AXES) if dist.get_rank() in group).index(dist.get_rank())
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes for all: it is rank 0, or plays every rank.
+
+        Raises:
+            TopologyError: as for ``data_size``.
+        """
+        import torch.distributed as dist
+
+        return self._is_alone() or dist.get_rank() == 0
+
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> DistributedSampler[Any]:

@@ -16,6 +16,8 @@ from fxpipe.graph.boundary import Gather, Gathered, boundary
 from fxpipe.graph.question import Answers
 from fxpipe.torch_compat import CHECKS, pytree
 
+Shapes = tuple[tuple[int, ...] | None, ...]
+"""The shape of each leaf of a value; None for a leaf that is no tensor."""
 SizeGuard = Callable[[Sequence[Any]], bool]
 """A function of the inputs' tensors, in order, each a value with ``size()``, ``stride()`` and ``storage_offset()``."""
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
@@ -81,6 +83,9 @@ class Program:
     stage_names: tuple[str, ...] = ()
     gathered: Mapping[int, Gathered] = field(default_factory=dict)
     """The stages that run once for a group of micro-batches, by number."""
+    shapes: Mapping[str, Shapes] = field(default_factory=dict)
+    """Node name → the shapes of its value for a micro-batch of the example, under every tracer. Known to the passes of
+    ``compile(passes=...)``; a node that needs real numbers may have none, and none has without an example."""
 
     @property
     def nodes(self) -> Reversible[Node]:

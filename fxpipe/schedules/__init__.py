@@ -17,6 +17,7 @@ from fxpipe.schedules.families.limits import Chosen, Family, Limited, ScheduleNa
 from fxpipe.schedules.families.one_f_one_b import greedy, interleaved_1f1b, one_f_one_b
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.solve import solved
+from fxpipe.schedules.families.v_min import v_min
 from fxpipe.schedules.families.zero_bubble import zb_h1, zb_v
 from fxpipe.schedules.given import KINDS, check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
@@ -35,10 +36,11 @@ SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
         "group_interleaved": group_interleaved,
         "cached": cached,
         "zb_v": zb_v,
+        "v_min": v_min,
     }
 )
 """Name → family. Each family takes any stage graph and placement, except ``store_all``, ``group_interleaved`` and
-``cached``, which need a gathered stage, and ``zb_v``, which needs a chain on a placement that folds."""
+``cached``, which need a gathered stage, and ``zb_v`` and ``v_min``, which need a chain on a placement that folds."""
 
 
 def build(

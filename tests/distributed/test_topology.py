@@ -365,6 +365,7 @@ def dealt(axes: Axes) -> dict[str, Any]:
     return {
         "rows": list(topo.sampler(range(12), shuffle=False)),
         "of": (topo.data_rank, topo.data_size),
+        "first": topo.is_first,
         "positions": part[0].tolist(),
         "columns": topo.context_part(positions.T, dim=0)[:, 0].tolist(),
         "whole": torch.equal(whole, positions),
@@ -377,6 +378,7 @@ def test_rows_are_dealt_over_data_and_expert_ranks_and_positions_over_context_ra
     for rank, seen in enumerate(pool.run(dealt, [("data", 2), ("context", 2)])):
         replica, place = divmod(rank, 2)
         assert (seen["of"], seen["rows"]) == ((replica, 2), list(range(replica, 12, 2)))
+        assert seen["first"] == (rank == 0)
         assert seen["positions"] == seen["columns"] == [[0, 1, 6, 7], [2, 3, 4, 5]][place]
         assert seen["whole"]
         assert seen["uneven"] == (
@@ -392,6 +394,7 @@ def test_one_process_has_all_positions() -> None:
     import torch
 
     topo, tensor = Topology([("context", 2)]), torch.arange(6).view(1, 6)
+    assert topo.is_first
     assert topo.context_part(tensor) is tensor
     assert topo.context_whole(tensor) is tensor
 

@@ -13,8 +13,10 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe import PartitionError, passes, stage_boundary
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import Program, is_compute
+from fxpipe.options import TracerName
 from fxpipe.passes.chain import chain
+from fxpipe.trace import TRACERS
 from tests.capturing import captured
 
 
@@ -128,3 +130,25 @@ def test_a_pass_of_ones_own_is_a_function_in_the_tuple() -> None:
     step = fxpipe.compile(Model(), topology, microbatches=1, passes=(use_tanh, *passes.default()))
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
     assert torch.equal(step(x), Tanh()(x))
+
+
+@pytest.mark.parametrize(
+    ("tracer", "given"),
+    [*((name, True) for name in TRACERS), *((name, False) for name in ("symbolic", "auto"))],
+)
+def test_a_pass_of_ones_own_knows_the_shapes_of_the_example(tracer: TracerName, given: bool) -> None:
+    programs: list[Program] = []
+
+    def seen(program: Program) -> Program:
+        programs.append(program)
+        return program
+
+    options: Any = {"example_args": (torch.randn(6, 4),)} if given else {}
+    topology = fxpipe.Topology([("pipe", 2)])
+    fxpipe.compile(Model(), topology, microbatches=3, tracer=tracer, passes=(*passes.default(), seen), **options)
+    shapes = programs[0].shapes
+    assert given == bool(shapes)
+    if given:
+        by_node = {node: shapes[node.name] for node in programs[0].nodes if node.op != "output"}
+        assert {shape for node, (shape,) in by_node.items() if is_compute(node)} == {(2, 4), ()}
+        assert [by_node[node] for node in programs[0].nodes if node.op == "placeholder"] == [((2, 4),)]

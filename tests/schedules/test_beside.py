@@ -161,9 +161,10 @@ def test_what_is_no_placement_is_refused(placement: list[object], said: str) -> 
         build("1f1b", [(0, 1)], 4, placement=placement)  # type: ignore[arg-type]
 
 
-def test_zb_v_wants_one_rank_for_each_stage() -> None:
-    with pytest.raises(ScheduleError, match='"zb_v" is for two stages a rank'):
-        build("zb_v", [(0, 1), (1, 2)], 4, placement=[(0, 1), 1, 0])
+@pytest.mark.parametrize("name", ["zb_v", "v_min"])
+def test_a_fold_wants_one_rank_for_each_stage(name: ScheduleName) -> None:
+    with pytest.raises(ScheduleError, match=f'"{name}" is for two stages a rank'):
+        build(name, [(0, 1), (1, 2)], 4, placement=[(0, 1), 1, 0])
 
 
 def test_a_list_of_one_rank_is_that_rank() -> None:

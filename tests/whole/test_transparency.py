@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,14 @@ def test_three_steps_equal_plain_pytorch(
 )
 def test_any_number_of_microbatches_equals_plain_pytorch(name: str, microbatches: int) -> None:
     assert_trains(CASES[name], strict(4), microbatches=microbatches)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("schedule", ["zb_v", "v_min"])
+def test_a_folded_chain_equals_plain_pytorch(schedule: str, engine: str, engines: Engines) -> None:
+    there_and_back = {"layers.0": 0} | {f"layer{place}": min(place, 5 - place) for place in range(1, 6)}
+    case = replace(CASES["6 stages in turn on 3 ranks"], placement=there_and_back)
+    assert_trains(case, engines(engine), schedule=schedule, microbatches=5)
 
 
 # --- the data axis ---

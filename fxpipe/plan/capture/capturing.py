@@ -21,7 +21,7 @@ from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
-from fxpipe.graph.program import Program, gather_of, is_boundary
+from fxpipe.graph.program import Program, Shapes, gather_of, is_boundary
 from fxpipe.graph.question import Unanswered
 from fxpipe.like import ObjectValue
 from fxpipe.notebook import listed
@@ -376,9 +376,13 @@ class Tracing:
         is_first = self.captures.first is None and pattern.training and pattern.microbatches > 1
         if self.shape is None or not is_first or not self.options.check_capture or counted(batch_dim):
             return
-        examples = [self.shape, joined_description([self.shape] * 2, batch_dim)]
-        how = self.captures.device, pattern.ambient.autocast, self.balancing.compute
-        warn_of_rows(rows_meet(program, *(shapes_of(program, example_of(example), *how) for example in examples)))
+        doubled = joined_description([self.shape] * 2, batch_dim)
+        warn_of_rows(rows_meet(program, self._shapes(program, self.shape), self._shapes(program, doubled)))
+
+    def _shapes(self, program: Program, example: Description) -> dict[str, Shapes]:
+        """Node → the shapes of its value for a micro-batch like ``example``."""
+        how = self.captures.device, self.pattern.ambient.autocast, self.balancing.compute
+        return shapes_of(program, example_of(example), *how)
 
     def _cut(self, program: Program, whole: Collection[Region]) -> Examined:
         """Cuts a program into stages, without a check. ``whole``: the opaque regions of the program."""
@@ -405,6 +409,8 @@ class Tracing:
             program = chain(names, program)
         else:
             passes = self.options.passes
+            if passes is not None and self.shape is not None:  # the user's own may read the shapes
+                program = program.replace(shapes=self._shapes(program, self.shape))
             program = chain(default_passes.default() if passes is None else passes, program)
             if first is None and self.shape is not None and balancing.finds_placement_of(len(program.stage_names)):
                 searched = balancing.placed(program, self.pattern, self.shape)

@@ -17,7 +17,16 @@ from fxpipe.schedules.simulate import peak_bytes, peak_in_flight
 T = TypeVar("T", int, float)
 
 ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy", "store_all", "group_interleaved", "cached", "zb_v"
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "greedy",
+    "store_all",
+    "group_interleaved",
+    "cached",
+    "zb_v",
+    "v_min",
 ]
 """A name out of ``SCHEDULES``, for editors and type checkers."""
 

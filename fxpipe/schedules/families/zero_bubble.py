@@ -93,7 +93,7 @@ def zb_v(problem: Problem) -> tuple[Row, ...]:
     Raises:
         ScheduleError: the stages are no chain, with or without skips, or its placement does not fold.
     """
-    _check_v(problem)
+    check_folds(problem, "zb_v")
     ranks, order = problem.ranks, problem.order
     return tuple(tuple(_v_row(problem, rank, (order[rank], order[2 * ranks - 1 - rank]))) for rank in range(ranks))
 
@@ -134,20 +134,21 @@ def _v_order(rank: int, ranks: int, m: int) -> Iterator[tuple[int, Op]]:
     yield from [(DOWN, Op.W)] * rank
 
 
-def _check_v(problem: Problem) -> None:
+def check_folds(problem: Problem, family: str) -> None:
+    """ScheduleError, in the name of a family, if the stages are no chain, or its placement does not fold."""
     if problem.is_grouped:
-        raise ScheduleError('"zb_v" runs micro-batch by micro-batch, and a stage here is gathered; write "zb_h1"')
+        raise ScheduleError(f'"{family}" runs micro-batch by micro-batch, and a stage here is gathered; write "zb_h1"')
     order, count = problem.order, len(problem.order)
     for stage, following in pairwise(order):
         if following not in problem.targets[stage]:
             raise ScheduleError(
-                f'"zb_v" is for a chain of stages, and stage {following} is not fed by stage {stage}; write "zb_h1"'
+                f'"{family}" is for a chain of stages, and stage {following} is not fed by stage {stage}; write "zb_h1"'
             )
     ranks = tuple(problem.homes[stage] for stage in order)
     wanted = folded(max(count // 2, 1))
     if ranks != wanted:
         there = "two stages a rank, there and back"
         raise ScheduleError(
-            f'"zb_v" is for {there}, and the {count} stages are on ranks {list(ranks)}; '
+            f'"{family}" is for {there}, and the {count} stages are on ranks {list(ranks)}; '
             + (f"write placement={list(wanted)}" if count % 2 == 0 else "make it an even number of stages")
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fxpipe.graph.program import Program, is_assertion
+from fxpipe.graph.program import Program, Shapes, is_assertion
 from fxpipe.like import TensorLike
 from fxpipe.schedules.no_gc import paused
 from fxpipe.seeds import random_apart
@@ -19,9 +19,6 @@ from fxpipe.torch_compat import pytree, uncompiled
 from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.fake import FakeModel, fake_model
 from fxpipe.trace.state.snapshot import Snapshot
-
-Shapes = tuple[tuple[int, ...] | None, ...]
-"""The shape of each leaf of a value; None for a leaf that is no tensor."""
 
 
 @contextmanager

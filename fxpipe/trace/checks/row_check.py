@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from fxpipe.batch.batch import joined
-from fxpipe.graph.program import Program, where
+from fxpipe.graph.program import Program, Shapes, where
 from fxpipe.packed import BatchDim, counted
 from fxpipe.progress import is_teller, warn
 from fxpipe.stage.loss import MicrobatchLoss
-from fxpipe.trace.checks.on_fakes import Shapes
 from fxpipe.trace.state.replay import Batch, is_close, unit
 
 
