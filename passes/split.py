@@ -49,7 +49,7 @@ def split(program: Program) -> StageGraph:
     stages: list[Stage] = []
     for index, name in enumerate(program.stage_names):
         builder = _Builder(whole, index)
-        first = next(node for node in whole.nodes if whole.stage_of(node) == index)
+        begins = next((described(n) + where(n) for n in whole.nodes if whole.stage_of(n) == index), "")
         module, is_last = builder.graph_module(), index == whole.output_stage
         stages.append(
             Stage(
@@ -66,7 +66,7 @@ def split(program: Program) -> StageGraph:
                 runs_python=builder.runs_python,
                 gathered=program.gathered.get(index),
                 ways=tuple(builder.ways) if index in program.gathered else (),
-                begins=described(first) + where(first) if name == f"stage{index}" else "",
+                begins=begins if name == f"stage{index}" else "",
             )
         )
     stages = varying_marked(program, stages)
