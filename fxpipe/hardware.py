@@ -174,13 +174,6 @@ A balance depends only on the figures' ratios: on other hardware with similar ra
 """
 
 
-def label_of(given: Hardware | str | None) -> str:
-    """The argument ``hardware=`` in words."""
-    if given is None:
-        return "an A100 (no hardware= given)"
-    return given if isinstance(given, str) else "the hardware given"
-
-
 _UNITS = {
     **dict.fromkeys(("flops", "flops_16"), "operations a second"),
     **dict.fromkeys(("bandwidth", "link", "link_between"), "bytes a second"),

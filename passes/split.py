@@ -47,9 +47,9 @@ def split(program: Program) -> StageGraph:
     _check_attributes(program)
     whole = _WholeProgram(program)
     stages: list[Stage] = []
+    first = {whole.stage_of(node): node for node in reversed(whole.nodes)}
     for index, name in enumerate(program.stage_names):
-        builder = _Builder(whole, index)
-        first = next(node for node in whole.nodes if whole.stage_of(node) == index)
+        builder, node = _Builder(whole, index), first.get(index) if name == f"stage{index}" else None
         module, is_last = builder.graph_module(), index == whole.output_stage
         stages.append(
             Stage(
@@ -66,7 +66,7 @@ def split(program: Program) -> StageGraph:
                 runs_python=builder.runs_python,
                 gathered=program.gathered.get(index),
                 ways=tuple(builder.ways) if index in program.gathered else (),
-                begins=described(first) + where(first) if name == f"stage{index}" else "",
+                begins="" if node is None else described(node) + where(node),
             )
         )
     stages = varying_marked(program, stages)

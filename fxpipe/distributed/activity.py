@@ -109,6 +109,15 @@ class Activity:
         behind, at = f", behind {last}" if last else "", f", at {line}" if line else ""
         return f"is outside of fxpipe's calls{behind}{at}", since
 
+    def when(self) -> str:
+        """Returns a text on when a collective is made, equal on all ranks that make it: ", in forward_backward, step 5,
+        before its first action"."""
+        if not self.inside:
+            return ""
+        call, has_acted = self.inside[0].name, not isinstance(self.last[1], str)
+        of_actions = call.startswith(("forward_backward", "evaluate"))
+        return f", in {call}" + (f", {'behind its last' if has_acted else 'before its first'} action" * of_actions)
+
 
 entered = LastCall()
 here = Activity()

@@ -345,7 +345,7 @@ class DistributedTransport:
 
     def _together(self, what: str, scope: Scope, group: dist.ProcessGroup, call: Any, *args: Any) -> None:
         """Makes a collective call that blocks this rank; raises a failure as PeerLost."""
-        words = f"{what} over {scope}"
+        words = f"{what} over {scope}{here.when()}"
         with self._waiting(lambda: (words, scope)) as look_up:
             try:
                 work = call(*args, group=group, async_op=True)

@@ -278,13 +278,12 @@ class StageGraph(Tabular):
     def _table(self) -> str:
         rows, work = [], self.work
         has_shares = work is not None and min(work.shares) < 0.995
+        what = {name: crossing.what for name, crossing in self.crossings.items()}
         for stage in self.stages:
             rank = ", ".join(map(str, self.ranks(stage.index))) if self.placement else "-"
             parameters = sum(parameter.numel() for parameter in stage.parameters.values())
             arriving = [edge for edge in self.edges if edge.target == stage.index]
-            values = (self.crossings.get(edge.value, Crossing()).what or edge.value for edge in stage.outputs)
-            pairs = zip(values, stage.outputs, strict=True)
-            places = [f"{value} → {self.stages[edge.target].name}" for value, edge in pairs]
+            places = [f"{what.get(edge.value, edge.value)} → {self.stages[edge.target].name}" for edge in stage.outputs]
             places += ["result"] * stage.returns_result
             figures = [f"{parameters:,}", self._bytes(arriving), self._bytes(stage.outputs)]
             if work is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fxpipe.errors import PartitionError, printable
+from fxpipe.errors import printable
 from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.hardware import REFERENCE
-from fxpipe.plan.placement import Place, check_replicated
+from fxpipe.plan.placement import Place
 from fxpipe.plan.plan_state import WORTH_IT, PlanState
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
@@ -46,23 +45,20 @@ class Advice:
 def advise(planning: PlanState, costs: Costs) -> Advice:
     """The change that helps most for the first plan, at each stage's measured costs."""
     graph, schedule, options = planning.first.graph, planning.first.schedule, planning.options
-    balancing, memory = planning.captures.balancing, options.memory_per_rank
     family = with_costs("greedy" if isinstance(options.schedule, Schedule) else options.schedule)
     staged = None if planning.shown is None else planning.tables.stage_work(planning.shown, graph.placement)
     work = _at(costs, _bare(graph) if staged is None else staged.work, graph, schedule)
     again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
-    judge = Judge(work, family, schedule.microbatches, None if staged is None else memory, again)
+    judge = Judge(work, family, schedule.microbatches, None if staged is None else options.memory_per_rank, again)
     layout = StageLayout(tuple(range(len(graph))), graph.placement)
     now = judge.staged(layout)
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
     after = graph.placement if best is None else best.layout.rank_of
-    moved = [
-        f"stage `{name}` on {named(entry)}"
-        for name, entry, before in zip(graph.names, after, graph.placement, strict=True)
-        if entry != before
-    ]
-    note = 'in place of boundaries="auto", name these cuts and write ' if balancing.finds_cuts else ""
+    moves = zip(graph.names, after, graph.placement, strict=True)
+    moved = [f"stage `{name}` on {named(entry)}" for name, entry, before in moves if entry != before]
+    is_auto = planning.captures.balancing.finds_cuts
+    note = 'in place of boundaries="auto", name these cuts and write ' if is_auto else ""
     saved = 0.0 if best is None else seconds - best.seconds
     return Advice(" and ".join(moved), dict(zip(graph.names, after, strict=True)), seconds, saved, note)
 
@@ -78,29 +74,16 @@ def _at(costs: Costs, work: BlockGraph, graph: StageGraph, schedule: Schedule) -
         blocks=tuple(blocks),
         values=tuple(replace(value, size=0) for value in work.values),
         costs=replace(work.costs, hardware=replace(work.costs.hardware, latency=costs.comm), source=costs.source),
-        alone=frozenset(filter(lambda stage: _writes(graph, stage), range(len(graph)))),
+        alone=work.alone | {stage.index for stage in graph if graph.written.intersection(stage.tensors)},
     )
 
 
 def _bare(graph: StageGraph) -> BlockGraph:
     """The work of stages of unknown shapes: their parameters and the edges between them."""
-    tensors = {id(tensor): tensor for stage in graph for tensor in stage.parameters.values()}
-    every = {key: ParameterCost.of(tensor) for key, tensor in tensors.items()}
-    blocks = []
-    for stage in graph:
-        keys = frozenset(map(id, stage.parameters.values()))
-        trains = any(every[key].trained for key in keys)
-        blocks.append(Block((stage.name,), NodeCost(parameters=keys, trains=trains)))
+    every = {id(tensor): ParameterCost.of(tensor) for stage in graph for tensor in stage.parameters.values()}
+    keys = [frozenset(map(id, stage.parameters.values())) for stage in graph]
+    costs_of = [NodeCost(parameters=mine, trains=any(every[key].trained for key in mine)) for mine in keys]
+    blocks = [Block((stage.name,), cost) for stage, cost in zip(graph, costs_of, strict=True)]
     values = tuple(BlockValue(source, (target,), 0) for source, target in graph.stage_edges)
-    costs = NodeCosts({}, parameters=every, hardware=REFERENCE)
+    costs = NodeCosts({}, parameters=every)
     return BlockGraph(tuple(blocks), values, (graph.output_stage,), costs, graph.gathers, blocks_are_stages=True)
-
-
-def _writes(graph: StageGraph, stage: int) -> bool:
-    """Whether a stage cannot be on several ranks, because its copies would come to differ."""
-    places = tuple((0, 1) if other == stage else 0 for other in range(len(graph)))
-    try:
-        check_replicated(replace(graph, placement=places))
-    except PartitionError:
-        return True
-    return False

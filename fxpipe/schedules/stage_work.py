@@ -14,18 +14,16 @@ NEARLY_IDLE = 0.25
 
 @dataclass(frozen=True)
 class StageWork:
-    """The seconds of stages, and the shares of the work of a step: all actions of the table at these costs."""
+    """The seconds of each stage's F and B (None for no B), and shares of the work: all actions of the table.
+
+    ``shares``: each stage's fraction of its ranks' work. ``ranks``: each rank's fraction of all work.
+    """
 
     forward: tuple[float, ...]
-    """The seconds of each stage's forward of a micro-batch, or of a group at a gathered stage."""
     backward: tuple[float | None, ...]
-    """The seconds of each stage's backward; None for a stage without backward."""
     shares: tuple[float, ...]
-    """Each stage's fraction of the work of its ranks."""
     ranks: tuple[float, ...]
-    """Each rank's fraction of all work."""
     source: str
-    """The origin of the seconds, in words."""
 
     @staticmethod
     def of(schedule: Schedule, costs: Costs) -> StageWork | None:
@@ -56,7 +54,4 @@ class StageWork:
 
 def in_ms(seconds: float | None) -> str:
     """Seconds as milliseconds, to three digits; "-" for None."""
-    if seconds is None:
-        return "-"
-    number = seconds * 1e3
-    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
+    return "-" if seconds is None else f"{float(f'{seconds * 1e3:.3g}'):,g}"

@@ -146,20 +146,17 @@ def work_of_program(program: Program, costs: NodeCosts) -> BlockGraph:
     ]
     work = BlockGraph(tuple(pieces), values, cut.result, costs, alone=_alone(program, cut.nodes))
     stages = {name: stage for name, stage in program.stage_of.items() if stage in program.gathered}
-    group_of, number = list[int](), dict[tuple[bool, int], int]()
-    for block, names in enumerate(cut.nodes):
-        stage = next((stages[name] for name in names if name in stages), None)
-        key = (False, block) if stage is None else (True, stage)
-        group_of.append(number.setdefault(key, len(number)))
     if not stages:
         return work
-    work = work.merged(group_of)
+    number: dict[int, int] = {}  # a block, or ~ a stage that gathers → its number
+    keys = [next((~stages[name] for name in names if name in stages), block) for block, names in enumerate(cut.nodes)]
+    work = work.merged([number.setdefault(key, len(number)) for key in keys])
     pieces = list(work.blocks)
     for stage, group in costs.groups.items():  # copied nodes of a stage that gathers run once for its group
-        piece = pieces[number[True, stage]]
+        piece = pieces[number[~stage]]
         own = [costs[name].part(group.size) for name in sorted(piece.copies)]
-        pieces[number[True, stage]] = Block(piece.nodes, total([piece.cost, *own]))
-    gather = {number[True, stage]: gathered.group for stage, gathered in program.gathered.items()}
+        pieces[number[~stage]] = Block(piece.nodes, total([piece.cost, *own]))
+    gather = {number[~stage]: gathered.group for stage, gathered in program.gathered.items()}
     return replace(work, blocks=tuple(pieces), gather=gather)
 
 

@@ -24,7 +24,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.program import Program, called_in
 from fxpipe.graph.ranks import Placement, ranks_of
-from fxpipe.hardware import Hardware, label_of
+from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
@@ -80,7 +80,8 @@ class Balanced:
                 f"runner-up {number}" if number else "chosen",
                 outcome.layout.origin,
                 outcome.layout.stages,
-                f"{in_ms(outcome.makespan)} ms{_sums(outcome)}",
+                f"{in_ms(outcome.makespan)} ms"
+                + f" + {in_ms(outcome.seconds - outcome.makespan)} of sums" * (outcome.seconds > outcome.makespan),
                 f"{outcome.bubble:.1%}",
                 f"{outcome.most_bytes / 2**20:,.1f}",
                 self._stages(outcome),
@@ -123,11 +124,6 @@ class Balanced:
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             lines.append(f"{who}: {', '.join(few) or 'no submodule'}; F {times[0]}, B {times[1]} ms{part}")
         return "\n".join([*lines, *work.idle])
-
-
-def _sums(outcome: LayoutOutcome) -> str:
-    """The seconds that sums of tied gradients add to the table's, in words."""
-    return f" + {in_ms(after)} of sums" if (after := outcome.seconds - outcome.makespan) > 0 else ""
 
 
 @paused()
@@ -337,8 +333,9 @@ class Balancing:
                     halves=self.options.stage_compiler is None and self.options.parallelize is None,
                     groups=self._groups(program, pattern.microbatches, shape),
                 )
-            source = f"costs by shapes on {label_of(self.options.hardware)}"
-            self.costed = key, replace(node_costs, source=source)
+            given = self.options.hardware
+            which = "the hardware given" if isinstance(given, Hardware) else given or "an A100 (no hardware= given)"
+            self.costed = key, replace(node_costs, source=f"costs by shapes on {which}")
         return self.costed[1]
 
     def _groups(self, program: Program, microbatches: int, shape: Description) -> dict[int, Group]:

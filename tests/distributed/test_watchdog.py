@@ -235,7 +235,8 @@ def test_at_the_deadline_all_say_who_is_waited_for_and_what_they_did_last_is_wri
 ) -> None:
     first, second = pool.run(with_a_folder, tmp_path / "traces", ranks=2)
     assert re.match(
-        r"rank 0 \(pipe 0\) waits for an all-gather over pipe, \d+ s; rank 1 \(pipe 1\) is outside of fxpipe's calls, "
+        r"rank 0 \(pipe 0\) waits for an all-gather over pipe, in forward_backward, step 1, before its first action, "
+        r"\d+ s; rank 1 \(pipe 1\) is outside of fxpipe's calls, "
         r"behind forward_backward, step 0, at test_watchdog.py:\d+ in hear, \d+ s: longer than timeout=2 s",
         first,
     ), first

@@ -51,7 +51,7 @@ def test_costs_of_an_unknown_unit_are_no_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.0047519, "4.75"), (0.1234, "123"), (1.23456, "1,235"), (4e-6, "0.004")]
+    ("seconds", "text"), [(None, "-"), (0.0047519, "4.75"), (0.1234, "123"), (1.23456, "1,230"), (4e-6, "0.004")]
 )
 def test_milliseconds_have_three_digits(seconds: float | None, text: str) -> None:
     assert in_ms(seconds) == text
