@@ -7,8 +7,10 @@ here and begins with an underscore is private to transformers.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput
 import fxpipe
 from fxpipe.batch.batch import Batch
 from fxpipe.batch.counts import counts_of
-from fxpipe.batch.description import describe
+from fxpipe.batch.description import bind, describe
 from fxpipe.distributed.processes import slurm_place, torchrun_place
 from fxpipe.errors import RunError
 from fxpipe.loops.replica_batches import ReplicaBatches, SeededRows, part_of
@@ -52,28 +54,28 @@ REFUSED = {
 OVERRIDDEN = "compute_loss prediction_step get_train_dataloader get_eval_dataloader get_test_dataloader".split()
 
 
-def refused(trainer: Trainer, topo: fxpipe.Topology, given: Mapping[str, Any]) -> list[str]:
-    """Returns what of the arguments a pipeline cannot do, and what to write instead."""
-    args, config, place = trainer.args, trainer.args.accelerator_config, _place()
-    evaluated = trainer.eval_dataset
-    datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
-    own = [name for name in OVERRIDDEN if getattr(type(trainer), name) is not getattr(PipelineTrainer, name)]
-    whole_model = str(args.optim.value).startswith(("galore", "apollo", "lomo", "adalomo"))
+def refused(cls: type[Trainer], args: Any, topo: fxpipe.Topology, given: Mapping[str, Any]) -> list[str]:
+    """Returns what of the arguments of a ``cls`` a pipeline cannot do, and what to write instead."""
+    config, optim, process = args.accelerator_config, args.optim.value, _process()
+    evaluated = given.get("eval_dataset")
+    datasets = [given.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    own = [name for name in OVERRIDDEN if getattr(cls, name) is not getattr(PipelineTrainer, name)]
+    launched = [name for name in ("DEEPSPEED", "FSDP") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"]
     others = {
-        "deepspeed or fsdp by Accelerate's configuration": trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
-        f"optim={args.optim.value!r}: it is made of a whole model; write another": whole_model,
+        f"{', '.join(launched)} in Accelerate's configuration: write pipeline={{'zero': 1}}, 2 or 3": launched,
+        f"mixed_precision={args.mixed_precision}: write bf16=True": args.mixed_precision not in ("no", "bf16", "fp16"),
+        f"optim={optim}: it is made of a whole model": optim.startswith(("galore", "apollo", "lomo", "adalomo")),
         "train_sampling_strategy: write 'random' or 'sequential'": args.train_sampling_strategy[:3] not in "ran seq",
         "split_batches, dispatch_batches: a replica draws its rows": config.split_batches or config.dispatch_batches,
         "save_only_model with load_best_model_at_end": args.save_only_model and args.load_best_model_at_end,
         "model_init: write model=, which is compiled once": given.get("model_init"),
         "optimizers: write optimizer_cls_and_kwargs=, since ranks step parts": any(given.get("optimizers", ())),
         "compute_loss_func: write pipeline={'loss_fn': f}, called as f(output, labels)": given.get("compute_loss_func"),
-        "label_smoothing_factor beside loss_fn: smooth there": trainer.label_smoother
-        and "loss_fn" in given["pipeline"],
+        "label_smoothing_factor: smooth in loss_fn": args.label_smoothing_factor and "loss_fn" in given["pipeline"],
         f"{', '.join(own)}, overridden: write pipeline={{'loss_fn': f}}, or override _get_train_sampler": own,
         "a dataset without __len__": any(each is not None and not hasattr(each, "__len__") for each in datasets),
         "a context axis": topo.size("context") > 1,
-        "processes that Accelerate does not see: start them with torchrun": args.world_size < (place or (0, 1))[1],
+        "processes that Accelerate does not see: start them with torchrun": args.world_size < (process or (0, 1))[1],
     }
     named = [f"{name}: {instead}" for name, instead in REFUSED.items() if getattr(args, name, None)]
     return named + [text for text, applies in others.items() if applies]
@@ -112,14 +114,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
         _join(args)
-        self.topo, self._waiting = topo, list[Any]()
-        super().__init__(model, args, **others)
-        if what := refused(self, topo, {**others, "pipeline": pipeline}):
+        if what := refused(type(self), args, topo, {**others, "pipeline": pipeline}):
             raise RunError("\n  ".join([f"PipelineTrainer cannot do {len(what)} of what it is given:", *what]))
-        options = {"precision": fxpipe.Precision() if args.bf16 else None, **pipeline}
+        self.topo, self._waiting, self._saved = topo, list[Any](), set[Path]()
+        super().__init__(model, args, **others)
+        options = {"precision": fxpipe.Precision() if args.mixed_precision == "bf16" else None, **pipeline}
         if self.label_smoother is not None:
             options["loss_fn"] = self._smoothed
         self._loss_fn, self._batch_dim = options.get("loss_fn"), options.get("batch_dim", 0)
+        if self._loss_fn is None and not _reads_number(self.model):
+            options.setdefault("loss_weight", self._labels_in)
         if self.train_dataset is not None and not {"example_args", "example_kwargs"} & options.keys():
             rows = list(range(min(len(self.train_dataset), self._train_batch_size)))
             (example,) = self.get_train_dataloader().dataset.__getitems__((0, rows))
@@ -178,8 +182,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     # a step
 
     def _with_target(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs, with the labels as the target of ``loss_fn``."""
+        """The inputs of a call, with the labels as the target of ``loss_fn``."""
         has_target = target_of(self._loss_fn) is not None
+        if not has_target:
+            self._names = list(bind(inspect.signature(self.model.forward), (), inputs))
         return {"target" if has_target and name == "labels" else name: value for name, value in inputs.items()}
 
     def _smoothed(self, output: Any, target: Tensor) -> fxpipe.Sum:
@@ -188,6 +194,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         total = self.label_smoother(output, target, shift_labels=shifts, num_items_in_batch=1)
         return fxpipe.Sum(total, ((target[..., 1:] if shifts else target) != self.label_smoother.ignore_index).sum())
+
+    def _labels_in(self, *inputs: Any) -> int:
+        """The labels of a micro-batch, or its rows: its weight if the loss does not read the number of all labels."""
+        labels: Any = dict(zip(self._names, inputs, strict=False)).get("labels")
+        is_given = isinstance(labels, Tensor) and len(inputs) == len(self._names)  # no labels where it predicts
+        return int(torch.ne(labels, -100).sum()) if is_given else len(inputs[0])
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The Trainer's optimizer and its two groups, of which each rank steps its part."""
@@ -296,6 +308,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder, step = Path(output_dir, "pipeline"), self.state.global_step
+        if folder not in self._saved and self.is_world_process_zero():
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier run's, over which the Trainer writes
+        self._saved.add(folder)
         fxpipe.save(folder, self.forward_backward, self.optimizer, step=step, scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -305,16 +320,25 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         fxpipe.load(Path(self.state.best_model_checkpoint, "pipeline"), self.forward_backward)
 
 
-def _place() -> Any:
+def _reads_number(model: Any) -> bool:
+    """Whether the loss of a model of transformers may read ``num_items_in_batch``."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    named = inspect.unwrap(type(base).forward).__code__.co_names
+    return "loss_function" in named and getattr(base, "accepts_loss_kwargs", True)
+
+
+def _process() -> Any:
     return torchrun_place(os.environ) or slurm_place(os.environ)
 
 
 def _join(args: TrainingArguments) -> None:
     """Starts torch.distributed, and has Accelerate see all processes, on CPUs, too."""
-    device, place = fxpipe.init(device="cpu") if args.use_cpu else fxpipe.init(), _place()
-    if place is not None and args.world_size != place.world_size:
-        os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world_size))
+    device, process = fxpipe.init(device="cpu") if args.use_cpu else fxpipe.init(), _process()
+    if process is not None and args.world_size != process.world_size:
+        os.environ.update(
+            RANK=str(process.rank), LOCAL_RANK=str(process.local_rank), WORLD_SIZE=str(process.world_size)
+        )
         args.use_cpu, args.dataloader_pin_memory = device.type == "cpu", device.type != "cpu"
         vars(args).pop("_setup_devices", None)
         args.device  # noqa: B018  # sets it up anew
-    args._n_gpu = min(args.n_gpu, 1)  # one process is one replica, whichever GPUs it sees
+    vars(args)["_n_gpu"] = min(args.n_gpu, 1)  # one process is one replica, whichever GPUs it sees

@@ -24,7 +24,9 @@ BATCH, EVAL_BATCH = 16, 8
 
 @dataclass(frozen=True)
 class Scenario:
-    """What both trainers are given. ``accuracy``: whether metrics are computed. ``early``: for EarlyStoppingCallback."""
+    """What both trainers are given. ``accuracy``: whether there are metrics; ``chosen``: of the largest logits alone.
+    ``masked``: whether words are replaced at random. ``early``: the patience of an EarlyStoppingCallback.
+    ``predicts``: whether it predicts and writes the model at the end."""
 
     options: dict[str, Any] = field(default_factory=dict)
     accuracy: bool = False
@@ -32,7 +34,10 @@ class Scenario:
     masked: bool = False
     early: int | None = None
     resume: Any = None
+    model: str = "llama"
     rows: int = ROWS
+    held_out: int = HELD_OUT
+    predicts: bool = True
     folder: str = ""
 
 
@@ -42,6 +47,20 @@ def llama() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": LENGTH}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **sizes))
+
+
+def bert() -> Any:
+    """Its loss ignores ``num_items_in_batch``."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": LENGTH}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(num_hidden_layers=2, num_attention_heads=2, **sizes, **drops))
+
+
+MODELS = {"llama": (llama, "model.layers.1"), "bert": (bert, "bert.encoder.layer.1")}
+"""Name → the function that makes it, and where it is cut."""
 
 
 def counting(rows: int, seed: int) -> list[dict[str, Tensor]]:
@@ -87,15 +106,16 @@ def given(scenario: Scenario, replicas: int) -> dict[str, Any]:
         "disable_tqdm": True,
         "use_cpu": not torch.cuda.is_available(),
         "save_strategy": "no",
+        "dataloader_pin_memory": False,
         **scenario.options,
     }
     sizes = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": EVAL_BATCH}
     sizes = {name: size // replicas for name, size in sizes.items()}
     return {
-        "model": llama(),
+        "model": MODELS[scenario.model][0](),
         "args": TrainingArguments(scenario.folder, **sizes, **options),
         "train_dataset": counting(scenario.rows, seed=1),
-        "eval_dataset": counting(HELD_OUT, seed=2),
+        "eval_dataset": counting(scenario.held_out, seed=2),
         "data_collator": masked if scenario.masked else None,
         "compute_metrics": accuracy if scenario.accuracy else None,
         "preprocess_logits_for_metrics": largest if scenario.chosen else None,
@@ -116,18 +136,16 @@ class Trained:
 
 def results(trainer: Any, scenario: Scenario) -> Trained:
     trainer.train(resume_from_checkpoint=scenario.resume)
-    unlabelled = [{"input_ids": row["input_ids"]} for row in counting(7, seed=3)]
-    predictions = trainer.predict(unlabelled).predictions
-    folder = Path(scenario.folder, "at the end")
-    trainer.save_model(str(folder))
-    parameters = {}
-    if trainer.is_world_process_zero():
-        from transformers import LlamaForCausalLM
-
-        written = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
-        parameters = {name: parameter.detach() for name, parameter in written.named_parameters()}
-    state = trainer.state
+    state, predictions, parameters = trainer.state, np.zeros(0), {}
     best = state.best_metric, Path(state.best_model_checkpoint or "").name
+    if scenario.predicts:
+        unlabelled = [{"input_ids": row["input_ids"]} for row in counting(7, seed=3)]
+        predictions = trainer.predict(unlabelled).predictions
+        folder = Path(scenario.folder, "at the end")
+        trainer.save_model(str(folder))
+    if scenario.predicts and trainer.is_world_process_zero():
+        written = type(trainer.model).from_pretrained(folder, dtype="auto")
+        parameters = {name: parameter.detach() for name, parameter in written.named_parameters()}
     return Trained(state.log_history, predictions, parameters, best, state.num_input_tokens_seen)
 
 
@@ -144,5 +162,5 @@ def piped(scenario: Scenario, **pipeline: Any) -> Trained:
     torch.set_num_threads(1)
     replicas = max(1, int(os.environ.get("WORLD_SIZE", 1)) // 2)
     topo = fxpipe.Topology([("data", replicas), ("pipe", 2)])
-    cut = {"boundaries": ["model.layers.1"], "microbatches": 4, **pipeline}
+    cut = {"boundaries": [MODELS[scenario.model][1]], "microbatches": 4, "tracer": "export", **pipeline}
     return results(PipelineTrainer(topo=topo, pipeline=cut, **given(scenario, replicas)), scenario)
