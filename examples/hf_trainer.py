@@ -44,6 +44,7 @@ def main(folder: str = "hf_trainer_output", epochs: int = 6) -> PipelineTrainer:
     replicas = max(1, int(os.environ.get("WORLD_SIZE", 1)) // 2)
     args = TrainingArguments(
         folder,
+        use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=32 // replicas,
         num_train_epochs=epochs,
         learning_rate=1e-2,

@@ -35,20 +35,13 @@ from fxpipe.trace.request import target_of
 
 REFUSED = {
     "fp16": "write bf16=True, or pipeline={'precision': fxpipe.Precision(torch.float16)}",
-    "fp16_full_eval": "evaluation has the types of training",
-    "bf16_full_eval": "evaluation has the types of training",
-    "deepspeed": "write pipeline={'zero': 1}, 2 or 3",
-    "fsdp": "write pipeline={'zero': 3}, or 'parallelize'",
-    "parallelism_config": "the ranks are those of topo=",
+    "deepspeed fsdp": "write pipeline={'zero': 1}, 2 or 3, or 'parallelize'",
     "torch_compile": "write pipeline={'stage_compiler': torch.compile}",
     "gradient_checkpointing": "write pipeline={'recompute': True}",
-    "neftune_noise_alpha": "its hooks would come after the capture; add the noise in the model",
-    "use_liger_kernel": "it would change the model after the capture; change it before",
-    "debug": "its hooks would come after the capture; write pipeline={'error_if_nonfinite': True}",
+    "debug neftune_noise_alpha use_liger_kernel": "change the model before, since it is captured",
     "auto_find_batch_size": "give a batch size; fxpipe.preview says what fits",
     "enable_jit_checkpoint": "a signal reaches ranks in different steps; see SLURM in examples/other_loops.md",
-    "torch_empty_cache_steps": "leave it out",
-    "eval_use_gather_object": "predictions are tensors",
+    "fp16_full_eval bf16_full_eval parallelism_config torch_empty_cache_steps eval_use_gather_object": "leave it out",
 }
 """Arguments of the Trainer that a pipeline cannot honour → what to write instead."""
 OVERRIDDEN = "compute_loss prediction_step get_train_dataloader get_eval_dataloader get_test_dataloader".split()
@@ -77,7 +70,8 @@ def refused(cls: type[Trainer], args: Any, topo: fxpipe.Topology, given: Mapping
         "a context axis": topo.size("context") > 1,
         "processes that Accelerate does not see: start them with torchrun": args.world_size < (process or (0, 1))[1],
     }
-    named = [f"{name}: {instead}" for name, instead in REFUSED.items() if getattr(args, name, None)]
+    each = ((name, instead) for names, instead in REFUSED.items() for name in names.split())
+    named = [f"{name}: {instead}" for name, instead in each if getattr(args, name, None)]
     return named + [text for text, applies in others.items() if applies]
 
 
@@ -285,13 +279,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _over_replicas(self, values: Tensor) -> Tensor:
         """The rows of all replicas, in the dataset's order, of a tensor with this replica's rows."""
-        if not values.dim():
-            return values
         mine = part_of(self._rows, self.topo.data_rank, self.topo.data_size)
         rows = len(range(self._rows)[mine])
-        if len(values) != rows:  # a loss, which the Trainer has repeated for each row of a full batch
+        if values.dim() == 1 and len(values) != rows:  # a loss, repeated for each row of a full batch
             values = values[:1].repeat(rows)
-        if rows == self._rows:
+        if rows == self._rows or not values.dim():
             return values
         whole = values.new_zeros(self._rows, *values.shape[1:])
         whole[mine] = values
@@ -335,9 +327,8 @@ def _join(args: TrainingArguments) -> None:
     """Starts torch.distributed, and has Accelerate see all processes, on CPUs, too."""
     device, process = fxpipe.init(device="cpu") if args.use_cpu else fxpipe.init(), _process()
     if process is not None and args.world_size != process.world_size:
-        os.environ.update(
-            RANK=str(process.rank), LOCAL_RANK=str(process.local_rank), WORLD_SIZE=str(process.world_size)
-        )
+        names = ("rank", "local_rank", "world_size")
+        os.environ.update({name.upper(): str(getattr(process, name)) for name in names})
         args.use_cpu, args.dataloader_pin_memory = device.type == "cpu", device.type != "cpu"
         vars(args).pop("_setup_devices", None)
         args.device  # noqa: B018  # sets it up anew
