@@ -25,6 +25,8 @@ SLOW = """
     distributed/test_processes.py
     distributed/test_topology.py::test_the_mesh
     distributed/test_topology.py::test_the_data_mesh
+    loops/test_accelerate.py
+    loops/test_transformers.py
     schedules/show/test_svg_picture.py::test_a_long_table
     parameters/test_materialise.py::test_a_rank_needs
     distributed/test_collective.py::test_what_fails_beside_a_gpu
@@ -74,6 +76,17 @@ LONGEST = """
 LONG = """
     faults/
     numerics/test_bisect.py::test_a_mask_that_only_a_capture
+    loops/test_accelerate.py
+    loops/test_transformers.py::test_a_resumed
+    loops/test_transformers.py::test_bf16
+    loops/test_transformers.py::test_it_goes_on
+    loops/test_transformers.py::test_it_trains_as_the_trainer_does[accumulated
+    loops/test_transformers.py::test_it_trains_as_the_trainer_does[best
+    loops/test_transformers.py::test_it_trains_as_the_trainer_does[small step
+    loops/test_transformers.py::test_it_trains_as_the_trainer_does[smoothed
+    loops/test_transformers.py::test_it_trains_as_the_trainer_does[uncounted
+    loops/test_transformers.py::test_on_gpus
+    loops/test_transformers.py::test_random_words
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards
     run/test_saving.py::test_killed

@@ -36,9 +36,6 @@ NOT_ON_GPUS = {
     "on a GPU it is refused, one call late: test_host_waits.py": """
         run/test_recompute.py::test_a_stage_that_does_more_than_compute_does_it_once[begins to write a buffer unseen
         """,
-    "transformers' Trainer, beside which it runs, puts a plain model on all GPUs by DataParallel": """
-        whole/test_loops.py::test_the_trainer_logs_what_a_plain_one_does
-        """,
 }
 
 NOT_ON_SIMULATED_GPUS = {

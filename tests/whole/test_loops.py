@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.distributed.test_processes import free_port
 from tests.scripts import Scripts
@@ -164,41 +158,3 @@ def test_a_script_prints_on_two_ranks_what_it_prints_in_one_process(
     wanted, got = (list(map(float, re.findall(r"\d+\.\d+", line))) for line in lines)
     assert len(got) >= 1
     assert got == pytest.approx(wanted, rel=0.02)  # the cut found for four ranks and for two rounds in another order
-
-
-# --- transformers' Trainer
-
-
-def numbers(history: list[dict[str, float]]) -> Tensor:
-    """Losses, norms of gradients and learning rates, as they were logged."""
-    names = "loss grad_norm learning_rate eval_loss".split()
-    return torch.tensor([entry.get(name, 0.0) for entry in history[:-1] for name in names])
-
-
-def test_the_trainer_logs_what_a_plain_one_does(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM, Trainer  # seconds, which only the process that runs this test needs
-
-    script = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "hf_trainer.py")))
-    others = {"label_smoothing_factor": 0.2}
-    piped = script.main(str(tmp_path / "piped"), epochs=2, **others)
-
-    class Plain(Trainer):  # type: ignore[misc]
-        """It draws what the pipeline's draws."""
-
-        def get_train_dataloader(self) -> DataLoader[Any]:
-            self.sampler = DistributedSampler(self.train_dataset, 1, 0, seed=self.args.seed, drop_last=True)
-            return DataLoader(self.train_dataset, 32, sampler=self.sampler, collate_fn=self.data_collator)
-
-    data = {"train_dataset": script.counting(512, seed=1), "eval_dataset": script.counting(50, seed=2)}
-    plain = Plain(
-        model=script.llama(), args=script.arguments(str(tmp_path / "plain"), rows=32, epochs=2, **others), **data
-    )
-    plain.add_callback(script.SetEpoch(plain))
-    plain.train()
-    assert len(plain.state.log_history) > 4
-    torch.testing.assert_close(numbers(piped.state.log_history), numbers(plain.state.log_history), rtol=1e-4, atol=1e-6)
-
-    resumed = script.main(str(tmp_path / "piped"), epochs=2, resume=True, **others)  # from step 30 of 32
-    torch.testing.assert_close(numbers(resumed.state.log_history), numbers(piped.state.log_history), rtol=0, atol=0)
-    written = LlamaForCausalLM.from_pretrained(tmp_path / "piped" / "checkpoint-32")
-    torch.testing.assert_close(dict(written.named_parameters()), dict(plain.model.named_parameters()))
