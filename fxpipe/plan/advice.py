@@ -41,6 +41,8 @@ class Advice:
         text = f"{self.change}: saves {in_ms(self.saved)} of {now} of a step, by measured costs; {self.note}"
         return printable(f"{text}placement={dict(self.placement)}")
 
+    __repr__ = __str__
+
 
 def advise(planning: PlanState, costs: Costs) -> Advice:
     """The change that helps most for the first plan, at each stage's measured costs."""

@@ -65,11 +65,10 @@ def with_figures(planning: PlanState, costs: Costs | None, graph: StageGraph) ->
     """The first plan's stages with the bytes between them, as far as shapes tell, and their seconds: at ``costs``, or
     by shapes."""
     try:
-        forecast = _Forecast(planning, Stepping(), {})
+        known = _Forecast(planning, Stepping(), {}).stages(costs)
     except FigureMissing:
         return graph
-    work = StageWork.of(forecast.schedule, costs or forecast.timeline.costs)
-    return replace(graph, bytes_of={**forecast.bytes_of, **graph.bytes_of}, work=work)
+    return replace(graph, bytes_of={**known.bytes_of, **graph.bytes_of}, work=known.work)
 
 
 class _Forecast:
@@ -107,10 +106,8 @@ class _Forecast:
     def preview(self, timed: bool) -> Preview:
         """The preview. ``timed``: whether it includes seconds, which need the hardware's figures."""
         timed = timed and self.staged is not None
-        work = StageWork.of(self.schedule, self.timeline.costs)
-        graph = replace(self.graph, bytes_of=self.bytes_of, work=work)
         return Preview(
-            plan=replace(self.plan, graph=graph),
+            plan=replace(self.plan, graph=self.stages()),
             timeline=self.timeline,
             ranks=self._ranks(),
             memory=self.options.memory_per_rank or self.hardware.memory,
@@ -121,6 +118,12 @@ class _Forecast:
             saving=self.planning.tables.saving(self.plan, self.staged),
             what=self._what(),
         )
+
+    def stages(self, costs: Costs | None = None) -> StageGraph:
+        """The stages with bytes by shapes and seconds at ``costs``, or by shapes."""
+        sizes = {edge: int(size) for edge, (size, _) in self.sizes.items()}
+        work = StageWork.of(self.schedule, costs or self.timeline.costs)
+        return replace(self.graph, bytes_of=sizes, work=work)
 
     def _exchange_seconds(self) -> list[float]:
         """For each stage, the seconds of one all-to-all of a micro-batch's tokens for each module that has experts.
@@ -165,10 +168,7 @@ class _Forecast:
 
     # bytes
 
-    @property
-    def bytes_of(self) -> dict[Edge, int]:
-        """Edge → the bytes of its value, if known."""
-        return {edge: int(size) for edge, (size, _) in self.sizes.items()}
+    # bytes
 
     @cached_property
     def _tensors(self) -> list[list[Tensor]]:

@@ -292,8 +292,9 @@ class PlanState:
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         costed = replace(family, costs=new.costs or family.costs)  # may add bytes from shapes
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
-        times = [f"{table.name}, {in_ms(seconds)} ms" for table, seconds in ((present, before), (new, after))]
-        log(f"fxpipe: by measured costs a step {'kept' if stays else 'left'} {times[0]}; the new table: {times[1]}")
+        chosen, left = ((present, before), (new, after)) if stays else ((new, after), (present, before))
+        times = f"{chosen[0].name}, {in_ms(chosen[1])} ms planned, in place of {left[0].name}, {in_ms(left[1])} ms"
+        log(f"fxpipe: {'kept' if stays else 'took'} {times}")
         state = self if stays else state
         return state, state.first
 

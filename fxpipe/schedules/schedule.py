@@ -304,11 +304,6 @@ class Timeline:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "advice": None}  # the advice comes from the run's own state
 
-    @property
-    def in_seconds(self) -> bool:
-        """Whether the times are known to be in seconds."""
-        return self.measured or bool(self.costs.source)
-
     @cached_property
     def spent(self) -> tuple[Spent, ...]:
         """How each process's step divides: compute, waiting for each message, Python between actions, and the time

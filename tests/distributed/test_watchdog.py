@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpipe
+from fxpipe import Action
 from fxpipe.distributed import watchdog as watching
-from fxpipe.distributed.activity import Call, announced, first_difference, here
+from fxpipe.distributed.activity import Activity, Call, Phase, announced, first_difference, here
 from fxpipe.distributed.heartbeat import ProcessId, state_of, this_process
 from fxpipe.distributed.watchdog import ends_later
 from fxpipe.torch_compat import default_store
@@ -245,6 +246,20 @@ def test_at_the_deadline_all_say_who_is_waited_for_and_what_they_did_last_is_wri
         lines = (tmp_path / "traces" / f"rank{rank}.txt").read_text().splitlines()
         assert lines[0].startswith(f"rank {rank} (pipe {rank}) ")
         assert any(re.fullmatch(rf" +\d+\.\d+ s ago  {action}", line) for line in lines), lines
+
+
+def test_a_collective_is_told_by_its_call_and_by_whether_actions_ran() -> None:
+    activity = Activity()
+    assert activity.when() == ""
+    for name in ("forward_backward, step 5", "evaluate, before step 5"):
+        activity.inside = (Phase(name, False),)
+        activity.at(name)
+        assert activity.when() == f", in {name}, before its first action"
+        activity.at(Action.parse("2F3"))
+        assert activity.when() == f", in {name}, behind its last action"
+    activity.inside = (Phase("save, step 5", True),)
+    activity.at("save, step 5")
+    assert activity.when() == ", in save, step 5"
 
 
 def one_sends_nothing() -> str:

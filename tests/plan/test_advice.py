@@ -105,6 +105,7 @@ def test_it_prints_what_moves_what_that_saves_and_what_to_paste() -> None:
     costs = replace(Costs.of(4, [0.004, 0.001, 0.001, 0.001], [0.008, 0.002, 0.002, 0.002]), source="costs measured")
     told = advise(planning, costs)
     text = str(told)
+    assert repr(told) == text
     assert text.startswith(f"{told.change}: saves ")
     assert f"of {told.seconds * 1e3:.3g} ms of a step, by measured costs" in text
     scope: dict[str, Any] = {}

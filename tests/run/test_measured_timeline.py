@@ -448,7 +448,7 @@ def test_a_table_that_would_be_faster_by_less_than_a_percent_is_not_taken(capsys
     barely = {"a": 1.0, "b": 1.002, "c": 1.001, "join": 1.0}
     result = rescheduled_at(barely, 0.005, {})
     assert result["after"] == result["before"]
-    assert "by measured costs a step kept 1f1b, " in capsys.readouterr().err
+    assert "fxpipe: kept 1f1b, " in capsys.readouterr().err
 
 
 def test_stages_are_shown_at_the_costs_that_a_table_was_made_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,7 +457,7 @@ def test_stages_are_shown_at_the_costs_that_a_table_was_made_for(capsys: pytest.
     assert row.split()[5:7] == ["1,000", "2,000"]  # F and B in ms
     assert "F and B of a micro-batch: costs measured" in str(result["stages"])
     before, after = (result[table].simulate(result["costs"]).makespan * 1e3 for table in ("before", "after"))
-    line = f"left 1f1b, {before:,.0f} ms; the new table: greedy, {after:,.0f} ms"
+    line = f"fxpipe: took greedy, {after:,.0f} ms planned, in place of 1f1b, {before:,.0f} ms"
     assert line in capsys.readouterr().err
 
 

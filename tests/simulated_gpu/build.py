@@ -85,7 +85,7 @@ def _torch() -> Path:
 
 
 def _key() -> str:
-    content = hashlib.sha256(repr(FLAGS).encode())
+    content = hashlib.sha256(repr((FLAGS, _torch().resolve())).encode())  # it is linked to this folder's libraries
     content.update((_torch() / "version.py").read_bytes())
     for file in sorted(SOURCE.iterdir()):
         content.update(file.name.encode() + file.read_bytes())

@@ -282,7 +282,7 @@ def test_cuts_are_searched_in_front_of_what_gathers(tracer: str, monkeypatch: py
 
 
 def test_the_search_in_front_of_a_gather_takes_the_tower_apart_that_is_longest(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The image tower is most of the work, and no stage of a group: two of three ranks have parts of it."""
 
@@ -301,6 +301,7 @@ def test_the_search_in_front_of_a_gather_takes_the_tower_apart_that_is_longest(
                 x = layer(x)
             return self.upper(x), self.text(text)
 
+    monkeypatch.setattr("fxpipe.search.moves.MORE_ACTIONS", 2000)
     plan = fxpipe.preview(
         Long(), Topology([("pipe", 3)]), microbatches=4, boundaries="auto", example_args=batch(4096), hardware="h100"
     )

@@ -60,7 +60,7 @@ def _thread(number: int, name: str) -> Iterator[Event]:
 
 
 def _nanoseconds(timeline: Timeline, time: float) -> int:
-    return round(time * (1e9 if timeline.in_seconds else 1e6))
+    return round(time * (1e9 if timeline.measured or timeline.costs.source else 1e6))
 
 
 def _slice(timeline: Timeline, thread: int, name: str, category: str, span: Iterable[float]) -> Event:

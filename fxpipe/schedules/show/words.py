@@ -47,7 +47,7 @@ def unit_of(timeline: Timeline) -> TimeUnit:
     Times are written to about a hundred-thousandth of the makespan: a clock is not more exact.
     """
     name, scale = "F" if all(cost == 1 for cost in timeline.costs.forward) else "", 1.0
-    if timeline.in_seconds:
+    if timeline.measured or timeline.costs.source:
         name, scale = ("s", 1.0) if timeline.makespan >= 10 else ("ms", 1e3)
     # The number of digits before the decimal point, minus 1.
     size = math.floor(math.log10(timeline.makespan * scale)) if timeline.makespan else 0
