@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import os
 import shutil
@@ -127,7 +128,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self.model.train()
         self.forward_backward = fxpipe.compile(self.model, topo, **options)
         self._microbatches = self.forward_backward.schedule.microbatches
-        self._transport = steps_of(self.forward_backward).transport
+        self._steps = steps_of(self.forward_backward)
         self._leads = args.process_index in [ranks[0] for ranks in topo.groups("model")]
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -200,11 +201,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is None:
             cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             decayed = set(self.get_decay_parameter_names(self.model))
-            groups = [
+            groups: list[dict[str, Any]] = [
                 {"params": lambda name, p: p.requires_grad and name in decayed, "weight_decay": self.args.weight_decay},
                 {"params": lambda name, p: p.requires_grad and name not in decayed, "weight_decay": 0.0},
             ]
-            self.optimizer = self.forward_backward.optimizer(cls, groups, **options)
+            named = list(self._steps.module.named_parameters())
+            chosen = [group for group in groups if any(itertools.starmap(group["params"], named))]
+            self.optimizer = self.forward_backward.optimizer(cls, chosen, **options)
         return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -238,7 +241,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def _parts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """A batch's micro-batches, equally many on all replicas: fewer if it has fewer rows."""
         split = functools.partial(Batch.of, [describe(inputs)], [counts_of(inputs, self._batch_dim)], self._batch_dim)
-        rows = min(self._transport.gather_int("data", split(1).rows or self._microbatches))
+        rows = min(self._steps.transport.gather_int("data", split(1).rows or self._microbatches))
         # a batch of which each replica has all rows is larger than the others
         most = self._microbatches * -(-rows // self._train_batch_size)
         return split(min(most, rows)).split([inputs])
@@ -287,7 +290,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return values
         whole = values.new_zeros(self._rows, *values.shape[1:])
         whole[mine] = values
-        self._transport.all_reduce("data", whole.view(-1).view(torch.uint8))  # of bytes and zeros: nothing is rounded
+        self._steps.transport.all_reduce(
+            "data", whole.view(-1).view(torch.uint8)
+        )  # of bytes and zeros: nothing is rounded
         return whole
 
     # checkpoints
