@@ -53,22 +53,24 @@ def refused(cls: type[Trainer], args: Any, topo: fxpipe.Topology, given: Mapping
     config, optim, process = args.accelerator_config, args.optim.value, _process()
     evaluated = given.get("eval_dataset")
     datasets = [given.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    unsized = any(each is not None and not hasattr(each, "__len__") for each in datasets)
+    takes_model = optim.startswith(("galore", "apollo", "lomo", "adalomo"))
     own = [name for name in OVERRIDDEN if getattr(cls, name) is not getattr(PipelineTrainer, name)]
     launched = [name for name in ("DEEPSPEED", "FSDP") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"]
     others = {
         f"{', '.join(launched)} in Accelerate's configuration: write pipeline={{'zero': 1}}, 2 or 3": launched,
-        f"mixed_precision={args.mixed_precision}: write bf16=True": args.mixed_precision not in ("no", "bf16", "fp16"),
-        f"optim={optim}: it is made of a whole model": optim.startswith(("galore", "apollo", "lomo", "adalomo")),
+        f"mixed_precision={args.mixed_precision}: write bf16=True": args.mixed_precision not in ("no", "bf16"),
+        f"optim={optim}: it takes a whole model, write another": takes_model,
         "train_sampling_strategy: write 'random' or 'sequential'": args.train_sampling_strategy[:3] not in "ran seq",
         "split_batches, dispatch_batches: a replica draws its rows": config.split_batches or config.dispatch_batches,
-        "save_only_model with load_best_model_at_end": args.save_only_model and args.load_best_model_at_end,
+        "load_best_model_at_end, save_only_model: leave one out": args.save_only_model and args.load_best_model_at_end,
         "model_init: write model=, which is compiled once": given.get("model_init"),
         "optimizers: write optimizer_cls_and_kwargs=, since ranks step parts": any(given.get("optimizers", ())),
         "compute_loss_func: write pipeline={'loss_fn': f}, called as f(output, labels)": given.get("compute_loss_func"),
         "label_smoothing_factor: smooth in loss_fn": args.label_smoothing_factor and "loss_fn" in given["pipeline"],
         f"{', '.join(own)}, overridden: write pipeline={{'loss_fn': f}}, or override _get_train_sampler": own,
-        "a dataset without __len__": any(each is not None and not hasattr(each, "__len__") for each in datasets),
-        "a context axis": topo.size("context") > 1,
+        "a dataset without __len__: replicas could not divide its rows": unsized,
+        "a context axis: write a loop as in examples/axes.md": topo.size("context") > 1,
         "processes that Accelerate does not see: start them with torchrun": args.world_size < (process or (0, 1))[1],
     }
     each = ((name, instead) for names, instead in REFUSED.items() for name in names.split())

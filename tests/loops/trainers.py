@@ -92,12 +92,14 @@ def masked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch of rows that end where their labels end, as long as the longest of them."""
-    labels = torch.stack([row["labels"] for row in rows])
-    length = int((labels != -100).sum(dim=1).max())
-    ids = torch.stack([row["input_ids"] for row in rows])
-    mask = (labels != -100).long()
-    return {"input_ids": (ids * mask)[:, :length], "attention_mask": mask[:, :length], "labels": labels[:, :length]}
+    """A batch of rows that end where their labels end, as long as the longest of them; without labels, as they are."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if "labels" in batch:
+        batch["attention_mask"] = (batch["labels"] != -100).long()
+        batch["input_ids"] *= batch["attention_mask"]
+        length = int(batch["attention_mask"].sum(dim=1).max())
+        batch = {name: value[:, :length] for name, value in batch.items()}
+    return batch
 
 
 def accuracy(predicted: Any) -> dict[str, float]:
