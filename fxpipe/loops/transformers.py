@@ -313,7 +313,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         fxpipe.save(folder, self.forward_backward, self.optimizer, step=step, scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """``_prepare_for_training`` does it."""
+        """``_prepare_for_training`` does it; RunError if it could not."""
+        if not Path(resume_from_checkpoint, "pipeline").is_dir():
+            raise RunError(
+                f"{resume_from_checkpoint} has no folder pipeline, which a PipelineTrainer writes; to go on from what "
+                "a plain Trainer wrote, give the model that from_pretrained reads from it, and do not resume"
+            )
 
     def _load_best_model(self) -> None:
         fxpipe.load(Path(self.state.best_model_checkpoint, "pipeline"), self.forward_backward)

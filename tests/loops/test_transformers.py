@@ -183,3 +183,10 @@ def test_what_a_pipeline_cannot_do_is_listed_in_one_message(tmp_path: Path, monk
     wanted = {*names, *settings, "split_batches", "model_init", "optimizers", "compute_loss_func"}
     assert listed == wanted | {"FSDP", "label_smoothing_factor", "compute_loss", "a"}
     assert "  a dataset without __len__: replicas could not divide its rows" in lines
+
+
+def test_a_plain_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    from fxpipe.loops.transformers import PipelineTrainer
+
+    with pytest.raises(fxpipe.RunError, match=r"has no folder pipeline, .* from_pretrained"):
+        PipelineTrainer._load_from_checkpoint(None, str(tmp_path))
