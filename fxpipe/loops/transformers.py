@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import os
 import shutil
@@ -52,22 +53,24 @@ def refused(cls: type[Trainer], args: Any, topo: fxpipe.Topology, given: Mapping
     config, optim, process = args.accelerator_config, args.optim.value, _process()
     evaluated = given.get("eval_dataset")
     datasets = [given.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    unsized = any(each is not None and not hasattr(each, "__len__") for each in datasets)
+    takes_model = optim.startswith(("galore", "apollo", "lomo", "adalomo"))
     own = [name for name in OVERRIDDEN if getattr(cls, name) is not getattr(PipelineTrainer, name)]
     launched = [name for name in ("DEEPSPEED", "FSDP") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"]
     others = {
         f"{', '.join(launched)} in Accelerate's configuration: write pipeline={{'zero': 1}}, 2 or 3": launched,
-        f"mixed_precision={args.mixed_precision}: write bf16=True": args.mixed_precision not in ("no", "bf16", "fp16"),
-        f"optim={optim}: it is made of a whole model": optim.startswith(("galore", "apollo", "lomo", "adalomo")),
+        f"mixed_precision={args.mixed_precision}: write bf16=True": args.mixed_precision not in ("no", "bf16"),
+        f"optim={optim}: it takes a whole model, write another": takes_model,
         "train_sampling_strategy: write 'random' or 'sequential'": args.train_sampling_strategy[:3] not in "ran seq",
         "split_batches, dispatch_batches: a replica draws its rows": config.split_batches or config.dispatch_batches,
-        "save_only_model with load_best_model_at_end": args.save_only_model and args.load_best_model_at_end,
+        "load_best_model_at_end, save_only_model: leave one out": args.save_only_model and args.load_best_model_at_end,
         "model_init: write model=, which is compiled once": given.get("model_init"),
         "optimizers: write optimizer_cls_and_kwargs=, since ranks step parts": any(given.get("optimizers", ())),
         "compute_loss_func: write pipeline={'loss_fn': f}, called as f(output, labels)": given.get("compute_loss_func"),
         "label_smoothing_factor: smooth in loss_fn": args.label_smoothing_factor and "loss_fn" in given["pipeline"],
         f"{', '.join(own)}, overridden: write pipeline={{'loss_fn': f}}, or override _get_train_sampler": own,
-        "a dataset without __len__": any(each is not None and not hasattr(each, "__len__") for each in datasets),
-        "a context axis": topo.size("context") > 1,
+        "a dataset without __len__: replicas could not divide its rows": unsized,
+        "a context axis: write a loop as in examples/axes.md": topo.size("context") > 1,
         "processes that Accelerate does not see: start them with torchrun": args.world_size < (process or (0, 1))[1],
     }
     each = ((name, instead) for names, instead in REFUSED.items() for name in names.split())
@@ -127,7 +130,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self.model.train()
         self.forward_backward = fxpipe.compile(self.model, topo, **options)
         self._microbatches = self.forward_backward.schedule.microbatches
-        self._transport = steps_of(self.forward_backward).transport
+        self._steps = steps_of(self.forward_backward)
         self._leads = args.process_index in [ranks[0] for ranks in topo.groups("model")]
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -200,11 +203,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is None:
             cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             decayed = set(self.get_decay_parameter_names(self.model))
-            groups = [
+            groups: list[dict[str, Any]] = [
                 {"params": lambda name, p: p.requires_grad and name in decayed, "weight_decay": self.args.weight_decay},
                 {"params": lambda name, p: p.requires_grad and name not in decayed, "weight_decay": 0.0},
             ]
-            self.optimizer = self.forward_backward.optimizer(cls, groups, **options)
+            named = list(self._steps.module.named_parameters())
+            chosen = [group for group in groups if any(itertools.starmap(group["params"], named))]
+            self.optimizer = self.forward_backward.optimizer(cls, chosen, **options)
         return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -238,7 +243,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def _parts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """A batch's micro-batches, equally many on all replicas: fewer if it has fewer rows."""
         split = functools.partial(Batch.of, [describe(inputs)], [counts_of(inputs, self._batch_dim)], self._batch_dim)
-        rows = min(self._transport.gather_int("data", split(1).rows or self._microbatches))
+        rows = min(self._steps.transport.gather_int("data", split(1).rows or self._microbatches))
         # a batch of which each replica has all rows is larger than the others
         most = self._microbatches * -(-rows // self._train_batch_size)
         return split(min(most, rows)).split([inputs])
@@ -287,7 +292,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return values
         whole = values.new_zeros(self._rows, *values.shape[1:])
         whole[mine] = values
-        self._transport.all_reduce("data", whole.view(-1).view(torch.uint8))  # of bytes and zeros: nothing is rounded
+        self._steps.transport.all_reduce(
+            "data", whole.view(-1).view(torch.uint8)
+        )  # of bytes and zeros: nothing is rounded
         return whole
 
     # checkpoints
@@ -306,7 +313,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         fxpipe.save(folder, self.forward_backward, self.optimizer, step=step, scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """``_prepare_for_training`` does it."""
+        """``_prepare_for_training`` does it; RunError if it could not."""
+        if not Path(resume_from_checkpoint, "pipeline").is_dir():
+            raise RunError(
+                f"{resume_from_checkpoint} has no folder pipeline, which a PipelineTrainer writes; to go on from what "
+                "a plain Trainer wrote, give the model that from_pretrained reads from it, and do not resume"
+            )
 
     def _load_best_model(self) -> None:
         fxpipe.load(Path(self.state.best_model_checkpoint, "pipeline"), self.forward_backward)

@@ -12,16 +12,22 @@ import torch
 
 import fxpipe
 from tests.gpus import Gpus
-from tests.loops.trainers import Scenario, Trained, given, piped, plainly
+from tests.loops.trainers import Batchwise, Scenario, Trained, accuracy, given, masked, padded, piped, plainly
 from tests.pool import Pool
 from tests.whole.test_readme import ROOT, blocks
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 2}
 ACCUMULATED = Scenario(
-    {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "include_num_input_tokens_seen": "all", **EVALUATED},
-    accuracy=True,
+    {
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "include_num_input_tokens_seen": "non_padding",
+        **EVALUATED,
+    },
+    metrics=accuracy,
     chosen=True,
+    collate=padded,
 )
 BEST = Scenario(  # the loss falls: what is best is the first, and two that are worse end it
     {
@@ -33,11 +39,12 @@ BEST = Scenario(  # the loss falls: what is best is the first, and two that are 
         **SAVED,
     },
     early=2,
+    model="frozen",
 )
-SMALL_STEP = Scenario({"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}, rows=7 * 16 + 1, accuracy=True)
+SMALL_STEP = Scenario({"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}, rows=7 * 16 + 1, metrics=accuracy)
 """The last step of an epoch has a batch of 16 rows and a batch of 1, fewer than replicas."""
 SMOOTHED = Scenario(
-    {"label_smoothing_factor": 0.1, "max_steps": 4, "batch_eval_metrics": False, **EVALUATED}, accuracy=True
+    {"label_smoothing_factor": 0.1, "max_steps": 4, "batch_eval_metrics": True, **EVALUATED}, metrics=Batchwise()
 )
 UNCOUNTED = Scenario({"max_steps": 4, **EVALUATED}, model="bert")
 SHORT = Scenario({"max_steps": 2, **EVALUATED}, rows=64, held_out=8, predicts=False)
@@ -94,7 +101,7 @@ def test_it_trains_as_the_trainer_does(name: str, ranks: int, pool: Pool, tmp_pa
 
 def test_a_resumed_run_has_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     """In the middle of an epoch, with words that are replaced at random and two batches a step."""
-    scenario = Scenario({"gradient_accumulation_steps": 2, **EVALUATED, **SAVED}, masked=True)
+    scenario = Scenario({"gradient_accumulation_steps": 2, **EVALUATED, **SAVED}, collate=masked)
     whole = on(pool, 4, scenario, tmp_path)
     for resume in (str(tmp_path / "checkpoint-2"), True):
         resumed = on(pool, 4, dataclasses.replace(scenario, resume=resume), tmp_path)
@@ -114,7 +121,7 @@ def test_it_goes_on_with_another_number_of_ranks(pool: Pool, tmp_path: Path) -> 
 
 
 def test_random_words_are_the_same_on_all_ranks_of_a_replica_and_in_workers(pool: Pool, tmp_path: Path) -> None:
-    scenario = Scenario({"max_steps": 4, **EVALUATED}, masked=True)
+    scenario = Scenario({"max_steps": 4, **EVALUATED}, collate=masked)
     in_workers = dataclasses.replace(scenario, options=scenario.options | {"dataloader_num_workers": 2})
     check_same(on(pool, 2, scenario, tmp_path / "two"), on(None, 1, in_workers, tmp_path / "one"))
 
@@ -173,6 +180,13 @@ def test_what_a_pipeline_cannot_do_is_listed_in_one_message(tmp_path: Path, monk
     lines = str(error.value).splitlines()
     assert lines[0] == f"PipelineTrainer cannot do {len(lines) - 1} of what it is given:"
     listed = {line.split()[0].strip(":,").partition("=")[0] for line in lines[1:]}
-    wanted = {*names, *settings, "split_batches", "save_only_model", "model_init", "optimizers", "compute_loss_func"}
-    assert listed == (wanted - {"load_best_model_at_end"}) | {"FSDP", "label_smoothing_factor", "compute_loss", "a"}
-    assert "  a dataset without __len__" in lines
+    wanted = {*names, *settings, "split_batches", "model_init", "optimizers", "compute_loss_func"}
+    assert listed == wanted | {"FSDP", "label_smoothing_factor", "compute_loss", "a"}
+    assert "  a dataset without __len__: replicas could not divide its rows" in lines
+
+
+def test_a_plain_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    from fxpipe.loops.transformers import PipelineTrainer
+
+    with pytest.raises(fxpipe.RunError, match=r"has no folder pipeline, .* from_pretrained"):
+        PipelineTrainer._load_from_checkpoint(None, str(tmp_path))

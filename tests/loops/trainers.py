@@ -24,14 +24,13 @@ BATCH, EVAL_BATCH = 16, 8
 
 @dataclass(frozen=True)
 class Scenario:
-    """What both trainers are given. ``accuracy``: whether there are metrics; ``chosen``: of the largest logits alone.
-    ``masked``: whether words are replaced at random. ``early``: the patience of an EarlyStoppingCallback.
-    ``predicts``: whether it predicts and writes the model at the end."""
+    """What both trainers are given. ``chosen``: whether metrics get the largest logits' places alone. ``early``: the
+    patience of an EarlyStoppingCallback. ``predicts``: whether it predicts and writes the model at the end."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    accuracy: bool = False
+    metrics: Any = None
     chosen: bool = False
-    masked: bool = False
+    collate: Any = None
     early: int | None = None
     resume: Any = None
     model: str = "llama"
@@ -49,6 +48,14 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **sizes))
 
 
+def frozen() -> Any:
+    """A Llama of which nothing is trained that has no weight decay."""
+    model = llama()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+    return model
+
+
 def bert() -> Any:
     """Its loss ignores ``num_items_in_batch``."""
     from transformers import BertConfig, BertForMaskedLM
@@ -59,7 +66,11 @@ def bert() -> Any:
     return BertForMaskedLM(BertConfig(num_hidden_layers=2, num_attention_heads=2, **sizes, **drops))
 
 
-MODELS = {"llama": (llama, "model.layers.1"), "bert": (bert, "bert.encoder.layer.1")}
+MODELS = {
+    "llama": (llama, "model.layers.1"),
+    "frozen": (frozen, "model.layers.1"),
+    "bert": (bert, "bert.encoder.layer.1"),
+}
 """Name → the function that makes it, and where it is cut."""
 
 
@@ -80,13 +91,39 @@ def masked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids.masked_fill(hidden, int(np.random.randint(WORDS))), "labels": ids}
 
 
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of rows that end where their labels end, as long as the longest of them; without labels, as they are."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if "labels" in batch:
+        batch["attention_mask"] = (batch["labels"] != -100).long()
+        batch["input_ids"] *= batch["attention_mask"]
+        length = int(batch["attention_mask"].sum(dim=1).max())
+        batch = {name: value[:, :length] for name, value in batch.items()}
+    return batch
+
+
 def accuracy(predicted: Any) -> dict[str, float]:
     """The share of labels that are predicted, and a number that depends on the order of the rows."""
     found = predicted.predictions
     words = (found.argmax(-1) if found.ndim == 3 else found)[:, :-1]
     labels = predicted.label_ids[:, 1:]
-    order = (np.arange(len(labels))[:, None] * predicted.label_ids).sum()
+    order = (np.arange(len(labels))[:, None] * (labels + 100)).sum()
     return {"accuracy": float((words == labels)[labels != -100].mean()), "rows": len(labels), "order": float(order)}
+
+
+class Batchwise:
+    """Rows and labels of an evaluation whose metrics are told batch by batch."""
+
+    def __init__(self) -> None:
+        self.seen = [0.0, 0.0]
+
+    def __call__(self, predicted: Any, compute_result: bool) -> dict[str, float]:
+        self.seen[0] += len(predicted.label_ids)
+        self.seen[1] += float(predicted.label_ids.sum())
+        rows, labels = self.seen
+        if compute_result:
+            self.seen = [0.0, 0.0]
+        return {"rows": rows, "labels": labels}
 
 
 def largest(logits: Tensor, labels: Tensor) -> Tensor:
@@ -111,13 +148,15 @@ def given(scenario: Scenario, replicas: int) -> dict[str, Any]:
     }
     sizes = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": EVAL_BATCH}
     sizes = {name: size // replicas for name, size in sizes.items()}
+    args = TrainingArguments(scenario.folder, **sizes, **options)
+    vars(args)["_n_gpu"] = min(args.n_gpu, 1)  # a plain Trainer would put its model on all GPUs, by DataParallel
     return {
         "model": MODELS[scenario.model][0](),
-        "args": TrainingArguments(scenario.folder, **sizes, **options),
+        "args": args,
         "train_dataset": counting(scenario.rows, seed=1),
         "eval_dataset": counting(scenario.held_out, seed=2),
-        "data_collator": masked if scenario.masked else None,
-        "compute_metrics": accuracy if scenario.accuracy else None,
+        "data_collator": scenario.collate,
+        "compute_metrics": scenario.metrics,
         "preprocess_logits_for_metrics": largest if scenario.chosen else None,
         "callbacks": [] if scenario.early is None else [EarlyStoppingCallback(scenario.early)],
     }
