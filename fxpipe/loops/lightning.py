@@ -90,8 +90,8 @@ class PipelineStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
-        reasons, cause = _reasons(self, trainer, module), None
-        if trainer.state.fn == TrainerFn.FITTING:
+        reasons, cause, fits = _reasons(self, trainer, module), None, trainer.state.fn == TrainerFn.FITTING
+        if fits:
             try:
                 self.setup_optimizers(trainer)  # before this rank gives up what other ranks have
                 if len(self.optimizers) != 1 or not self.optimizers[0].param_groups:
@@ -104,7 +104,7 @@ class PipelineStrategy(DDPStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
         if self._steps is None or self._steps.module is not module:
             self._compile(module)
-        if self.optimizers:
+        if fits:
             self._remake_optimizer(names)
 
     def _compile(self, module: Any) -> None:
@@ -198,13 +198,14 @@ class PipelineStrategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.forward_backward.state_dict(full=True)
+        is_compiled = self._steps is not None  # callbacks save when setup fails, too
+        return self.forward_backward.state_dict(full=True) if is_compiled else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}  # it is in the folder beside the file
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if "optimizer_states" in checkpoint and self.optimizers:
+        if "optimizer_states" in checkpoint and self.optimizers and self._steps is not None:
             # The folder first, with its last two steps: whatever file there is has its step beside it.
             step = checkpoint["global_step"]
             fxpipe.save(_beside(filepath), self.forward_backward, self.optimizers[0], step=step, keep=2)
