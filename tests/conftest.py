@@ -25,6 +25,7 @@ SLOW = """
     distributed/test_processes.py
     distributed/test_topology.py::test_the_mesh
     distributed/test_topology.py::test_the_data_mesh
+    loops/
     schedules/show/test_svg_picture.py::test_a_long_table
     parameters/test_materialise.py::test_a_rank_needs
     distributed/test_collective.py::test_what_fails_beside_a_gpu
@@ -73,6 +74,9 @@ LONGEST = """
 """Files with tests of many seconds each: of several processes, none shall run one alone at the end."""
 LONG = """
     faults/
+    loops/test_lightning.py::test_a_run_goes_on
+    loops/test_lightning.py::test_four
+    loops/test_torchtitan.py
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards
     run/test_saving.py::test_killed

@@ -23,6 +23,7 @@ NOT_ON_GPUS = {
         test_public_surface.py
         """,
     "chooses its devices itself": """
+        loops/test_lightning.py
         simulated_gpu/
         whole/test_benchmarks.py
         """,

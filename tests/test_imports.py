@@ -41,6 +41,7 @@ FLOORS = """
     compiler
     doctor
     __init__ __main__
+    loops
 """
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS.split("\n")) for package in packages.split()}
 SHOWS_ITSELF = "fxpipe/schedules/schedule.py"

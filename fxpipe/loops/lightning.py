@@ -7,7 +7,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -27,7 +27,7 @@ from fxpipe.errors import CheckpointError, FxpipeError, RunError
 from fxpipe.run.forward_backward import ForwardBackward
 
 
-class PipelineStrategy(DDPStrategy):
+class PipelineStrategy(DDPStrategy):  # type: ignore[misc]
     """``Trainer(strategy=PipelineStrategy(topo, example_args=(batch,), boundaries=["layers.4"]), devices=4)``.
 
     ``training_step`` is the model that fxpipe compiles; ``validation_step``, ``test_step`` and ``predict_step`` are its
@@ -48,10 +48,13 @@ class PipelineStrategy(DDPStrategy):
     forward_backward: ForwardBackward
     """What ``fxpipe.compile`` returned, from the start of ``fit``, ``validate``, ``test`` or ``predict`` on."""
 
+    _layer_sync: Any  # the Trainer sets it, to what sync_batchnorm=True means
+
     def __init__(self, topo: Topology, *, example_args: Sequence[Any], **options: Any) -> None:
         super().__init__()
         self.topo, self._example, self._options = topo, example_args, options
         self._steps: Any = None
+        self.optimizers: list[Any] = []
         self._begins = True  # whether the next call is a step's first, and begins with cleared gradients
 
     # processes; rows differ between replicas alone
@@ -96,34 +99,32 @@ class PipelineStrategy(DDPStrategy):
                 self.setup_optimizers(trainer)  # before this rank gives up what other ranks have
                 if len(self.optimizers) != 1 or not self.optimizers[0].param_groups:
                     raise RuntimeError("configure_optimizers: it returns one optimizer, with several parameter groups")
+                _arguments_of(self.optimizers[0])
             except RuntimeError as error:
                 reasons, cause = [*reasons, str(error)], error
         if reasons:
             raise RunError("a LightningModule is trained as a pipeline without: " + "; ".join(reasons)) from cause
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = self._clip
         if self._steps is None or self._steps.module is not module:
             self._compile(module)
         if fits:
             self._remake_optimizer(names)
 
     def _compile(self, module: Any) -> None:
-        self.accelerator.setup(module.trainer)  # type: ignore[union-attr]
+        self.accelerator.setup(module.trainer)
         self.precision_plugin.convert_module(module)
         module.to(self.root_device)
         for metric in (inner for inner in module.modules() if isinstance(inner, Metric)):
-            metric.distributed_available_fn = lambda: self.topo.data_size > 1
+            metric.distributed_available_fn = partial(bool, self.topo.data_size > 1)
             metric.process_group = self.topo.group("batch") if self.topo.data_size > 1 else None
         batch = self.precision_plugin.convert_input(move_data_to_device(self._example[0], self.root_device))
-        steps = _Steps(module)
+        steps = _CapturedModule(module)
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
-        call = steps.call("training_step", self._number(1), [0] * takes_index)
+        call = steps.call("training_step", 1, [0] * takes_index)
         with steps.capturing(), self.precision_plugin.train_step_context():
             self.forward_backward = fxpipe.compile(module, self.topo, example_args=(batch, call), **self._options)
         self._steps = steps
-
-    def _number(self, value: int) -> Tensor:
-        return torch.tensor(float(value), device=self.root_device)
 
     def _remake_optimizer(self, names: Mapping[int, str]) -> None:
         """Replaces the optimizer of ``configure_optimizers`` by one of ``forward_backward``."""
@@ -131,9 +132,7 @@ class PipelineStrategy(DDPStrategy):
         groups = [{key: value for key, value in group.items() if key != "param_names"} for group in plain.param_groups]
         for group in groups:
             group["params"] = [names[id(parameter)] for parameter in group["params"]]
-        accepted = inspect.signature(type(plain)).parameters
-        defaults = {name: value for name, value in plain.defaults.items() if name in accepted}
-        optimizer = self.forward_backward.optimizer(type(plain), groups, **defaults)
+        optimizer = self.forward_backward.optimizer(type(plain), groups, **_arguments_of(plain))
         if self.lr_scheduler_configs:
             # torch's schedulers warn of an optimizer that none was made for; this one writes rates, and is dropped.
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -143,7 +142,7 @@ class PipelineStrategy(DDPStrategy):
             _hand_over(config.scheduler, plain, optimizer)
         # The Trainer would clear gradients behind training_step, when they are complete.
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-        self.optimizers = [optimizer]
+        self.optimizers, self._begins = [optimizer], True
         self._stepped = [name for group in groups for name in group["params"]]
 
     # steps
@@ -153,13 +152,13 @@ class PipelineStrategy(DDPStrategy):
             self.forward_backward.zero_grad()
             self._begins = False
         calls = self._steps.module.trainer.accumulate_grad_batches
-        call = self._steps.call("training_step", self._number(calls), others)
+        call = self._steps.call("training_step", calls, others)
         with self._steps.capturing(), self.precision_plugin.train_step_context():
             loss = self.forward_backward(batch, call)
         return {**self._steps.log(call, self.forward_backward.metrics), "loss": loss * calls}
 
     def _evaluate(self, name: str, batch: Any, *others: Any) -> Any:
-        call = self._steps.call(name, self._number(1), others)
+        call = self._steps.call(name, 1, others)
         with self._steps.capturing(), self.precision_plugin.val_step_context():
             outputs = self.forward_backward.evaluate(batch, call, outputs="all")
         self._steps.log(call, outputs)
@@ -169,7 +168,7 @@ class PipelineStrategy(DDPStrategy):
     test_step = partialmethod(_evaluate, "test_step")
     predict_step = partialmethod(_evaluate, "predict_step")
 
-    def backward(self, closure_loss: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, *others: Any, **kwargs: Any) -> Any:
         """Calls the hooks around backward; ``training_step`` has run it."""
         module: Any = self.lightning_module
         return self.precision_plugin.post_backward(self.precision_plugin.pre_backward(closure_loss, module), module)
@@ -229,11 +228,21 @@ class PipelineStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Leaves the model on its device: stages hold these very tensors."""
         for part in (self.precision_plugin, self.cluster_environment, self.accelerator, self.checkpoint_io):
-            part.teardown()  # type: ignore[union-attr]
+            part.teardown()
 
 
 def _beside(filepath: Any) -> str:
     return f"{os.path.realpath(filepath)}.pipeline"
+
+
+def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The arguments besides parameters that an optimizer was made with. RuntimeError for those it does not tell."""
+    parameters = list(inspect.signature(type(optimizer)).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    if untold := [name for name in names if name not in optimizer.defaults]:
+        kind = type(optimizer).__name__
+        raise RuntimeError(f"{kind}: its defaults lack {', '.join(untold)}, so that no other is made like it")
+    return {name: optimizer.defaults[name] for name in names}
 
 
 def _hand_over(scheduler: Any, plain: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
@@ -267,7 +276,7 @@ def _reasons(strategy: PipelineStrategy, trainer: Any, module: LightningModule) 
         'gradient_clip_algorithm="value": gradients may be shards; write "norm"': clips_values,
         "sync_batchnorm=True: it would count pipe ranks; write SyncBatchNorm in the model": strategy._layer_sync,
         "backward() of the module's own": is_overridden("backward", module, LightningModule),
-        "torch.compile(model): write stage_compiler=torch.compile": module._compiler_ctx,
+        "torch.compile(model): write stage_compiler=torch.compile": "training_step" in vars(module),
     }
     for callback in trainer.callbacks:
         names = [kind.__name__ for kind in type(callback).__mro__]
@@ -280,7 +289,7 @@ def _reasons(strategy: PipelineStrategy, trainer: Any, module: LightningModule) 
 # --- the steps of a module, as fxpipe captures them
 
 
-class _Steps:
+class _CapturedModule:
     """Makes a module's forward one of its steps, whose outputs are also what it logs."""
 
     def __init__(self, module: LightningModule) -> None:
@@ -319,11 +328,12 @@ class _Steps:
         self.reasons.append(f"a step is captured once, for many batches, and {what}; {instead}")
         raise RunError(self.reasons[-1])
 
-    def call(self, name: str, divisor: Tensor, others: Sequence[Any]) -> dict[str, Tensor]:
-        """An argument of forward that names a step by a key, since keys belong to the kind of a batch."""
+    def call(self, name: str, calls: int, others: Sequence[Any]) -> dict[str, Tensor]:
+        """An argument of forward: the step, as a key, since keys belong to the kind of a batch; and the loss's divisor,
+        the number of calls that an optimizer's step takes."""
         key = f"{name} {others[1] if len(others) > 1 else 0}"
         self.calls[key] = (name, *[self.batch_index] * len(others[:1]), *others[1:])
-        return {key: divisor}
+        return {key: torch.tensor(float(calls), device=self.module.device)}
 
     def _run(self, step: LightningModule, batch: Any, call: Mapping[str, Tensor]) -> dict[str, Any]:
         ((key, divisor),) = call.items()

@@ -260,6 +260,17 @@ def test_one_message_lists_what_cannot_be_had() -> None:
         assert part in message
 
 
+class Scaled(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float, scale: float = 1.0) -> None:
+        super().__init__(params, lr * scale)
+
+
+def test_an_optimizer_that_does_not_tell_its_arguments_is_refused() -> None:
+    made = {"configure_optimizers": lambda self: Scaled(self.parameters(), 0.1, scale=2.0)}
+    with pytest.raises(fxpipe.RunError, match="Scaled: its defaults lack scale"):
+        trained(Case(type("Changed", (Classifier,), made)), 1)
+
+
 def _step(body: Callable[[Any, Tensor, int], Any]) -> type[Classifier]:
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         loss = F.cross_entropy(self(batch[0]), batch[1])
