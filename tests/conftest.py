@@ -25,8 +25,7 @@ SLOW = """
     distributed/test_processes.py
     distributed/test_topology.py::test_the_mesh
     distributed/test_topology.py::test_the_data_mesh
-    loops/test_accelerate.py
-    loops/test_transformers.py
+    loops/
     schedules/show/test_svg_picture.py::test_a_long_table
     parameters/test_materialise.py::test_a_rank_needs
     distributed/test_collective.py::test_what_fails_beside_a_gpu
@@ -87,6 +86,9 @@ LONG = """
     loops/test_transformers.py::test_it_trains_as_the_trainer_does[uncounted
     loops/test_transformers.py::test_on_gpus
     loops/test_transformers.py::test_random_words
+    loops/test_lightning.py::test_a_run_goes_on
+    loops/test_lightning.py::test_four
+    loops/test_torchtitan.py
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards
     run/test_saving.py::test_killed

@@ -24,6 +24,7 @@ NOT_ON_GPUS = {
         test_torch_compat.py
         """,
     "chooses its devices itself": """
+        loops/test_lightning.py
         simulated_gpu/
         whole/test_benchmarks.py
         """,
