@@ -45,13 +45,13 @@ class Noisy:
         return 8
 
     def __getitem__(self, row: int) -> list[float]:
-        return [row, torch.rand(()).item(), random.random(), float(np.random.rand())]
+        return [row, torch.rand((), device="cpu").item(), random.random(), float(np.random.rand())]
 
 
 def test_random_numbers_depend_on_the_rows_and_the_epoch_alone() -> None:
     rows = SeededRows(Noisy(), lambda batch: batch, seed=3)
     (first,) = rows.__getitems__((0, [1, 2]))
-    torch.rand(7)
+    torch.rand(7, device="cpu")
     before = torch.get_rng_state(), random.getstate()
     assert rows.__getitems__((0, [1, 2])) == [first]
     assert torch.equal(torch.get_rng_state(), before[0])

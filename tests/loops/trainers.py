@@ -76,18 +76,18 @@ MODELS = {
 
 def counting(rows: int, seed: int) -> list[dict[str, Tensor]]:
     """Numbers that count up from somewhere, modulo 32, with labels for a random part of each row."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(WORDS, (rows,), generator=generator)
-    ends = torch.randint(4, LENGTH, (rows,), generator=generator)
-    ids = (starts[:, None] + torch.arange(LENGTH)) % WORDS
-    labels = ids.masked_fill(torch.arange(LENGTH) >= ends[:, None], -100)
+    generator, places = torch.Generator("cpu").manual_seed(seed), torch.arange(LENGTH, device="cpu")
+    starts = torch.randint(WORDS, (rows,), generator=generator, device="cpu")
+    ends = torch.randint(4, LENGTH, (rows,), generator=generator, device="cpu")
+    ids = (starts[:, None] + places) % WORDS
+    labels = ids.masked_fill(places >= ends[:, None], -100)
     return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
 
 
 def masked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A batch whose words are replaced at random, by the global generators."""
     ids = torch.stack([row["input_ids"] for row in rows])
-    hidden = torch.rand(ids.shape) < 0.3
+    hidden = torch.rand(ids.shape, device="cpu") < 0.3
     return {"input_ids": ids.masked_fill(hidden, int(np.random.randint(WORDS))), "labels": ids}
 
 
@@ -184,7 +184,7 @@ def results(trainer: Any, scenario: Scenario) -> Trained:
         trainer.save_model(str(folder))
     if scenario.predicts and trainer.is_world_process_zero():
         written = type(trainer.model).from_pretrained(folder, dtype="auto")
-        parameters = {name: parameter.detach() for name, parameter in written.named_parameters()}
+        parameters = {name: parameter.detach().cpu() for name, parameter in written.named_parameters()}
     return Trained(state.log_history, predictions, parameters, best, state.num_input_tokens_seen)
 
 
