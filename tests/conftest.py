@@ -76,6 +76,7 @@ LONG = """
     faults/
     loops/test_lightning.py::test_a_run_goes_on
     loops/test_lightning.py::test_four
+    loops/test_lightning.py::test_two_gpus
     loops/test_torchtitan.py
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards
