@@ -280,7 +280,7 @@ class Scaled(torch.optim.SGD):
         super().__init__(params, lr * scale)
 
 
-def test_an_optimizer_that_does_not_tell_its_arguments_is_refused() -> None:
+def test_an_optimizer_that_cannot_be_made_again_is_refused() -> None:
     made = {"configure_optimizers": lambda self: Scaled(self.parameters(), 0.1, scale=2.0)}
     with pytest.raises(fxpipe.RunError, match="Scaled: its defaults lack scale"):
         trained(Case(type("Changed", (Classifier,), made)), 1)
