@@ -189,9 +189,7 @@ class PipelineStrategy(DDPStrategy):  # type: ignore[misc]
 
     # checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    restore_checkpoint_after_setup = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         is_compiled = self._steps is not None  # callbacks save when setup fails, too
@@ -256,13 +254,10 @@ def _hand_over(scheduler: Any, plain: torch.optim.Optimizer, optimizer: torch.op
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it copies the model; use fxpipe.Average in a callback of your own",
-    "WeightAveraging": "it copies the model; use fxpipe.Average in a callback of your own",
-    "BaseFinetuning": "it unfreezes parameters while training; freeze them in __init__",
-    "ModelPruning": "it replaces parameters",
-    "LearningRateFinder": "it trains, and goes back",
-    "BatchSizeFinder": "it runs ranks out of memory; raise microbatches=",
-    "OnExceptionCheckpoint": "it saves on one rank alone; write ModelCheckpoint(every_n_train_steps=...)",
+    "StochasticWeightAveraging WeightAveraging": "copies the model; use fxpipe.Average in a callback of your own",
+    "BaseFinetuning ModelPruning": "changes which parameters there are; freeze them in __init__",
+    "LearningRateFinder BatchSizeFinder": "trains and goes back in ways of its own",
+    "OnExceptionCheckpoint": "saves on one rank alone; write ModelCheckpoint(every_n_train_steps=...)",
 }
 
 
@@ -280,8 +275,9 @@ def _reasons(strategy: PipelineStrategy, trainer: Any, module: LightningModule) 
         "torch.compile(model): write stage_compiler=torch.compile": "training_step" in vars(module),
     }
     for callback in trainer.callbacks:
-        names = [kind.__name__ for kind in type(callback).__mro__]
-        reasons |= {f"{names[0]}: {_CALLBACKS[name]}": True for name in names if name in _CALLBACKS}
+        names = {kind.__name__ for kind in type(callback).__mro__}
+        for kinds, what in _CALLBACKS.items():
+            reasons[f"{type(callback).__name__}, which {what}"] = bool(names & set(kinds.split()))
         if getattr(callback, "save_on_exception", False):
             reasons["save_on_exception=True: one rank alone would save"] = True
     return [reason for reason, is_so in reasons.items() if is_so]
