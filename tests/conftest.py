@@ -88,6 +88,7 @@ LONG = """
     loops/test_transformers.py::test_random_words
     loops/test_lightning.py::test_a_run_goes_on
     loops/test_lightning.py::test_four
+    loops/test_lightning.py::test_two_gpus
     loops/test_torchtitan.py
     parameters/test_materialise_hf.py
     plan/test_joint_graph.py::test_of_shards

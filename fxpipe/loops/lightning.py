@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -81,10 +82,6 @@ class PipelineStrategy(DDPStrategy):  # type: ignore[misc]
         is_alone = group is None and self.topo.data_size == 1
         return tensor if is_alone else super().reduce(tensor, group or self.topo.group("batch"), reduce_op)
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        is_alone = group is None and self.topo.data_size == 1
-        return tensor[None] if is_alone else super().all_gather(tensor, group or self.topo.group("batch"), sync_grads)
-
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         count = super().reduce(torch.tensor(int(decision), device=self.root_device), None, "sum")
         return bool(count == self.world_size) if all else bool(count)
@@ -120,7 +117,7 @@ class PipelineStrategy(DDPStrategy):  # type: ignore[misc]
             metric.process_group = self.topo.group("batch") if self.topo.data_size > 1 else None
         batch = self.precision_plugin.convert_input(move_data_to_device(self._example[0], self.root_device))
         steps = _CapturedModule(module)
-        takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         call = steps.call("training_step", 1, [0] * takes_index)
         with steps.capturing(), self.precision_plugin.train_step_context():
             self.forward_backward = fxpipe.compile(module, self.topo, example_args=(batch, call), **self._options)
@@ -192,9 +189,7 @@ class PipelineStrategy(DDPStrategy):  # type: ignore[misc]
 
     # checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    restore_checkpoint_after_setup = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         is_compiled = self._steps is not None  # callbacks save when setup fails, too
@@ -232,16 +227,19 @@ class PipelineStrategy(DDPStrategy):  # type: ignore[misc]
 
 
 def _beside(filepath: Any) -> str:
+    """The folder beside a checkpoint's file. CheckpointError for a file that is not in a file system."""
+    if "://" in str(filepath):
+        raise CheckpointError(f"{filepath} is no path that ranks can write a folder to; write a shared file system's")
     return f"{os.path.realpath(filepath)}.pipeline"
 
 
 def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The arguments besides parameters that an optimizer was made with. RuntimeError for those it does not tell."""
+    """The arguments that an optimizer was made with, besides parameters. RuntimeError if its defaults lack any."""
     parameters = list(inspect.signature(type(optimizer)).parameters.values())[1:]
     names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-    if untold := [name for name in names if name not in optimizer.defaults]:
+    if missing := [name for name in names if name not in optimizer.defaults]:
         kind = type(optimizer).__name__
-        raise RuntimeError(f"{kind}: its defaults lack {', '.join(untold)}, so that no other is made like it")
+        raise RuntimeError(f"{kind}: its defaults lack {', '.join(missing)}, so that another cannot be made like it")
     return {name: optimizer.defaults[name] for name in names}
 
 
@@ -254,14 +252,12 @@ def _hand_over(scheduler: Any, plain: torch.optim.Optimizer, optimizer: torch.op
                 _hand_over(inner, plain, optimizer)
 
 
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it copies the model; use fxpipe.Average in a callback of your own",
-    "WeightAveraging": "it copies the model; use fxpipe.Average in a callback of your own",
-    "BaseFinetuning": "it unfreezes parameters while training; freeze them in __init__",
-    "ModelPruning": "it replaces parameters",
-    "LearningRateFinder": "it trains, and goes back",
-    "BatchSizeFinder": "it runs ranks out of memory; raise microbatches=",
-    "OnExceptionCheckpoint": "it saves on one rank alone; write ModelCheckpoint(every_n_train_steps=...)",
+    "StochasticWeightAveraging WeightAveraging": "copies the model; use fxpipe.Average in a callback of your own",
+    "BaseFinetuning ModelPruning": "changes which parameters there are; freeze them in __init__",
+    "LearningRateFinder BatchSizeFinder": "trains and goes back in ways of its own",
+    "OnExceptionCheckpoint": "saves on one rank alone; write ModelCheckpoint(every_n_train_steps=...)",
 }
 
 
@@ -272,15 +268,16 @@ def _reasons(strategy: PipelineStrategy, trainer: Any, module: LightningModule) 
     reasons = {
         f"{world} processes: the topology has {ranks} ranks; write devices={ranks}": world not in (1, ranks),
         "automatic_optimization=False: a step is forward and backward in one": not module.automatic_optimization,
-        f"precision={precision!r}: write 32-true, 64-true, bf16-mixed or bf16-true": "16-" in precision[:3],
+        f"precision={precision!r}: write one of {', '.join(_PRECISIONS)}": precision not in _PRECISIONS,
         'gradient_clip_algorithm="value": gradients may be shards; write "norm"': clips_values,
         "sync_batchnorm=True: it would count pipe ranks; write SyncBatchNorm in the model": strategy._layer_sync,
         "backward() of the module's own": is_overridden("backward", module, LightningModule),
         "torch.compile(model): write stage_compiler=torch.compile": "training_step" in vars(module),
     }
     for callback in trainer.callbacks:
-        names = [kind.__name__ for kind in type(callback).__mro__]
-        reasons |= {f"{names[0]}: {_CALLBACKS[name]}": True for name in names if name in _CALLBACKS}
+        names = {kind.__name__ for kind in type(callback).__mro__}
+        for kinds, what in _CALLBACKS.items():
+            reasons[f"{type(callback).__name__}, which {what}"] = bool(names & set(kinds.split()))
         if getattr(callback, "save_on_exception", False):
             reasons["save_on_exception=True: one rank alone would save"] = True
     return [reason for reason, is_so in reasons.items() if is_so]
@@ -340,7 +337,7 @@ class _CapturedModule:
         name, *others = self.calls[key]
         self._trains, self._outputs, self._options = name == "training_step", dict[str, Any](), dict[str, Any]()
         returned = getattr(step, name)(batch, *others)
-        self.options[key] = self._options
+        self.options.setdefault(key, {}).update(self._options)
         if not self._trains:
             return {**self._outputs, "returned": returned}
         if returned is None:
@@ -349,19 +346,19 @@ class _CapturedModule:
         loss = outputs.pop("loss")
         is_sum = isinstance(loss, fxpipe.Sum)
         loss = fxpipe.Sum(loss.total / divisor, loss.count) if is_sum else loss / divisor
-        self._options.update(dict.fromkeys(outputs))
+        self.options[key].update(dict.fromkeys(outputs))
         return {**self._outputs, **outputs, "loss": loss}
 
     def log(self, call: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Logs what a step logged; returns what else it returned. RunError for what is no scalar."""
         returned = {}
         for name, options in self.options[next(iter(call))].items():
-            if name not in outputs:
-                raise RunError(f"training_step returns {name}, which is no scalar; return it from a validation_step")
-            if options is None:
-                returned[name] = outputs[name]
-            else:
+            if options is not None and name in outputs:  # other kinds of batches may log other names
                 self.module.log(name.removeprefix("log "), outputs[name], **options)
+            elif options is None and name not in outputs:
+                raise RunError(f"training_step returns {name}, which is no scalar; return it from a validation_step")
+            elif options is None:
+                returned[name] = outputs[name]
         return returned
 
     def _while_captured(self) -> type[LightningModule]:

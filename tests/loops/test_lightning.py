@@ -30,6 +30,7 @@ from torchmetrics import Accuracy  # noqa: E402
 
 import fxpipe  # noqa: E402
 from fxpipe.loops.lightning import PipelineStrategy  # noqa: E402
+from tests.gpus import Gpus  # noqa: E402
 from tests.pool import Pool, RankFailed  # noqa: E402
 
 ROWS, WIDTH, CLASSES = 16, 8, 4
@@ -149,10 +150,15 @@ def trained(case: Case, ranks: int | None, folder: Path | None = None, **others:
     pipeline = {"boundaries": ["above"], "microbatches": 4, **case.pipeline}
     topo = fxpipe.Topology([("data", replicas), ("pipe", 2)])
     numbers, saving = Numbers(), ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, save_last=True)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2}
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 2,
+    }
     resumes = "last" if others.pop("resumes", False) else None
     trainer = Trainer(
-        accelerator="cpu",
         devices=ranks or 1,
         strategy=PipelineStrategy(topo, example_args=(batch,), **pipeline) if ranks else "auto",
         callbacks=[numbers, *case.callbacks(), *([saving] if folder else [])],
@@ -196,6 +202,15 @@ def test_two_ranks_train_as_a_plain_trainer(pool: Pool) -> None:
 def test_four_ranks_train_as_a_plain_trainer(pool: Pool, name: str) -> None:
     for numbers in pool.run(numbers_of, name, 4, ranks=4):
         check(name, numbers)
+
+
+def test_two_gpus_train_as_a_plain_trainer(gpus: Gpus) -> None:
+    for numbers in gpus.run(_numbers_on_gpus, ranks=2):
+        torch.testing.assert_close(numbers, plainly("as it comes"), rtol=1e-4, atol=1e-6)
+
+
+def _numbers_on_gpus() -> list[float]:
+    return trained(CASES["as it comes"], 2, accelerator="cuda")[1]
 
 
 # --- checkpoints, tests and predictions
@@ -265,7 +280,7 @@ class Scaled(torch.optim.SGD):
         super().__init__(params, lr * scale)
 
 
-def test_an_optimizer_that_does_not_tell_its_arguments_is_refused() -> None:
+def test_an_optimizer_that_cannot_be_made_again_is_refused() -> None:
     made = {"configure_optimizers": lambda self: Scaled(self.parameters(), 0.1, scale=2.0)}
     with pytest.raises(fxpipe.RunError, match="Scaled: its defaults lack scale"):
         trained(Case(type("Changed", (Classifier,), made)), 1)
