@@ -54,8 +54,9 @@ PRIVATE = {
     "torch.nn.modules.module": "_global_backward_pre_hooks _global_backward_hooks _global_forward_hooks "
     "_global_forward_pre_hooks",
     "torch.nn.modules._functions": "BackwardHookFunction",
-    "torch.ops.aten": "_assert_async.msg _assert_scalar.default _assert_tensor_metadata.default _make_dual.default "
-    "_to_copy.default _unpack_dual.default add.Tensor._overloadname add.Tensor._overloadpacket add.Tensor._schema",
+    "torch.ops.aten": "_assert_async.msg _assert_scalar.default _assert_tensor_metadata.default "
+    "_local_scalar_dense.default _make_dual.default _to_copy.default _unpack_dual.default "
+    "add.Tensor._overloadname add.Tensor._overloadpacket add.Tensor._schema",
     "torch.serialization": "_get_layout",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_unflatten",
@@ -159,6 +160,8 @@ ZERO = aten.zero_.default
 DUAL_NUMBERS = (aten._make_dual.default, aten._unpack_dual.default)
 """Operators of a level of forward-mode differentiation. Export of 2.12 records no level; later versions refuse."""
 
+NUMBER_READ: Any = torch.ops.aten._local_scalar_dense.default
+"""The operator by which Python reads a tensor's number: ``item``, ``float``, ``bool``."""
 FOREACH_NORM: Any = torch._foreach_norm
 """The norm of each tensor of a list; ``torch.nn.utils.get_total_norm`` calls this function."""
 

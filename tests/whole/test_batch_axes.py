@@ -625,6 +625,50 @@ def test_a_sum_that_would_be_wrong_is_refused(pool: Pool, case: str) -> None:
         assert REFUSED[case][-1] in text
 
 
+class Convolved(Toy):
+    """As Mamba begins: a causal convolution along positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=2)
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        x = self.convolution(self.embed(ids).transpose(1, 2))[..., : ids.shape[1]]
+        return self.head(x.transpose(1, 2)).square().mean()
+
+
+def convolved(axes: Axes) -> str:
+    fxpipe.init()
+    topology = Topology(axes)
+    example = mine(batch(0, 1), topology)
+    step = fxpipe.compile(
+        Convolved(), topology, example_kwargs=example, microbatches=1, tracer="record", parallelize=spread
+    )
+    with pytest.raises(fxpipe.FxpipeError) as error:
+        step(**example)
+    return str(error.value)
+
+
+def test_a_convolution_that_pads_a_context_ranks_part_is_refused(pool: Pool) -> None:
+    for text in pool.run(convolved, [("context", 2)], ranks=2):
+        assert "has a convolution along positions that pads the ends of this context rank's part" in text
+
+
+def stepped_by_norms(axes: Axes) -> str:
+    """What a step of Adafactor says, which reads the norm of each parameter."""
+    step = compiled(axes)
+    optimizer = step.optimizer(torch.optim.Adafactor)
+    step(**mine(batch(0, step.topology.data_size), step.topology))
+    with pytest.raises(fxpipe.RunError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_an_optimizer_that_would_step_experts_by_the_norm_of_a_part_is_refused(pool: Pool) -> None:
+    for text in pool.run(stepped_by_norms, [("expert", 2)], ranks=2):
+        assert "Adafactor steps by a number computed from a whole parameter, such as its norm" in text
+
+
 def with_other_rows(axes: Axes) -> str:
     step = compiled(axes)
     topology = step.topology
