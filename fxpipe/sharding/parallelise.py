@@ -551,6 +551,10 @@ class ParallelGradients(Reducer):
         self._sharded, self.shards_parameters = parallel.sharded, bool(parallel.sharded)
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
+        # torch cannot take one norm of plain gradients and DTensors, and a DTensor's own is soon this rank's part's.
+        parameters = [*self._own.values(), *(each.parameter for each in shared)]
+        meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters}
+        self._marks = self._marks or len(meshes) > 1
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}
         # A DTensor's shards have their gradients' sums over the mesh already, from FSDP2 or a stage's own collectives.
         self._to_sum: dict[str, list[str]] = {scope: [] for scope in sorted({*parallel.scopes.values()} - {""})}

@@ -654,6 +654,19 @@ def test_a_convolution_that_pads_a_context_ranks_part_is_refused(pool: Pool) -> 
         assert "has a convolution along positions that pads the ends of this context rank's part" in text
 
 
+def clipped_by_torch(axes: Axes) -> str:
+    step = compiled(axes)
+    step(**mine(batch(0, step.topology.data_size), step.topology))
+    with pytest.raises(fxpipe.RunError) as error:
+        nn.utils.clip_grad_norm_(step.parameters(), 1.0)
+    return str(error.value)
+
+
+def test_a_norm_of_plain_gradients_and_experts_names_the_call_that_takes_it(pool: Pool) -> None:
+    for text in pool.run(clipped_by_torch, [("expert", 2)], ranks=2):
+        assert "forward_backward.clip_grad_norm_(max_norm) clips by the whole model's norm" in text
+
+
 def stepped_by_norms(axes: Axes) -> str:
     """What a step of Adafactor says, which reads the norm of each parameter."""
     step = compiled(axes)
