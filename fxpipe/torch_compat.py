@@ -39,7 +39,8 @@ PRIVATE = {
     "UntypedStorage._cdata nn.Module._compiled_call_impl nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
     "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
     "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
-    "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._make_dual.default "
+    "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default "
+    "ops.aten._local_scalar_dense.default ops.aten._make_dual.default "
     "ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._overloadname "
     "ops.aten.add.Tensor._overloadpacket ops.aten.add.Tensor._schema",
     "torch._C": "DisableTorchFunction PyTorchFileReader _FunctionBase _disabled_torch_function_impl "
@@ -163,6 +164,8 @@ ZERO = aten.zero_.default
 DUAL_NUMBERS = (aten._make_dual.default, aten._unpack_dual.default)
 """Operators of a level of forward-mode differentiation. Export of 2.12 records no level; later versions refuse."""
 
+NUMBER_READ: Any = torch.ops.aten._local_scalar_dense.default
+"""The operator by which Python reads a tensor's number: ``item``, ``float``, ``bool``."""
 FOREACH_NORM: Any = torch._foreach_norm
 """The norm of each tensor of a list; ``torch.nn.utils.get_total_norm`` calls this function."""
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -47,7 +48,9 @@ class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class AttentionCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether a stage's forward computes attention, and whether it meets other context ranks.
 
-    ``check`` refuses attention in a forward that met none of them: it saw this rank's positions alone.
+    ``check`` refuses attention in a forward that met none of them: it saw this rank's positions alone. It refuses a
+    convolution along positions with padding in any case, since the padding lies where other ranks' positions are, and
+    an embedding of positions that forward counts itself.
     """
 
     supports_higher_order_operators = True
@@ -55,18 +58,27 @@ class AttentionCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, context: Sequence[int], stage: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._others, self._stage = set(context) - {dist.get_rank()}, stage
-        self._called, self._is_met = set[str](), False
+        self._called, self._is_met, self._pads, self._counts = set[str](), False, False, False
+        self._counted: list[torch.UntypedStorage] = []
+        """The memory of what ``torch.arange`` has returned."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0].strip("_")
         if name not in ("softmax", "safe_softmax") or args[0].dim() > 2:  # a router's has tokens and experts alone
             self._called.add(name)
+        if name == "convolution":  # input, weight, bias, stride, padding
+            self._pads = self._pads or (args[0].dim() == 3 and any(args[4]))
+        if name == "embedding":  # weight, indices
+            self._counts |= args[1].numel() > 1 and args[1].untyped_storage() in self._counted
         for group in groups_of_call(func, args, kwargs or {}):
             self._is_met = self._is_met or not self._others.isdisjoint(dist.get_process_group_ranks(group))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name == "arange":
+            self._counted.append(result.untyped_storage())
+        return result
 
     def check(self) -> None:
-        """TopologyError if the forward computed attention and met no other context rank."""
+        """TopologyError if the forward computed attention and met no other context rank, or padded a convolution."""
         is_fused = any("attention" in name or "attn" in name for name in self._called)
         products, scores = {"bmm", "baddbmm"} & self._called, {"softmax", "safe_softmax"} & self._called
         if not self._is_met and (is_fused or (products and scores)):
@@ -74,6 +86,18 @@ class AttentionCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"stage {self._stage} has computed attention on this context rank's positions alone: it made no "
                 "collective with the other context ranks; let parallelize= replace each attention of the stage by one "
                 "that sees the keys and values of all context ranks"
+            )
+        if self._counts:
+            raise TopologyError(
+                f"stage {self._stage} looks up an embedding of positions that it counts itself (torch.arange), and a "
+                "context rank would count its own from 0; give forward the positions, cut by topo.context_part"
+            )
+        if self._pads:
+            raise TopologyError(
+                f"stage {self._stage} has a convolution along positions that pads the ends of this context rank's "
+                "part, where positions of other ranks lie, as layers of Mamba and linear attention do; let "
+                "parallelize= replace each by one that sees the positions of all context ranks, or leave the context "
+                "axis out"
             )
 
 

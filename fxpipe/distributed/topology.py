@@ -110,8 +110,8 @@ class Topology(Tabular):
         *,
         pipe: int,
         tensor: int = 1,
-        expert: int = 1,
-        context: int = 1,
+        expert: int | None = None,
+        context: int | None = None,
         rows: int | None = None,
         ranks_per_node: int | None = None,
     ) -> Topology:
@@ -124,8 +124,9 @@ class Topology(Tabular):
             world_size: how many processes run, such as ``int(os.environ["WORLD_SIZE"])``.
             pipe: how many ranks a pipeline has.
             tensor: how many ranks share a stage.
-            expert: how many ranks experts are spread over.
-            context: how many ranks the positions of a row are spread over.
+            expert: how many ranks experts are spread over; None: no such axis. 1: an axis of one rank, for a
+                ``parallelize`` that names it.
+            context: how many ranks the positions of a row are spread over, likewise.
             rows: the rows of a whole step, over all replicas; each replica then takes
                 ``rows // topology.data_size`` rows, so that a step stays the same. None: rows are not checked.
             ranks_per_node: as in the constructor.
@@ -135,7 +136,7 @@ class Topology(Tabular):
                 replicas.
         """
         fixed = {"pipe": pipe, "tensor": tensor} | {
-            name: size for name, size in (("expert", expert), ("context", context)) if size != 1
+            name: size for name, size in (("expert", expert), ("context", context)) if size is not None
         }
         model = math.prod(positive(size, name) for name, size in fixed.items())
         data, left = divmod(positive(world_size, "world_size"), model)
@@ -144,13 +145,15 @@ class Topology(Tabular):
                 f"{world_size} ranks are no multiple of {shape(tuple(fixed.items()))}: start a multiple of {model}, or "
                 "write another pipe="
             )
-        if rows is not None and positive(rows, "rows") % (data * expert):
+        replicas = data * (expert or 1)
+        if rows is not None and positive(rows, "rows") % replicas:
             raise TopologyError(
-                f"{rows} rows of a step are no multiple of {data * expert} replicas, and a step would be another one: "
+                f"{rows} rows of a step are no multiple of {replicas} replicas, and a step would be another one: "
                 "start a number of replicas that divides them, or write another pipe= or rows="
             )
         axes = [("pipe", pipe), ("tensor", tensor), ("data", data), ("expert", expert), ("context", context)]
-        return cls([(name, size) for name, size in axes if name in ("pipe", "data") or size > 1], ranks_per_node)
+        given = [(name, size) for name, size in axes if size is not None and (name != "tensor" or size > 1)]
+        return cls(given, ranks_per_node)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

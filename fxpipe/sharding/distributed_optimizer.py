@@ -15,7 +15,7 @@ import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from fxpipe.progress import log
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import (
     Entry,
+    NumbersOfParts,
     OptimizerMaker,
     check_class,
     check_numbers,
@@ -341,7 +342,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stepped = [target for target, gradient in pairs if target.take(gradient if is_step else None) or not is_step]
         # 3. Schedulers write into the outer groups, and some optimizers keep numbers in the inner groups.
         self._exchange(self.param_groups, self._inner.param_groups)
-        result = run()
+        in_parts = not self._elementwise and any(is_dtensor(target.tensor) for target in targets)
+        with NumbersOfParts(self.kind) if in_parts else nullcontext():
+            result = run()
         self._exchange(self._inner.param_groups, self.param_groups)
         # 4. Write the copies back to the parameters, and send the stepped pieces to the ranks that use them.
         self._exact.clear()

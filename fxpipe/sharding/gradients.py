@@ -105,6 +105,7 @@ class Gradients(ABC):
         mine = {ranks: names for ranks, names in tied.items() if transport.pipe_rank in ranks}
         self._tied = {ranks: [name for name in names if name in self._own] for ranks, names in mine.items()}
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
+        self._marks = len(transport.ranks("pipe")) > 1  # whether a norm of .grad is this rank's alone
         self._earlier: dict[str, Tensor] | None = None  # in a call: the gradients of earlier calls
         self._hooks: dict[str, tuple[Node, Any]] = {}  # hooks, and the autograd nodes that they are on
 
@@ -252,14 +253,14 @@ class Gradients(ABC):
                 self._own[name].grad = None
 
     def _leave_gradients(self) -> None:
-        """At the end of a call: adds the gradients of earlier calls, and marks gradients on several pipe ranks."""
+        """At the end of a call: adds the gradients of earlier calls, and marks those whose norms are this rank's."""
         for name, earlier in (self._earlier or {}).items():
             parameter = self._own[name]
             if parameter.grad is not None:
                 local(earlier).add_(local(parameter.grad))
             parameter.grad = earlier
         self._earlier = None
-        for parameter in self._own.values() if len(self._transport.ranks("pipe")) > 1 else ():
+        for parameter in self._own.values() if self._marks else ():
             if parameter.grad is not None:
                 parameter.grad = as_pipe_gradient(parameter.grad)
 
@@ -336,7 +337,7 @@ def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
     return {action.stage: action for action in row if action.op is not Op.F}
 
 
-# --- .grad on one of several pipe ranks: a norm of all gradients at hand is this rank's norm, not the model's
+# --- .grad on one of several pipe ranks, or beside DTensors: a norm of all gradients at hand is not the model's
 
 _NORMS = {torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, FOREACH_NORM}
 # A multiple of a gradient is still a PipeGradient, so that its norm is noticed, too.
@@ -344,8 +345,9 @@ _MULTIPLES = {Tensor.data.__get__, Tensor.detach, torch.mul, Tensor.mul, Tensor.
 
 
 class PipeGradient(Tensor):
-    """A gradient on one of several pipe ranks. torch's ``clip_grad_norm_`` and ``get_total_norm`` of several such
-    gradients raise RunError; the first other norm is logged. Results of other functions are plain tensors."""
+    """A gradient on one of several pipe ranks, or a DTensor beside plain gradients. torch's ``clip_grad_norm_`` and
+    ``get_total_norm`` of several gradients raise RunError; the first other norm is logged. Results of other functions
+    are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import FxpipeError, RunError, nearest
+from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.sharding.parameter_groups import options_of
-from fxpipe.torch_compat import pytree, tensors_in
+from fxpipe.torch_compat import NUMBER_READ, TorchDispatchMode, pytree, tensors_in
 from fxpipe.validation import is_number, shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]
@@ -147,6 +148,27 @@ def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool | Non
             return not torch.equal(stepped(1.0), stepped(1e3))
     except Exception:
         return None
+
+
+class NumbersOfParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses a step that reads a number of which a rank has only its own part, such as the norm of a DTensor.
+
+    torch's ``item()`` does not sum such a number over the ranks. ``kind``: the optimizer's class.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_spread = func is NUMBER_READ and is_dtensor(args[0]) and args[0].device_mesh.size() > 1
+        if is_spread and not all(placement.is_replicate() for placement in args[0].placements):
+            raise RunError(
+                f"{self._kind} steps by a number computed from a whole parameter, such as its norm, but parallelize "
+                "has spread the parameter, and each rank would step by the number of its own part; write "
+                "torch.optim.AdamW for the parameters that are DTensors"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def named_class(optimizer: str | OptimizerMaker) -> OptimizerMaker:

@@ -183,6 +183,11 @@ class _StageCopy:
         except AttributeError:
             return None
 
+    def taken_apart(self) -> list[str]:
+        """Returns the paths of the user's innermost modules that the stage does not call, but only what is inside."""
+        paths = [path for path, (part, _) in self.uncalled().items() if type(part).forward is not nn.Module.forward]
+        return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+
     def uncalled(self) -> dict[str, tuple[nn.Module, int]]:
         """Returns path → (part, number of its hooks), for the parts that a captured stage's code takes apart. No call
         would run new hooks, or a new part; FSDP2's hooks need not run, see ``FsdpStage``."""
@@ -421,7 +426,7 @@ class Parallel:
                 code = types.MethodType(type(module).forward, home.module)
             check = AttentionCheck(self._context, stage.name) if self._context else None
             uses = max(len(stage.outputs), 1)
-            self._adopted[module] = _StageFunction(stage.name, home.module, code, uses, check)
+            self._adopted[module] = _StageFunction(stage.name, home.module, code, uses, check, home.taken_apart())
         return replace(stage, function=self._adopted[module])
 
 
@@ -430,7 +435,7 @@ class _StageFunction:
     """A stage's function: calls the stage's module, so that the module's hooks run, too.
 
     ``code``: the forward of the capture; None: the module's own forward, whose result is returned ``uses`` times.
-    ``check``: of the first call, on a context axis.
+    ``check``: of the first call, on a context axis. ``apart``: the modules that ``code`` takes apart.
     """
 
     name: str
@@ -438,6 +443,7 @@ class _StageFunction:
     code: Callable[..., Any] | None
     uses: int
     check: AttentionCheck | None
+    apart: Sequence[str]
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.check is not None:
@@ -451,7 +457,16 @@ class _StageFunction:
         else:
             # Several captures share the module: each call sets its code as forward, and runs the module's hooks.
             self.module.__dict__["forward"] = self.code
-            outputs = self.module(*inputs)
+            try:
+                outputs = self.module(*inputs)
+            except RuntimeError as error:
+                if self.apart:
+                    error.add_note(
+                        f"stage {self.name} calls only what is inside of {self.apart[0]}, by captured code with the "
+                        "sizes and types from before parallelize; if they do not fit, a Hugging Face model needs "
+                        "use_cache=False"
+                    )
+                raise
         if any(is_dtensor(leaf) for leaf in pytree.tree_leaves(outputs)):
             raise RunError(
                 f"stage {self.name} returns a DTensor, but what passes between stages, and the loss, is the same "
@@ -536,6 +551,10 @@ class ParallelGradients(Reducer):
         self._sharded, self.shards_parameters = parallel.sharded, bool(parallel.sharded)
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
+        # torch cannot take one norm of plain gradients and DTensors, and a DTensor's own is soon this rank's part's.
+        parameters = [*self._own.values(), *(each.parameter for each in shared)]
+        meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters}
+        self._marks = self._marks or len(meshes) > 1
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}
         # A DTensor's shards have their gradients' sums over the mesh already, from FSDP2 or a stage's own collectives.
         self._to_sum: dict[str, list[str]] = {scope: [] for scope in sorted({*parallel.scopes.values()} - {""})}

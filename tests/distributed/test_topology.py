@@ -253,6 +253,7 @@ def test_what_is_outside_the_grid_is_refused(ask: Callable[[Topology], Any], say
         (12, {"pipe": 4, "rows": 96, "ranks_per_node": 3}, [("pipe", 4), ("data", 3)]),
         (16, {"pipe": 2, "expert": 4, "rows": 64}, [("pipe", 2), ("data", 2), ("expert", 4)]),
         (8, {"pipe": 1, "expert": 2, "context": 2}, [("pipe", 1), ("data", 2), ("expert", 2), ("context", 2)]),
+        (4, {"pipe": 2, "expert": 1}, [("pipe", 2), ("data", 2), ("expert", 1)]),
     ],
 )
 def test_the_data_axis_takes_the_ranks_that_are_left(ranks: int, options: dict[str, int], axes: Axes) -> None:

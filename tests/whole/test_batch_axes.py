@@ -625,6 +625,81 @@ def test_a_sum_that_would_be_wrong_is_refused(pool: Pool, case: str) -> None:
         assert REFUSED[case][-1] in text
 
 
+class Convolved(Toy):
+    """As Mamba begins: a causal convolution along positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=2)
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        x = self.convolution(self.embed(ids).transpose(1, 2))[..., : ids.shape[1]]
+        return self.head(x.transpose(1, 2)).square().mean()
+
+
+class Counted(Toy):
+    """As nanoGPT begins: positions that forward counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.head(self.blocks[0](x, positions)).square().mean()
+
+
+OWN_POSITIONS: dict[str, tuple[type[Toy], str]] = {
+    "convolved": (Convolved, "has a convolution along positions that pads the ends of this context rank's part"),
+    "counted": (Counted, "looks up an embedding of positions that it counts itself (torch.arange)"),
+}
+
+
+def of_own_positions(case: str) -> str:
+    fxpipe.init()
+    topology = Topology([("context", 2)])
+    example = mine(batch(0, 1), topology)
+    options = {"microbatches": 1, "tracer": "record", "parallelize": spread}
+    step = fxpipe.compile(OWN_POSITIONS[case][0](), topology, example_kwargs=example, **options)
+    with pytest.raises(fxpipe.FxpipeError) as error:
+        step(**example)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", OWN_POSITIONS)
+def test_what_takes_a_context_ranks_positions_for_all_is_refused(pool: Pool, case: str) -> None:
+    for text in pool.run(of_own_positions, case, ranks=2):
+        assert OWN_POSITIONS[case][1] in text
+
+
+def clipped_by_torch(axes: Axes) -> str:
+    step = compiled(axes)
+    step(**mine(batch(0, step.topology.data_size), step.topology))
+    with pytest.raises(fxpipe.RunError) as error:
+        nn.utils.clip_grad_norm_(step.parameters(), 1.0)
+    return str(error.value)
+
+
+def test_a_norm_of_plain_gradients_and_experts_names_the_call_that_takes_it(pool: Pool) -> None:
+    for text in pool.run(clipped_by_torch, [("expert", 2)], ranks=2):
+        assert "forward_backward.clip_grad_norm_(max_norm) clips by the whole model's norm" in text
+
+
+def stepped_by_norms(axes: Axes) -> str:
+    """What a step of Adafactor says, which reads the norm of each parameter."""
+    step = compiled(axes)
+    optimizer = step.optimizer(torch.optim.Adafactor)
+    step(**mine(batch(0, step.topology.data_size), step.topology))
+    with pytest.raises(fxpipe.RunError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_an_optimizer_that_would_step_experts_by_the_norm_of_a_part_is_refused(pool: Pool) -> None:
+    for text in pool.run(stepped_by_norms, [("expert", 2)], ranks=2):
+        assert "Adafactor steps by a number computed from a whole parameter, such as its norm" in text
+
+
 def with_other_rows(axes: Axes) -> str:
     step = compiled(axes)
     topology = step.topology

@@ -283,6 +283,25 @@ def test_attention_that_parallelize_leaves_as_it_is_is_refused(pool: Pool) -> No
             assert "has computed attention on this context rank's positions alone" in text
 
 
+def half_the_heads(stage: nn.Module, mesh: Any) -> None:
+    """As tensor parallelism leaves them on a rank."""
+    for module in stage.modules():
+        if type(module).__name__ == "LlamaAttention":
+            projected = module.q_proj.forward
+            module.q_proj.forward = lambda x, projected=projected: projected(x).chunk(2, -1)[0]
+
+
+def test_sizes_that_do_not_fit_what_parallelize_made_are_explained() -> None:
+    batch = hf.causal(ROWS, torch.Generator().manual_seed(0))
+    options = {"boundaries": layers("model.layers", 2), "microbatches": 1, "parallelize": half_the_heads}
+    options |= {"tracer": "record", "example_kwargs": batch, "check_capture": False}
+    step = fxpipe.compile(hf.llama(), Topology([("pipe", 2)]), **options)
+    with pytest.raises(RuntimeError) as error:
+        step(**batch)
+    text = "calls only what is inside of model.layers.0.self_attn, by captured code with the sizes and types"
+    assert text in "\n".join(error.value.__notes__)
+
+
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_spread_over_ranks_train_as_in_plain_pytorch(pool: Pool, name: str) -> None:
     axes = [("pipe", 2), ("expert", 2)]
