@@ -38,6 +38,8 @@ _WORDS = {
     PARAMETER_GRADIENT: "the gradient of the parameter `{}`",
     PARAMETER: "the parameter `{}`",
 }
+ROUNDING = torch.finfo(torch.float32).eps / 2
+"""The norm of a gradient that is rounding alone, at most, relative to the norm of the step's whole gradient."""
 _ROWS = 20
 """The number of differences that a print shows."""
 
@@ -65,7 +67,8 @@ class Difference(NamedTuple):
         entry = self.entry
         where = f"step {entry.step}" if entry.step >= 0 else "before the first step"
         where += f", micro-batch {entry.microbatch}" * (entry.microbatch >= 0)
-        subject = _WORDS[entry.kind].format(entry.name) + f" ({entry.boundary})" * bool(entry.boundary)
+        details = ", ".join(filter(None, (entry.what, entry.boundary if entry.boundary != entry.name else "")))
+        subject = _WORDS[entry.kind].format(entry.name) + f" ({details})" * bool(details)
         if self.what:
             return f"{where}: {subject} {self.what}"
         size = f"{self.relative:.2g} of its largest" if self.is_exact else f"about {self.relative:.1g} of its norm"
@@ -87,6 +90,8 @@ class Bisection(Tabular):
     only_in_second: tuple[str, ...]
     other_rows: tuple[tuple[int, int], ...]
     """The (step, micro-batch) pairs whose inputs differ: their values are not compared."""
+    rounding: tuple[str, ...] = ()
+    """The parameters that are not compared with a tolerance: in both runs their gradients are rounding alone."""
 
     @property
     def first(self) -> Difference | None:
@@ -102,6 +107,11 @@ class Bisection(Tabular):
             lines.append(
                 f"{len(self.other_rows)} micro-batches have other rows in the two runs, first micro-batch {microbatch} "
                 f"of step {step}: their values are not compared"
+            )
+        if self.rounding:
+            lines.append(
+                f"the gradients of {len(self.rounding)} parameters are rounding alone, first {self.rounding[0]}: these "
+                "parameters are not compared"
             )
         for which, names in (("first", self.only_in_first), ("second", self.only_in_second)):
             if names:
@@ -138,7 +148,10 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     inputs = [key for key in both if key[2] == INPUT]
     other_rows = {key[:2] for key in inputs if mine[key].difference(its[key]) is not None}
     differences = [difference for run in runs for difference in run.copies_that_differ()]
+    rounding = () if rtol == 0 else tuple(name for name in _rounding(mine) if name in _rounding(its))
     close, compared = list[RecordedTensor](), [key for key in both if key[:2] not in other_rows]
+    if rounding:
+        compared = [key for key in compared if key[0] < 0 or key[1] >= 0 or key[3] not in rounding]
     for key in compared:
         difference = mine[key].difference(its[key])
         if difference is not None and difference.exceeds(rtol):
@@ -150,7 +163,20 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     number_close = sum(_order(entry) < end for entry in close)
     equal = sum(_order(mine[key].entry) < end for key in compared) - number_close
     only = _missing(mine, its), _missing(its, mine)
-    return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)))
+    return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)), rounding)
+
+
+def _rounding(tensors: Mapping[Key, _Whole]) -> dict[str, None]:
+    """The parameters whose gradients would be 0 in exact arithmetic, as those of attention's key biases, which softmax
+    takes away. An optimizer such as Adam steps by the signs of their rounding."""
+    squares, largest = dict[int, float](), dict[str, float]()
+    gradients = [whole.entry for key, whole in tensors.items() if key[2] == PARAMETER_GRADIENT]
+    for entry in gradients:
+        squares[entry.step] = squares.get(entry.step, 0.0) + entry.fingerprint.squares
+    for entry in gradients:
+        share = entry.fingerprint.squares / (squares[entry.step] or 1.0)
+        largest[entry.name] = max(largest.get(entry.name, 0.0), share)
+    return {name: None for name, share in largest.items() if 0 < share < ROUNDING**2}
 
 
 def _aligned(mine: Mapping[Key, _Whole], its: Mapping[Key, _Whole]) -> dict[Key, _Whole]:
@@ -294,5 +320,5 @@ class _Run:
 
 
 def _key(entry: RecordedTensor, by_boundary: bool = False) -> Key:
-    name = entry.boundary if by_boundary and entry.boundary else entry.name
-    return entry.step, entry.microbatch, entry.kind, name
+    name = entry.name + f" ({entry.what})" * bool(entry.what)
+    return entry.step, entry.microbatch, entry.kind, entry.boundary if by_boundary and entry.boundary else name
