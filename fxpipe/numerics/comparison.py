@@ -40,6 +40,8 @@ _WORDS = {
 }
 ROUNDING = torch.finfo(torch.float32).eps / 2
 """The norm of a gradient that is rounding alone, at most, relative to the norm of the step's whole gradient."""
+OTHER_TYPE = 1e-2
+"""How much an input of 16 bits may differ from the same in 32."""
 _ROWS = 20
 """The number of differences that a print shows."""
 
@@ -52,6 +54,8 @@ class Difference(NamedTuple):
     relative: float
     is_exact: bool
     what: str = ""
+    types: str = ""
+    """The two types, if they differ."""
 
     def exceeds(self, rtol: float) -> bool:
         """Whether the tensors differ by more than ``rtol``. An estimate of 0 proves nothing: changes may cancel."""
@@ -72,7 +76,7 @@ class Difference(NamedTuple):
         if self.what:
             return f"{where}: {subject} {self.what}"
         size = f"{self.relative:.2g} of its largest" if self.is_exact else f"about {self.relative:.1g} of its norm"
-        return f"{where}: {subject} differs by {size}"
+        return f"{where}: {subject} differs by {size}" + f", as {self.types}" * bool(self.types)
 
 
 @dataclass(frozen=True)
@@ -146,12 +150,18 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     its = _aligned(mine, its) if by_boundary else its
     both = [key for key in mine if key in its]
     inputs = [key for key in both if key[2] == INPUT]
-    other_rows = {key[:2] for key in inputs if mine[key].difference(its[key]) is not None}
+    other_rows = {key[:2] for key in inputs if _are_other_rows(mine[key].difference(its[key]))}
     differences = [difference for run in runs for difference in run.copies_that_differ()]
-    rounding = () if rtol == 0 else tuple(name for name in _rounding(mine) if name in _rounding(its))
+    tiny = set() if rtol == 0 else _tiny_gradients(mine) & _tiny_gradients(its)
     close, compared = list[RecordedTensor](), [key for key in both if key[:2] not in other_rows]
-    if rounding:
-        compared = [key for key in compared if key[0] < 0 or key[1] >= 0 or key[3] not in rounding]
+    rounding = tuple(
+        dict.fromkeys(
+            key[3]
+            for key in compared
+            if key[2] == PARAMETER_GRADIENT and key[3] in tiny and mine[key].differs(its[key], rtol)
+        )
+    )
+    compared = [key for key in compared if key[0] < 0 or key[1] >= 0 or key[3] not in rounding]
     for key in compared:
         difference = mine[key].difference(its[key])
         if difference is not None and difference.exceeds(rtol):
@@ -166,9 +176,14 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)), rounding)
 
 
-def _rounding(tensors: Mapping[Key, _Whole]) -> dict[str, None]:
-    """The parameters whose gradients would be 0 in exact arithmetic, as those of attention's key biases, which softmax
-    takes away. An optimizer such as Adam steps by the signs of their rounding."""
+def _are_other_rows(difference: Difference | None) -> bool:
+    """Whether inputs that differ so are other rows, and not the same ones in another type."""
+    return difference is not None and not (difference.types and difference.relative < OTHER_TYPE)
+
+
+def _tiny_gradients(tensors: Mapping[Key, _Whole]) -> set[str]:
+    """The parameters whose gradients may be rounding alone. Attention's key biases have no other gradient, because
+    softmax takes them away; an optimizer such as Adam steps by the signs of the rounding."""
     squares, largest = dict[int, float](), dict[str, float]()
     gradients = [whole.entry for key, whole in tensors.items() if key[2] == PARAMETER_GRADIENT]
     for entry in gradients:
@@ -176,7 +191,7 @@ def _rounding(tensors: Mapping[Key, _Whole]) -> dict[str, None]:
     for entry in gradients:
         share = entry.fingerprint.squares / (squares[entry.step] or 1.0)
         largest[entry.name] = max(largest.get(entry.name, 0.0), share)
-    return {name: None for name, share in largest.items() if 0 < share < ROUNDING**2}
+    return {name for name, share in largest.items() if 0 < share < ROUNDING**2}
 
 
 def _aligned(mine: Mapping[Key, _Whole], its: Mapping[Key, _Whole]) -> dict[Key, _Whole]:
@@ -202,7 +217,8 @@ def _missing(run: Mapping[Key, _Whole], other: Mapping[Key, _Whole]) -> tuple[st
     steps, words = {key[0] for key in other if key[2] == INPUT}, dict[str, None]()
     for step, _, kind, name in (key for key in run if key not in other):
         missing = f"step {step}" if step >= 0 else "the parameters before the first step"
-        words[("the gradient of " * (kind == GRADIENT) + name) if step in steps else missing] = None
+        whose = {GRADIENT: "the gradient of ", PARAMETER_GRADIENT: "the gradient of the parameter "}.get(kind, "")
+        words[whose + name if step in steps else missing] = None
     return tuple(words)
 
 
@@ -221,6 +237,10 @@ class _Whole:
     entry: RecordedTensor
     parts: tuple[RecordedTensor, ...]
 
+    def differs(self, other: _Whole, rtol: float) -> bool:
+        difference = self.difference(other)
+        return difference is not None and difference.exceeds(rtol)
+
     def difference(self, other: _Whole) -> Difference | None:
         """How ``other`` differs; None if all bits are equal."""
         mine, its = self.entry, other.entry
@@ -231,15 +251,16 @@ class _Whole:
         counts = mine.fingerprint.nonfinite, its.fingerprint.nonfinite
         if counts[0] != counts[1]:
             return Difference(mine, math.inf, True, f"has {counts[0]:,} and {counts[1]:,} elements that are inf or nan")
+        types = f"{mine.dtype} and {its.dtype}" * (mine.dtype != its.dtype)
         pairs = list(zip(self.parts, other.parts, strict=False))
         alike = [(a.start, a.count) for a in self.parts] == [(b.start, b.count) for b in other.parts]
         if alike and all(a.tensor and b.tensor for a, b in pairs):
             largest = max(_largest_difference(_elements(self.folder, a), _elements(other.folder, b)) for a, b in pairs)
             relative = largest / mine.fingerprint.largest if mine.fingerprint.largest else math.inf
-            return Difference(mine, relative if largest else 0.0, True)
+            return Difference(mine, relative if largest else 0.0, True, types=types)
         if counts[0]:
             return Difference(mine, math.inf, False, f"has other bits, and {counts[0]:,} elements that are inf or nan")
-        return Difference(mine, mine.fingerprint.relative_difference(its.fingerprint), False)
+        return Difference(mine, mine.fingerprint.relative_difference(its.fingerprint), False, types=types)
 
 
 def _elements(folder: Path, entry: RecordedTensor) -> Tensor:

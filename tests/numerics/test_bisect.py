@@ -329,6 +329,29 @@ def test_another_tracer_or_another_cut_is_no_difference(tmp_path: Path) -> None:
     assert "boundary 0 before transformer.h.1, value 0" in found.only_in_first
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_another_type_is_named_and_its_rows_are_the_same(full: bool, tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.bfloat16())
+        layer.to(dtype)
+        with fxpipe.record_plain(layer, tmp_path / str(dtype), full=full) as run, run.microbatch(0):
+            layer(batch(0)[0].to(dtype)).sum().backward()
+    found = fxpipe.bisect(tmp_path / "torch.float32", tmp_path / "torch.bfloat16", rtol=1e-4)
+    assert found.first is not None
+    assert found.other_rows == ()
+    assert re.match(r"step 0, micro-batch 0: the input `input` differs by .*, as float32 and bfloat16; ", str(found))
+
+
+def test_a_gradient_that_one_run_lacks_is_called_a_gradient(reference: Path, tmp_path: Path) -> None:
+    net = Net()
+    net.layers[1].bias.requires_grad_(False)
+    plain(tmp_path, net)
+    assert "the gradient of the parameter layers.1.bias" in fxpipe.bisect(reference, tmp_path).only_in_first
+
+
 class Attention(nn.Module):
     """A bias of keys has no gradient: softmax takes it away, but for rounding."""
 
