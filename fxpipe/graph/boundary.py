@@ -40,6 +40,12 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 Recorder = Callable[[Any, str | None, Gather | None], Any]
 
 
+def boundary_label(number: int, name: Any, index: int) -> str:
+    """The words for a tensor that crosses a boundary, as "boundary 2 before layers.8, value 0". Boundaries count in the
+    order in which forward reaches them; a mark may have no name."""
+    return f"boundary {number}{f' before {name}' * bool(name)}, value {index}"
+
+
 class _OfThread(threading.local):
     """The state of boundaries in this thread: another thread may run models while this thread captures."""
 

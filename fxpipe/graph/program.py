@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fxpipe.graph.boundary import Gather, Gathered, boundary
+from fxpipe.graph.boundary import Gather, Gathered, boundary, boundary_label
 from fxpipe.graph.question import Answers
 from fxpipe.torch_compat import CHECKS, pytree
 
@@ -156,8 +156,7 @@ class Crossing(NamedTuple):
     """How a value that passes between stages is recorded."""
 
     boundary: str = ""
-    """The first boundary that the value crosses and its number there, as "boundary 2, value 0". Boundaries count in the
-    order in which forward reaches them."""
+    """The first boundary that the value crosses and its number there, as ``boundary_label``."""
     gradient: str = ""
     """The name of the gradient that other stages send back: that of the value, unless its own stage reads it, too."""
     gradient_boundary: str = ""
@@ -171,7 +170,7 @@ def crossings(program: Program) -> dict[str, Crossing]:
     first: dict[Node, tuple[str, Node]] = {}
     for number, marker in enumerate(filter(is_boundary, program.nodes)):
         for index, value in enumerate(marker.args[0]):  # type: ignore[arg-type]
-            label = f"boundary {marker.meta.get('boundary', number)}, value {index}"
+            label = boundary_label(marker.meta.get("boundary", number), marker.args[1], index)
             first.setdefault(made_by(value), (label, marker))
     found = dict[str, Crossing]()
     for value in program.nodes:

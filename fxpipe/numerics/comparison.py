@@ -38,6 +38,10 @@ _WORDS = {
     PARAMETER_GRADIENT: "the gradient of the parameter `{}`",
     PARAMETER: "the parameter `{}`",
 }
+ROUNDING = torch.finfo(torch.float32).eps / 2
+"""The norm of a gradient that is rounding alone, at most, relative to the norm of the step's whole gradient."""
+OTHER_TYPE = 1e-2
+"""How much an input of 16 bits may differ from the same in 32."""
 _ROWS = 20
 """The number of differences that a print shows."""
 
@@ -50,6 +54,8 @@ class Difference(NamedTuple):
     relative: float
     is_exact: bool
     what: str = ""
+    types: str = ""
+    """The two types, if they differ."""
 
     def exceeds(self, rtol: float) -> bool:
         """Whether the tensors differ by more than ``rtol``. An estimate of 0 proves nothing: changes may cancel."""
@@ -65,11 +71,12 @@ class Difference(NamedTuple):
         entry = self.entry
         where = f"step {entry.step}" if entry.step >= 0 else "before the first step"
         where += f", micro-batch {entry.microbatch}" * (entry.microbatch >= 0)
-        subject = _WORDS[entry.kind].format(entry.name) + f" ({entry.boundary})" * bool(entry.boundary)
+        details = ", ".join(filter(None, (entry.what, entry.boundary if entry.boundary != entry.name else "")))
+        subject = _WORDS[entry.kind].format(entry.name) + f" ({details})" * bool(details)
         if self.what:
             return f"{where}: {subject} {self.what}"
         size = f"{self.relative:.2g} of its largest" if self.is_exact else f"about {self.relative:.1g} of its norm"
-        return f"{where}: {subject} differs by {size}"
+        return f"{where}: {subject} differs by {size}" + f", as {self.types}" * bool(self.types)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,8 @@ class Bisection(Tabular):
     only_in_second: tuple[str, ...]
     other_rows: tuple[tuple[int, int], ...]
     """The (step, micro-batch) pairs whose inputs differ: their values are not compared."""
+    rounding: tuple[str, ...] = ()
+    """The parameters that are not compared with a tolerance: in both runs their gradients are rounding alone."""
 
     @property
     def first(self) -> Difference | None:
@@ -102,6 +111,11 @@ class Bisection(Tabular):
             lines.append(
                 f"{len(self.other_rows)} micro-batches have other rows in the two runs, first micro-batch {microbatch} "
                 f"of step {step}: their values are not compared"
+            )
+        if self.rounding:
+            lines.append(
+                f"the gradients of {len(self.rounding)} parameters are rounding alone, first {self.rounding[0]}: these "
+                "parameters are not compared"
             )
         for which, names in (("first", self.only_in_first), ("second", self.only_in_second)):
             if names:
@@ -136,9 +150,18 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     its = _aligned(mine, its) if by_boundary else its
     both = [key for key in mine if key in its]
     inputs = [key for key in both if key[2] == INPUT]
-    other_rows = {key[:2] for key in inputs if mine[key].difference(its[key]) is not None}
+    other_rows = {key[:2] for key in inputs if _are_other_rows(mine[key].difference(its[key]))}
     differences = [difference for run in runs for difference in run.copies_that_differ()]
+    tiny = set() if rtol == 0 else _tiny_gradients(mine) & _tiny_gradients(its)
     close, compared = list[RecordedTensor](), [key for key in both if key[:2] not in other_rows]
+    rounding = tuple(
+        dict.fromkeys(
+            key[3]
+            for key in compared
+            if key[2] == PARAMETER_GRADIENT and key[3] in tiny and mine[key].differs(its[key], rtol)
+        )
+    )
+    compared = [key for key in compared if key[0] < 0 or key[1] >= 0 or key[3] not in rounding]
     for key in compared:
         difference = mine[key].difference(its[key])
         if difference is not None and difference.exceeds(rtol):
@@ -150,7 +173,25 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     number_close = sum(_order(entry) < end for entry in close)
     equal = sum(_order(mine[key].entry) < end for key in compared) - number_close
     only = _missing(mine, its), _missing(its, mine)
-    return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)))
+    return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)), rounding)
+
+
+def _are_other_rows(difference: Difference | None) -> bool:
+    """Whether inputs that differ so are other rows, and not the same ones in another type."""
+    return difference is not None and not (difference.types and difference.relative < OTHER_TYPE)
+
+
+def _tiny_gradients(tensors: Mapping[Key, _Whole]) -> set[str]:
+    """The parameters whose gradients may be rounding alone. Attention's key biases have no other gradient, because
+    softmax takes them away; an optimizer such as Adam steps by the signs of the rounding."""
+    squares, largest = dict[int, float](), dict[str, float]()
+    gradients = [whole.entry for key, whole in tensors.items() if key[2] == PARAMETER_GRADIENT]
+    for entry in gradients:
+        squares[entry.step] = squares.get(entry.step, 0.0) + entry.fingerprint.squares
+    for entry in gradients:
+        share = entry.fingerprint.squares / (squares[entry.step] or 1.0)
+        largest[entry.name] = max(largest.get(entry.name, 0.0), share)
+    return {name for name, share in largest.items() if 0 < share < ROUNDING**2}
 
 
 def _aligned(mine: Mapping[Key, _Whole], its: Mapping[Key, _Whole]) -> dict[Key, _Whole]:
@@ -176,7 +217,8 @@ def _missing(run: Mapping[Key, _Whole], other: Mapping[Key, _Whole]) -> tuple[st
     steps, words = {key[0] for key in other if key[2] == INPUT}, dict[str, None]()
     for step, _, kind, name in (key for key in run if key not in other):
         missing = f"step {step}" if step >= 0 else "the parameters before the first step"
-        words[("the gradient of " * (kind == GRADIENT) + name) if step in steps else missing] = None
+        whose = {GRADIENT: "the gradient of ", PARAMETER_GRADIENT: "the gradient of the parameter "}.get(kind, "")
+        words[whose + name if step in steps else missing] = None
     return tuple(words)
 
 
@@ -195,6 +237,10 @@ class _Whole:
     entry: RecordedTensor
     parts: tuple[RecordedTensor, ...]
 
+    def differs(self, other: _Whole, rtol: float) -> bool:
+        difference = self.difference(other)
+        return difference is not None and difference.exceeds(rtol)
+
     def difference(self, other: _Whole) -> Difference | None:
         """How ``other`` differs; None if all bits are equal."""
         mine, its = self.entry, other.entry
@@ -205,15 +251,16 @@ class _Whole:
         counts = mine.fingerprint.nonfinite, its.fingerprint.nonfinite
         if counts[0] != counts[1]:
             return Difference(mine, math.inf, True, f"has {counts[0]:,} and {counts[1]:,} elements that are inf or nan")
+        types = f"{mine.dtype} and {its.dtype}" * (mine.dtype != its.dtype)
         pairs = list(zip(self.parts, other.parts, strict=False))
         alike = [(a.start, a.count) for a in self.parts] == [(b.start, b.count) for b in other.parts]
         if alike and all(a.tensor and b.tensor for a, b in pairs):
             largest = max(_largest_difference(_elements(self.folder, a), _elements(other.folder, b)) for a, b in pairs)
             relative = largest / mine.fingerprint.largest if mine.fingerprint.largest else math.inf
-            return Difference(mine, relative if largest else 0.0, True)
+            return Difference(mine, relative if largest else 0.0, True, types=types)
         if counts[0]:
             return Difference(mine, math.inf, False, f"has other bits, and {counts[0]:,} elements that are inf or nan")
-        return Difference(mine, mine.fingerprint.relative_difference(its.fingerprint), False)
+        return Difference(mine, mine.fingerprint.relative_difference(its.fingerprint), False, types=types)
 
 
 def _elements(folder: Path, entry: RecordedTensor) -> Tensor:
@@ -294,5 +341,5 @@ class _Run:
 
 
 def _key(entry: RecordedTensor, by_boundary: bool = False) -> Key:
-    name = entry.boundary if by_boundary and entry.boundary else entry.name
-    return entry.step, entry.microbatch, entry.kind, name
+    name = entry.name + f" ({entry.what})" * bool(entry.what)
+    return entry.step, entry.microbatch, entry.kind, entry.boundary if by_boundary and entry.boundary else name

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.batch.description import bind
 from fxpipe.errors import RunError
-from fxpipe.graph.boundary import Gather, recording
+from fxpipe.graph.boundary import Gather, boundary_label, recording
 from fxpipe.numerics.fingerprint import positions_of
 from fxpipe.numerics.recording import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE, TensorPart, ValueRecorder
 from fxpipe.torch_compat import pytree
@@ -29,7 +29,7 @@ class PlainRun:
         self._parameters = list(model.parameters())
         self._signature = Request.signature(model, None)
         self._step, self._number = first_step - 1, -1
-        self._boundaries = 0
+        self._boundaries, self._calls = 0, 0
 
     @contextlib.contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
@@ -40,18 +40,21 @@ class PlainRun:
             self.end_step()
             self._step += 1
             recorder.step = self._step
-        self._number, self._boundaries = number, 0
+        self._number, self._boundaries, self._calls = number, 0, 0
         hook = self._model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
         try:
             with recording(self._cross), cutting(self._model, self._cuts):
                 yield
         finally:
             hook.remove()
+        if not self._calls:
+            raise RunError(f"the model that is recorded was not called in micro-batch {number}")
         # An optimizer, or clipping, may change .grad afterwards: the last micro-batch has the whole gradient.
         recorder.drop(PARAMETER_GRADIENT)
         recorder.add_parts(PARAMETER_GRADIENT, self._parts([parameter.grad for parameter in self._parameters]))
 
     def _record_inputs(self, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._calls += 1
         self._recorder.add_inputs(self._number, bind(self._signature, args, kwargs))
 
     def _cross(self, value: Any, name: str | None, gather: Gather | None) -> Any:
@@ -63,7 +66,7 @@ class PlainRun:
         leaves, spec = pytree.tree_flatten(value)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for order, index in enumerate(tensors):
-            label = f"boundary {boundary}, value {order}"
+            label = boundary_label(boundary, name, order)
             recorder.add(VALUE, label, number, boundary, leaves[index], label)
             if leaves[index].requires_grad:
                 # A view gets the gradient of its uses after the boundary alone.
@@ -115,9 +118,12 @@ def record_plain(
         first_step: the number of the loop's first step: of a run that goes on from a checkpoint, the steps before it.
 
     Raises:
-        RunError: the folder cannot be written; a boundary gathers.
+        RunError: the folder cannot be written; a boundary gathers; the model is DDP's or torch.compile's wrapper.
         PartitionError: ``boundaries`` names no submodule of the model.
     """
+    inner = next((name for name in ("module", "_orig_mod") if name in dict(model.named_children())), None)
+    if inner and type(model).__module__.startswith("torch."):
+        raise RunError(f"record_plain is given a {type(model).__name__}; give it the model inside, its .{inner}")
     recorder = ValueRecorder(folder, 0, 1, 0, full)
     try:
         run = PlainRun(model, recorder, boundaries, first_step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ class RecordedTensor:
     order: int
     """The tensor's index among those of its kind and micro-batch; stages count in topological order."""
     boundary: str
-    """"boundary 2, value 0" for a value that crosses a mark; forward reaches the marks in this order."""
+    """For a value that crosses a mark: ``boundary_label``."""
     dtype: str
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
@@ -61,6 +63,8 @@ class RecordedTensor:
     fingerprint: Fingerprint = NOTHING
     tensor: str = ""
     """The file with the part's elements, if they were recorded in full."""
+    what: str = ""
+    """A captured value in words: names alone are other values in a program that another tracer captured."""
 
 
 class _Measured(NamedTuple):
@@ -94,6 +98,8 @@ class ValueRecorder:
             if self._path in _OPEN:
                 raise RunError(f"{folder} is being recorded to already; give each model a folder of its own")
             self._file = self._path.open("a")
+            if not _locks(self._file):
+                raise RunError(f"{folder} is being recorded to by another process; record one, or give each a folder")
             _OPEN.add(self._path)
         except OSError as error:
             raise RunError(f"values cannot be recorded in {folder}: {error.strerror}") from None
@@ -113,13 +119,16 @@ class ValueRecorder:
         """Drops the entries of a kind that are not written yet."""
         self._measured = [each for each in self._measured if each.entry.kind != kind]
 
-    def add(self, kind: str, name: str, microbatch: int, order: int, value: Any, boundary: str = "") -> None:
+    def add(
+        self, kind: str, name: str, microbatch: int, order: int, value: Any, boundary: str = "", what: str = ""
+    ) -> None:
         """Measures the tensors in ``value``."""
         number = self._replica * self._microbatches + microbatch
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         for index, leaf in enumerate(leaves):
             leaf_name = name if len(leaves) == 1 else f"{name}[{index}]"
-            self._add(kind, number, boundary, TensorPart(leaf_name, order, leaf, leaf.shape, positions_of(leaf)))
+            part = TensorPart(leaf_name, order, leaf, leaf.shape, positions_of(leaf))
+            self._add(kind, number, boundary, part, what)
 
     def add_parts(self, kind: str, parts: Iterable[TensorPart]) -> None:
         """Measures parameters, or their gradients."""
@@ -127,7 +136,7 @@ class ValueRecorder:
         for part in parts:
             self._add(kind, -1, "", part)
 
-    def _add(self, kind: str, microbatch: int, boundary: str, part: TensorPart) -> None:
+    def _add(self, kind: str, microbatch: int, boundary: str, part: TensorPart, what: str = "") -> None:
         elements = local(part.tensor.detach())
         if elements.layout is not torch.strided or elements.is_meta:
             return
@@ -138,7 +147,9 @@ class ValueRecorder:
         numbers, bits = measure(elements, positions)
         dtype = str(elements.dtype).removeprefix("torch.")
         shape, count = tuple(part.shape), elements.numel()
-        entry = RecordedTensor(self.step, kind, part.name, microbatch, part.order, boundary, dtype, shape, count)
+        entry = RecordedTensor(
+            self.step, kind, part.name, microbatch, part.order, boundary, dtype, shape, count, what=what
+        )
         values = elements.clone() if self._full else None
         self._measured.append(_Measured(entry, torch.cat([start, numbers]), bits, values))
 
@@ -160,6 +171,16 @@ class ValueRecorder:
     def close(self) -> None:
         self._file.close()
         _OPEN.discard(self._path)
+
+
+def _locks(file: TextIO) -> bool:
+    """Whether this process alone writes to the file, as far as the file system knows."""
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+    return True
 
 
 def file_of(folder: Path, rank: int) -> Path:

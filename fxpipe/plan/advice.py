@@ -51,11 +51,18 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     staged = None if planning.shown is None else planning.tables.stage_work(planning.shown, graph.placement)
     work = _at(costs, _bare(graph) if staged is None else staged.work, graph, schedule)
     again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
+    if options.recompute is True:  # by the placement: where it saves memory
+        again = Rerun.of(True, graph.names)
     judge = Judge(work, family, schedule.microbatches, None if staged is None else options.memory_per_rank, again)
     layout = StageLayout(tuple(range(len(graph))), graph.placement)
     now = judge.staged(layout)
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
+    if best is not None and planning.shown is not None:  # compile may make another table, or recompute other stages
+        tables = replace(planning.tables, first=None, again=None, captures=replace(planning.captures, searched=None))
+        planned = tables.choose(replace(graph, placement=best.layout.rank_of), planning.shown).simulate(costs).makespan
+        best = replace(best, seconds=planned + judge.staged(best.layout).tied_seconds)
+        best = best if best.seconds < seconds * (1 - WORTH_IT) else None
     after = graph.placement if best is None else best.layout.rank_of
     moves = zip(graph.names, after, graph.placement, strict=True)
     moved = [f"stage `{name}` on {named(entry)}" for name, entry, before in moves if entry != before]

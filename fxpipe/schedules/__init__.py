@@ -18,7 +18,7 @@ from fxpipe.schedules.families.one_f_one_b import greedy, interleaved_1f1b, one_
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.solve import solved
 from fxpipe.schedules.families.v_min import v_min
-from fxpipe.schedules.families.zero_bubble import zb_h1, zb_v
+from fxpipe.schedules.families.zero_bubble import NotFolded, zb_h1, zb_v
 from fxpipe.schedules.given import KINDS, check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
@@ -136,7 +136,9 @@ def make_table(
     # The rows of every family are checked: the family may be the user's own.
     try:
         rows = solved(limited.family, problem)
-    except ScheduleError:
+    except ScheduleError as error:
+        if names and isinstance(error, NotFolded):
+            raise error.named(names) from None
         raise
     except Exception as error:
         raise ScheduleError(f"the family {limited.name} failed: {type(error).__name__}: {error}") from error

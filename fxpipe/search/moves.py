@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError
@@ -21,6 +21,8 @@ from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.schedules import Limited
+from fxpipe.schedules.families.v_min import FOLDING
+from fxpipe.schedules.families.zero_bubble import folded
 from fxpipe.search.block_graph import BlockGraph
 from fxpipe.search.segments import (
     Cuts,
@@ -58,10 +60,16 @@ class Recipe:
 
 
 def recipes(
-    work: BlockGraph, ranks: int, microbatches: int, memory: float | None, apart: frozenset[int] = frozenset()
+    work: BlockGraph,
+    ranks: int,
+    microbatches: int,
+    memory: float | None,
+    apart: frozenset[int] = frozenset(),
+    folds: bool = False,
 ) -> Iterator[Recipe]:
     """For each order, cuts into one and two segments per rank, with the towers of a segment in one stage or in several.
-    ``apart``: blocks in no segment; they depend on no other blocks."""
+    ``apart``: blocks in no segment; they depend on no other blocks. ``folds``: two segments per rank, there and back.
+    """
     reached = entries(work)
     within = reduce(or_, (reached[block] for block in apart), 0)
     sources = tuple(bits & ~within for bits in reached)
@@ -70,8 +78,10 @@ def recipes(
         choices = [(cuts, 1, "a part on each rank") for cuts in balanced(line, ranks, microbatches, memory)]
         if ranks > 1:
             choices += [(cuts, 2, "two parts on each rank") for cuts in balanced(line, 2 * ranks)]
+        if folds:
+            choices = [(cuts, 2, "two parts on each rank, there and back") for cuts in balanced(line, 2 * ranks)]
         for cuts, laps, how in choices:
-            whole = Recipe(line.order, cuts, tuple(range(ranks)) * laps, None, how)
+            whole = Recipe(line.order, cuts, folded(ranks) if folds else tuple(range(ranks)) * laps, None, how)
             yield whole
             if len({sources[block] for block in line.order}) > 1 and not work.blocks_are_stages:
                 yield replace(whole, entries=sources, origin=f"{how}, towers in stages of their own")
@@ -249,7 +259,8 @@ def search(
     # end, the best layouts of different origins are simulated with all micro-batches.
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
     memories = [memory] if memory is None else [memory, None]  # a layout cut only for speed may fit, too
-    recipe_of = {layout_of(work, recipe): recipe for most in memories for recipe in recipes(work, ranks, few, most)}
+    made = partial(recipes, work, ranks, few, folds=family.family in FOLDING)
+    recipe_of = {layout_of(work, recipe): recipe for most in memories for recipe in made(most)}
     # "auto" recomputes only if no layout fits without.
     reruns = [None, again] if again is not None and again.at_need else [again]
     for rerun in reruns:

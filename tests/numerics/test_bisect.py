@@ -19,7 +19,7 @@ from fxpipe import __main__ as command_line
 from fxpipe.errors import RunError
 from fxpipe.numerics.recording import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from tests import hf
-from tests.pool import Pool
+from tests.pool import Pool, RankFailed
 
 STEPS, MICROBATCHES = 2, 4
 
@@ -202,7 +202,7 @@ def test_what_is_printed(reference: Path, tmp_path: Path, capsys: pytest.Capture
     recorded(tmp_path, fault="bf16", full=True)
     assert command_line.main(["bisect", str(reference), str(tmp_path)]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
-    place = "step 0, micro-batch 0: the value `tanh_1` (boundary 1, value 0)"
+    place = "step 0, micro-batch 0: the value `tanh_1` (tanh, boundary 1, value 0)"
     assert re.fullmatch(rf"{re.escape(place)} differs by about 0\.00\d of its norm; 9 tensors .* equal bits", first), (
         first
     )
@@ -274,12 +274,12 @@ def test_a_value_that_is_read_around_a_boundary(tmp_path: Path) -> None:
     # Of the gradient of h, stage 1 sends the skip's share back in one run, and stages 1 and 2 all of it in the other.
     found = fxpipe.bisect(tmp_path / "1", tmp_path / "2")
     assert found.first is None, str(found)
-    assert found.only_in_first == ("the gradient of layers_0 from 1 of 2 uses",)
-    assert found.only_in_second == ("the gradient of layers_0",)
+    assert found.only_in_first == ("the gradient of layers_0 from 1 of 2 uses (layers.0)",)
+    assert found.only_in_second == ("the gradient of layers_0 (layers.0)",)
     found = fxpipe.bisect(tmp_path / "plain", tmp_path / "2")
     assert found.first is None, str(found)
     assert found.only_in_first == ("boundary 0, value 0", "the gradient of boundary 1, value 0")
-    assert found.only_in_second == ("loss", "the gradient of layers_0")
+    assert found.only_in_second == ("loss", "the gradient of layers_0 (layers.0)")
 
 
 def test_a_mask_that_only_a_capture_has_does_not_move_the_values_behind_it(tmp_path: Path) -> None:
@@ -297,6 +297,108 @@ def test_a_mask_that_only_a_capture_has_does_not_move_the_values_behind_it(tmp_p
     found = fxpipe.bisect(tmp_path / "plain", tmp_path / "piped", rtol=1e-5)
     assert found.first is None, str(found)
     assert [name for name in found.only_in_second if name.startswith("boundary")] == []
+
+
+def test_another_tracer_or_another_cut_is_no_difference(tmp_path: Path) -> None:
+    """Tracers number the values in ways of their own: GPT-2's `add_7` leaves block 0 in one, and block 1 in another."""
+    batch = hf.causal(8, torch.Generator().manual_seed(0))
+    runs: dict[str, dict[str, Any]] = {
+        "export": {"tracer": "export", "boundaries": hf.layers("transformer.h", 1, 2)},
+        "record": {"tracer": "record", "boundaries": hf.layers("transformer.h", 1, 2)},
+        "later": {"tracer": "record", "boundaries": hf.layers("transformer.h", 2, 3)},
+    }
+    for name, options in runs.items():
+        torch.manual_seed(0)
+        step = fxpipe.compile(
+            hf.gpt2(), fxpipe.Topology([("pipe", 1)]), microbatches=2, example_kwargs=batch, **options
+        )
+        with step.record_values(tmp_path / name):
+            step(**batch)
+    for name in ("record", "later"):
+        found = fxpipe.bisect(tmp_path / "export", tmp_path / name, rtol=1e-5)
+        assert found.first is None, str(found)
+    for name, cut in (("plain", "transformer.h.1"), ("elsewhere", "transformer.h.2")):
+        torch.manual_seed(0)
+        model = hf.gpt2()
+        with fxpipe.record_plain(model, tmp_path / name, boundaries=[cut]) as run:
+            for number, ids in enumerate(batch["input_ids"].chunk(2)):
+                with run.microbatch(number):
+                    model(input_ids=ids).logits.sum().backward()
+    found = fxpipe.bisect(tmp_path / "plain", tmp_path / "elsewhere")
+    assert found.first is None, str(found)
+    assert "boundary 0 before transformer.h.1, value 0" in found.only_in_first
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_another_type_is_named_and_its_rows_are_the_same(full: bool, tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.bfloat16())
+        layer.to(dtype)
+        with fxpipe.record_plain(layer, tmp_path / str(dtype), full=full) as run, run.microbatch(0):
+            layer(batch(0)[0].to(dtype)).sum().backward()
+    found = fxpipe.bisect(tmp_path / "torch.float32", tmp_path / "torch.bfloat16", rtol=1e-4)
+    assert found.first is not None
+    assert found.other_rows == ()
+    assert re.match(r"step 0, micro-batch 0: the input `input` differs by .*, as float32 and bfloat16; ", str(found))
+
+
+def test_a_gradient_that_one_run_lacks_is_called_a_gradient(reference: Path, tmp_path: Path) -> None:
+    net = Net()
+    net.layers[1].bias.requires_grad_(False)
+    plain(tmp_path, net)
+    assert "the gradient of the parameter layers.1.bias" in fxpipe.bisect(reference, tmp_path).only_in_first
+
+
+class Attention(nn.Module):
+    """A bias of keys has no gradient: softmax takes it away, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 4, 8)
+        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)).square().mean()
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_difference(tmp_path: Path) -> None:
+    for parts in (1, 4):
+        model = Attention()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with fxpipe.record_plain(model, tmp_path / str(parts)) as run:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                for number, part in enumerate(batch(step)[0].chunk(parts)):
+                    with run.microbatch(number):
+                        (model(part) / parts).backward()
+                optimizer.step()
+    found = fxpipe.bisect(tmp_path / "1", tmp_path / "4", rtol=1e-3)
+    assert found.first is None, str(found)
+    assert found.rounding == ("key.bias",)
+    assert "the gradients of 1 parameters are rounding alone, first key.bias" in str(found)
+    exact = fxpipe.bisect(tmp_path / "1", tmp_path / "4")
+    assert "key.bias" in {difference.entry.name for difference in exact.differences}
+
+
+def test_what_record_plain_cannot_record_is_refused(tmp_path: Path) -> None:
+    compiled: Any = torch.compile(Net(), backend="eager")
+    wrapped = pytest.raises(RunError, match=r"given a OptimizedModule; give it the model inside, its \._orig_mod")
+    with wrapped, fxpipe.record_plain(compiled, tmp_path):
+        pass
+    not_called = pytest.raises(RunError, match="was not called in micro-batch 0")
+    with not_called, fxpipe.record_plain(Net(), tmp_path) as run, run.microbatch(0):
+        pass
+
+
+def test_another_process_that_records_into_the_folder_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """As two ranks of DistributedDataParallel would."""
+    refused = pytest.raises(RankFailed, match="is being recorded to by another process")
+    with fxpipe.record_plain(Net(), tmp_path), refused:
+        pool.run(plain, tmp_path, Net(), ranks=1)
 
 
 @pytest.mark.parametrize("full", [False, True])

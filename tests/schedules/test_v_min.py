@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fxpipe
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import Costs, build
+from fxpipe.schedules import Costs, ScheduleName, build
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.families.zero_bubble import folded
 from tests.graphs import chain
@@ -76,3 +80,40 @@ def test_at_other_costs_and_with_messages_that_take_time_the_order_stays() -> No
 def test_other_graphs_and_placements_are_refused(edges: list[tuple[int, int]], placement: list[int], fact: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(fact)):
         build("v_min", edges, 4, placement)
+
+
+@pytest.mark.parametrize("family", ["v_min", "zb_v"])
+def test_compile_names_the_placement_that_it_takes(family: ScheduleName) -> None:
+    def compiled(placement: dict[str, Any] | None) -> fxpipe.ForwardBackward:
+        return fxpipe.compile(
+            nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))),
+            fxpipe.Topology([("pipe", 2)]),
+            boundaries=["1", "2", "3"],
+            microbatches=4,
+            loss_fn=nn.functional.mse_loss,
+            schedule=family,
+            placement=placement,
+        )
+
+    with pytest.raises(ScheduleError, match="write placement=") as refused:  # without an example shapes are not known
+        compiled(None)
+    scope: dict[str, Any] = {}
+    exec(str(refused.value).partition("write ")[2], scope)
+    assert compiled(scope["placement"]).schedule.placement == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize("family", ["v_min", "zb_v"])
+@pytest.mark.parametrize("boundaries", ["auto", ["1", "2", "3"]], ids=["auto", "named"])
+def test_with_an_example_the_fold_is_found(family: ScheduleName, boundaries: Any) -> None:
+    x, y = torch.randn(16, 64), torch.randn(16, 64)
+    preview = fxpipe.preview(
+        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))),
+        fxpipe.Topology([("pipe", 2)]),
+        boundaries=boundaries,
+        microbatches=4,
+        loss_fn=nn.functional.mse_loss,
+        schedule=family,
+        example_args=(x,),
+        example_kwargs={"target": y},
+    )
+    assert preview.schedule.placement == (0, 1, 1, 0)

@@ -220,7 +220,7 @@ class _BoundAction:
             if kind == GRADIENT:
                 label, boundary = crossing.gradient or name, crossing.gradient_boundary
             order = self.action.stage * MOST_OUTPUTS + number
-            recorder.add(kind, label, self.action.microbatch, order, value, boundary)
+            recorder.add(kind, label, self.action.microbatch, order, value, boundary, crossing.what)
 
     def bound_run(self) -> Run:
         """The stage's forward, under its own seed and autocast regions, if it has any."""

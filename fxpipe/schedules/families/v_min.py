@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.zero_bubble import check_folds
+from fxpipe.schedules.families.zero_bubble import check_folds, zb_v
 from fxpipe.schedules.schedule import Row
 
 PERIOD = 6
@@ -65,3 +65,7 @@ def _slots(ranks: int, rank: int, down: int, up: int) -> Iterator[tuple[int, int
             weight = next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in taken)
             taken.add(weight % PERIOD)
             yield weight, stage, Op.W
+
+
+FOLDING = zb_v, v_min
+"""The families of chains that go down the ranks and back up."""

@@ -21,7 +21,7 @@ still go down. Each rank holds as much as the first with 1F1B, and at F = I = W 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
@@ -134,6 +134,19 @@ def _v_order(rank: int, ranks: int, m: int) -> Iterator[tuple[int, Op]]:
     yield from [(DOWN, Op.W)] * rank
 
 
+class NotFolded(ScheduleError):
+    """The stages are on other ranks than ``ranks``: stage → rank."""
+
+    def __init__(self, fact: str, ranks: Mapping[int, int]) -> None:
+        super().__init__(f"{fact}write placement={[ranks[stage] for stage in sorted(ranks)]}")
+        self.fact, self.ranks = fact, ranks
+
+    def named(self, names: Sequence[str]) -> ScheduleError:
+        """The error with a placement that ``compile`` takes."""
+        ranks = {names[stage]: rank for stage, rank in sorted(self.ranks.items())}
+        return ScheduleError(f"{self.fact}write placement={ranks}")
+
+
 def check_folds(problem: Problem, family: str) -> None:
     """ScheduleError, in the name of a family, if the stages are no chain, or its placement does not fold."""
     if problem.is_grouped:
@@ -148,7 +161,7 @@ def check_folds(problem: Problem, family: str) -> None:
     wanted = folded(max(count // 2, 1))
     if ranks != wanted:
         there = "two stages a rank, there and back"
-        raise ScheduleError(
-            f'"{family}" is for {there}, and the {count} stages are on ranks {list(ranks)}; '
-            + (f"write placement={list(wanted)}" if count % 2 == 0 else "make it an even number of stages")
-        )
+        fact = f'"{family}" is for {there}, and the {count} stages are on ranks {list(ranks)}; '
+        if count % 2:
+            raise ScheduleError(fact + "make it an even number of stages")
+        raise NotFolded(fact, dict(zip(order, wanted, strict=True)))
