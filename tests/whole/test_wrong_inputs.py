@@ -171,13 +171,13 @@ fb().evalute(X, Y)
     AttributeError: forward_backward has no 'evalute'; did you mean "evaluate"?
 
 # stages by hand, and schedules
-graph(None)
+staged(None)
     PartitionError: stages is None; it is a dict name -> module or function
-graph({"a": abs, "b": abs}, ("a", "b"))
+staged({"a": abs, "b": abs}, ("a", "b"))
     PartitionError: edges is ('a', 'b'); it is a list of pairs of names, [("image", "loss")]
-graph({"a": abs, "b": abs}, [("a", "b"), ("b", "a")])
+staged({"a": abs, "b": abs}, [("a", "b"), ("b", "a")])
     PartitionError: the edges form a cycle through ['a', 'b']
-graph({"a": abs}, inputs={"a": "image"})
+staged({"a": abs}, inputs={"a": "image"})
     PartitionError: inputs is {'a': 'image'}; it is a dict name -> list of the inputs
 build("1f1b", None, 4)
     ScheduleError: edges is None; it is a list of pairs of stage numbers, [(0, 1), (1, 2)]
@@ -275,7 +275,7 @@ def table(**fields: Any) -> Schedule:
     return Schedule(**{"rows": CELLS, **FIELDS, **fields})
 
 
-def graph(stages: Any, edges: Any = (), inputs: Any = None) -> StageGraph:
+def staged(stages: Any, edges: Any = (), inputs: Any = None) -> StageGraph:
     return StageGraph.from_callables(stages, edges, {"a": ["x"]} if inputs is None else inputs)
 
 
