@@ -111,10 +111,9 @@ LONG = """
     whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[data2
     whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[expert4
     whole/test_batch_axes.py::test_schedules
-    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[DeepSeek-V3
-    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[GPT-OSS
-    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch[Mixtral
+    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch
     whole/test_batch_axes_hf.py::test_llama
+    whole/test_batch_axes_hf.py::test_what_a_model_would_count
     whole/test_benchmarks.py
     whole/test_detector.py
     whole/test_fuzzed.py
@@ -270,7 +269,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def is_long(item: pytest.Item) -> bool:
         later = device.DEVICE == "cuda" and (item.nodeid.startswith(slow) or not item.nodeid.startswith(first))
-        return later or item.nodeid.startswith(long)
+        return later or item.nodeid.startswith(long) or item.get_closest_marker("long") is not None
 
     if _is_whole_suite(config) and not (config.option.markexpr or config.option.keyword or ALL):
         config.hook.pytest_deselected(items=[item for item in items if is_long(item)])
