@@ -73,7 +73,9 @@ LONGEST = """
 """
 """Files with tests of many seconds each: of several processes, none shall run one alone at the end."""
 LONG = """
+    distributed/test_heartbeat.py::test_ranks_are_heard_again_after_a_fault_of_the_network[silent
     faults/
+    loops/test_lightning.py::test_one_process_trains_as_a_plain_trainer[bf16
     numerics/test_bisect.py::test_a_mask_that_only_a_capture
     loops/test_accelerate.py
     loops/test_transformers.py::test_a_resumed
@@ -152,7 +154,11 @@ LONG = """
     whole/test_resume.py
     whole/test_save_load.py::test_a_run_of_four
     whole/test_several_sharded.py::test_it_trains_as_plain_pytorch_and_resumes_with_the_same_bits[FSDP2-4-False
+    whole/test_packed_inputs.py::test_so_it_is_on_ranks_of_which_each_is_given_what_it_needs[lists
+    whole/test_questions.py::test_batches_of_other_sizes
     whole/test_strings.py::test_batches_of_other_sizes
+    whole/test_strings.py::test_other_strings_take_no_capture[Branching
+    whole/test_strings.py::test_other_strings_take_no_capture[InDict
     whole/test_virtual_time.py::test_a_step_takes
     whole/test_virtual_time.py::test_each
     whole/test_without_numpy.py
