@@ -130,25 +130,26 @@ class _Forecast:
 
         A rank sends each token to each of its experts. Expert ranks get equally many, and have their own share.
         """
-        experts = {key: part.exchanged_over for key, part in self.parts.items() if part.exchanged_over}
-        if not experts:
-            return [0.0] * len(self.graph)
-        modules = [
-            (module, next(experts[key] for key in keys if key in experts))
+        over = {key: part.exchanged_over for key, part in self.parts.items() if part.exchanged_over}
+        # Module with experts of its own → the ranks that exchange its tokens.
+        ranks_of = {
+            module: over[id(parameter)]
             for module in self.graph.module.modules()
-            if (keys := {id(parameter) for parameter in module.parameters(recurse=False)}) & experts.keys()
-        ]
-        sent: dict[int, Sent] = {}
+            for parameter in module.parameters(recurse=False)
+            if id(parameter) in over
+        }
+        if not ranks_of:
+            return [0.0] * len(self.graph)
+        sent: dict[nn.Module, Sent] = {}
 
         def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             tokens, *others = tensors_in((args, kwargs))
             chosen = [other.numel() for other in others if not other.is_floating_point()]
-            copies = max(chosen, default=0) / tokens.shape[:-1].numel() if chosen else 1.0
-            share = 1 - 1 / len(groups[id(module)])
-            sent[id(module)] = Sent(share * copies * tokens.nbytes, float(self._crosses(groups[id(module)])))
+            copies = max(chosen) / tokens.shape[:-1].numel() if chosen else 1.0
+            ranks = ranks_of[module]
+            sent[module] = Sent((1 - 1 / len(ranks)) * copies * tokens.nbytes, self._crosses(ranks))
 
-        groups = {id(module): ranks for module, ranks in modules}
-        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module, _ in modules]
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in ranks_of]
         try:  # costs anew, so that the modules run on the shapes of a micro-batch
             balancing = replace(self.planning.captures.balancing, costed=None)
             balancing.stage_work(self.planning.captures.first, self.pattern, self.graph.placement)
@@ -158,8 +159,8 @@ class _Forecast:
         seconds = []
         for stage in self.graph:
             mine = set(map(id, stage.tensors.values()))
-            inside = (m for m, _ in modules if mine & {id(each) for each in m.parameters(recurse=False)})
-            seconds.append(sum(sent[id(m)].seconds(self.hardware) for m in inside if id(m) in sent))
+            inside = (module for module in sent if mine & set(map(id, module.parameters(recurse=False))))
+            seconds.append(sum(sent[module].seconds(self.hardware) for module in inside))
         return seconds
 
     def _crosses(self, ranks: Sequence[int]) -> float:
