@@ -1,4 +1,5 @@
-"""Collectives in forward: refuses collectives that wait for ranks of other stages, which never join them."""
+"""Collectives in forward: refuses collectives that wait for ranks of other stages, which never join them; and, on a
+context axis, stages that take this rank's positions for all."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class AttentionCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether a stage's forward computes attention, and whether it meets other context ranks.
+class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches a stage's forward on a rank that has some positions of each row.
 
     ``check`` refuses attention in a forward that met none of them: it saw this rank's positions alone. It refuses a
     convolution along positions with padding in any case, since the padding lies where other ranks' positions are, and
@@ -78,7 +79,7 @@ class AttentionCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def check(self) -> None:
-        """TopologyError if the forward computed attention and met no other context rank, or padded a convolution."""
+        """TopologyError if the forward took this rank's positions for all."""
         is_fused = any("attention" in name or "attn" in name for name in self._called)
         products, scores = {"bmm", "baddbmm"} & self._called, {"softmax", "safe_softmax"} & self._called
         if not self._is_met and (is_fused or (products and scores)):

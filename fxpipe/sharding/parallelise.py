@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from fxpipe.distributed.forward_collectives import AttentionCheck
+from fxpipe.distributed.forward_collectives import ContextCheck
 from fxpipe.distributed.grid import BATCH_AXES, ROLES
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
@@ -424,7 +424,7 @@ class Parallel:
                     self._captures += 1
                     _move_in(stage, module, home, self._captures)
                 code = types.MethodType(type(module).forward, home.module)
-            check = AttentionCheck(self._context, stage.name) if self._context else None
+            check = ContextCheck(self._context, stage.name) if self._context else None
             uses = max(len(stage.outputs), 1)
             self._adopted[module] = _StageFunction(stage.name, home.module, code, uses, check, home.taken_apart())
         return replace(stage, function=self._adopted[module])
@@ -442,7 +442,7 @@ class _StageFunction:
     module: nn.Module
     code: Callable[..., Any] | None
     uses: int
-    check: AttentionCheck | None
+    check: ContextCheck | None
     apart: Sequence[str]
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
