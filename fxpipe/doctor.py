@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 import warnings
@@ -23,7 +22,7 @@ from fxpipe.device import versions
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.grid import abbreviated
 from fxpipe.distributed.link_speed import link_speeds
-from fxpipe.distributed.processes import connect, init, slurm_place, torchrun_place
+from fxpipe.distributed.processes import connect, init, process_place
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.torch_transport import facts_of
 from fxpipe.distributed.traffic import DATA_AXIS
@@ -49,7 +48,7 @@ class Doctor:
     """A rank's checks. Ranks exchange their figures over the transport ``_control``, which no check uses otherwise."""
 
     def __init__(self, pipe: int | None, ranks_per_node: int | None) -> None:
-        self._device, process = init(TIMEOUT), torchrun_place(os.environ) or slurm_place(os.environ)
+        self._device, process = init(TIMEOUT), process_place()
         world = process.world_size if process else pipe or _ALONE
         pipe = pipe or next(size for size in range(_MOST_PIPE, 0, -1) if world % size == 0)
         self._topology = Topology.fit(world, pipe=pipe, ranks_per_node=ranks_per_node)

@@ -97,7 +97,7 @@ def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torc
         if device == "cpu" != served.type:
             raise RunError(f'torch.distributed was started for {served.type}; call fxpipe.init(device="cpu") first')
         return served
-    process = torchrun_place(os.environ) or slurm_place(os.environ)
+    process = process_place()
     if process is None:
         return own
     # Select the GPU first: the process group is bound to the GPU, and otherwise all ranks would work on GPU 0.
@@ -108,6 +108,11 @@ def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torc
     if process.world_size > 1:
         watchdog()
     return own
+
+
+def process_place() -> ProcessPlace | None:
+    """This process's place among those that torchrun or srun has started; None if neither has started it."""
+    return torchrun_place(os.environ) or slurm_place(os.environ)
 
 
 def torchrun_place(environ: Mapping[str, str]) -> ProcessPlace | None:

@@ -27,7 +27,7 @@ import fxpipe
 from fxpipe.batch.batch import Batch
 from fxpipe.batch.counts import counts_of
 from fxpipe.batch.description import bind, describe
-from fxpipe.distributed.processes import slurm_place, torchrun_place
+from fxpipe.distributed.processes import process_place
 from fxpipe.errors import RunError
 from fxpipe.loops.replica_batches import ReplicaBatches, SeededRows, part_of
 from fxpipe.run.forward_backward import steps_of
@@ -50,7 +50,7 @@ OVERRIDDEN = "compute_loss prediction_step get_train_dataloader get_eval_dataloa
 
 def refused(cls: type[Trainer], args: Any, topo: fxpipe.Topology, given: Mapping[str, Any]) -> list[str]:
     """Returns what of the arguments of a ``cls`` a pipeline cannot do, and what to write instead."""
-    config, optim, process = args.accelerator_config, args.optim.value, _process()
+    config, optim, process = args.accelerator_config, args.optim.value, process_place()
     evaluated = given.get("eval_dataset")
     datasets = [given.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
     unsized = any(each is not None and not hasattr(each, "__len__") for each in datasets)
@@ -331,13 +331,9 @@ def _reads_number(model: Any) -> bool:
     return "loss_function" in named and getattr(base, "accepts_loss_kwargs", True)
 
 
-def _process() -> Any:
-    return torchrun_place(os.environ) or slurm_place(os.environ)
-
-
 def _join(args: TrainingArguments) -> None:
     """Starts torch.distributed, and has Accelerate see all processes, on CPUs, too."""
-    device, process = fxpipe.init(device="cpu") if args.use_cpu else fxpipe.init(), _process()
+    device, process = fxpipe.init(device="cpu") if args.use_cpu else fxpipe.init(), process_place()
     if process is not None and args.world_size != process.world_size:
         names = ("rank", "local_rank", "world_size")
         os.environ.update({name.upper(): str(getattr(process, name)) for name in names})
