@@ -16,7 +16,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import Tabular
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules.schedule import Schedule, Timeline
-from fxpipe.schedules.table import table
+from fxpipe.schedules.table import in_seconds, table
 from fxpipe.small_file import write_whole
 
 
@@ -165,8 +165,7 @@ class Preview(Tabular):
     def _figures(self) -> str:
         facts = []
         if self.seconds is not None:
-            time = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1e3:.3g} ms"
-            facts.append(f"a step takes {time}")
+            facts.append(f"a step takes {in_seconds(self.seconds)}")
         if self.utilisation is not None and self.flops is not None:
             facts.append(f"{self.flops / 1e12:,.4g} TFLOP of products: {self.utilisation:.1%} of the devices' peak")
         if self.between_nodes is not None:

@@ -240,9 +240,9 @@ def _times(timeline: Timeline) -> str:
     makespan, bound, costs = timeline.makespan, timeline.lower_bound, timeline.costs
     bubble = f"bubble {timeline.bubble:.1%}"
     if timeline.measured:
-        return f"measured: {bubble}, makespan {_seconds(makespan)} (lower bound {_seconds(bound)})"
+        return f"measured: {bubble}, makespan {in_seconds(makespan)} (lower bound {in_seconds(bound)})"
     if costs.source:
-        return f"{bubble}, {_seconds(makespan)} planned (lower bound {_seconds(bound)}), {costs.source}"
+        return f"{bubble}, {in_seconds(makespan)} planned (lower bound {in_seconds(bound)}), {costs.source}"
     if any(cost != 1 for cost in costs.forward):
         return f"{bubble}, makespan {makespan:g} (lower bound {bound:g}) in the costs' unit"
     # The other costs, if each is the same for all stages.
@@ -258,7 +258,8 @@ def _times(timeline: Timeline) -> str:
     return f"{bubble}, makespan {makespan:g} F (lower bound {bound:g} F){at}"
 
 
-def _seconds(time: float) -> str:
+def in_seconds(time: float) -> str:
+    """Seconds in s or ms, to three digits."""
     number, unit = (time, "s") if time >= 1 else (time * 1e3, "ms")
     return f"{number:.3g} {unit}" if number < 99.95 else f"{number:.0f} {unit}"
 
