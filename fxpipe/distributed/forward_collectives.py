@@ -4,8 +4,8 @@ context axis, stages that take this rank's positions for all."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import distributed as dist
@@ -14,7 +14,7 @@ from torch import nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.torch_compat import BATCH_STATISTICS, TorchDispatchMode, groups_of_call
+from fxpipe.torch_compat import BATCH_STATISTICS, TorchDispatchMode, groups_of_call, pytree
 from fxpipe.trace.user_line import current_line
 
 
@@ -50,18 +50,26 @@ class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches a stage's forward on a rank that has some positions of each row.
 
     ``check`` refuses attention in a forward that met none of them: it saw this rank's positions alone. It refuses a
-    convolution along positions with padding in any case, since the padding lies where other ranks' positions are, and
-    an embedding of positions that forward counts itself.
+    convolution along positions with padding in any case, since the padding lies where other ranks' positions are, an
+    embedding of positions that forward counts itself, and a table of positions that is read from its first row.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, context: Sequence[int], stage: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._others, self._stage = set(context) - {dist.get_rank()}, stage
-        self._called, self._is_met, self._pads, self._counts = set[str](), False, False, False
+        self._ranks, self._others, self._stage = len(context), set(context) - {dist.get_rank()}, stage
+        self._called, self._is_met, self._pads, self._counts, self._slices = set[str](), False, False, False, False
+        self._lengths, self._tables = set[int](), set[int]()
         self._counted: list[torch.UntypedStorage] = []
         """The memory of what ``torch.arange`` has returned."""
+
+    def watch(self, inputs: Sequence[Any], tensors: Iterable[torch.Tensor]) -> Self:
+        """Returns this mode, for a forward of inputs [rows, positions, ...] by a stage that has these tensors."""
+        leaves = [leaf for leaf in pytree.tree_leaves(list(inputs)) if isinstance(leaf, torch.Tensor)]
+        self._lengths = {leaf.shape[1] for leaf in leaves if leaf.dim() > 1}
+        self._tables = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0].strip("_")
@@ -71,12 +79,19 @@ class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._pads = self._pads or (args[0].dim() == 3 and any(args[4]))
         if name == "embedding":  # weight, indices
             self._counts |= args[1].numel() > 1 and args[1].untyped_storage() in self._counted
+        if name == "slice":
+            self._slices |= self._begins(*args)
         for group in groups_of_call(func, args, kwargs or {}):
             self._is_met = self._is_met or not self._others.isdisjoint(dist.get_process_group_ranks(group))
         result = func(*args, **(kwargs or {}))
         if name == "arange":
             self._counted.append(result.untyped_storage())
         return result
+
+    def _begins(self, table: torch.Tensor, dim: int = 0, start: int = 0, end: int | None = None, *_: Any) -> bool:
+        """Whether a slice takes as many rows as this rank has positions from the beginning of a table of all."""
+        is_of_all = end in self._lengths and table.shape[dim] >= self._ranks * (end or 0)
+        return not start and is_of_all and table.untyped_storage().data_ptr() in self._tables
 
     def check(self) -> None:
         """TopologyError if the forward took this rank's positions for all."""
@@ -92,6 +107,12 @@ class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise TopologyError(
                 f"stage {self._stage} looks up an embedding of positions that it counts itself (torch.arange), and a "
                 "context rank would count its own from 0; give forward the positions, cut by topo.context_part"
+            )
+        if self._slices:
+            raise TopologyError(
+                f"stage {self._stage} takes the first rows of a table of positions (such as freqs_cis[:length]), and a "
+                "context rank would take those of the first positions for its own; give forward the positions, cut by "
+                "topo.context_part, and let it look them up (freqs_cis[positions])"
             )
         if self._pads:
             raise TopologyError(

@@ -649,8 +649,21 @@ class Counted(Toy):
         return self.head(self.blocks[0](x, positions)).square().mean()
 
 
+class Sliced(Toy):
+    """As torchtitan's Llama has its rotary frequencies: a table of all positions, of which forward takes the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.outer(torch.arange(2.0 * LENGTH), torch.ones(WIDTH)), persistent=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        x = self.embed(ids) + self.angles[0 : ids.shape[1]].sin()
+        return self.head(self.blocks[0](x, positions)).square().mean()
+
+
 OWN_POSITIONS: dict[str, tuple[type[Toy], str]] = {
     "convolved": (Convolved, "has a convolution along positions that pads the ends of this context rank's part"),
+    "sliced": (Sliced, "takes the first rows of a table of positions (such as freqs_cis[:length])"),
     "counted": (Counted, "looks up an embedding of positions that it counts itself (torch.arange)"),
 }
 

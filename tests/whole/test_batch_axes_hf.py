@@ -212,7 +212,9 @@ def test_llama_on_a_context_axis_trains_as_in_plain_pytorch(pool: Pool) -> None:
             for name, gradient in gradients.items():
                 whole = wanted.gradients[step][name]
                 assert whole is not None
-                assert_near(gradient, whole, 2e-6 * float(whole.abs().max()), f"step {step}: {name}")
+                # AdamW's first step divides small gradients by themselves: rounding counts for more from then on.
+                most = (5e-6 if step else 1e-6) * float(whole.abs().max())
+                assert_near(gradient, whole, most, f"step {step}: {name}")
         for name, tensor in model.state_dict().items():
             assert_near(run.state[name], tensor, 5e-6, name)
 
