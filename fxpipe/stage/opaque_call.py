@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.like import TensorLike
-from fxpipe.stage.awaiting import ReadsMore
 from fxpipe.stage.elsewhere import ElsewhereError
 from fxpipe.stage.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree, tensors_in, version_of
@@ -130,7 +129,7 @@ class SizeCheck(Protocol):
         """Raises RunError if the check fails. ``sizes``: the sizes of other tensors."""
 
 
-class OpaqueCall(ReadsMore):
+class OpaqueCall(nn.Module):
     """A call of an opaque region, from flat argument tensors to flat result tensors.
 
     ``owner``, ``method``: the module and the method that run. ``parts``: the modules that the method uses.
