@@ -32,15 +32,12 @@ BURST = 2**18
 is posted alone wakes the sender up, which for small messages takes longer than to send them."""
 
 HEADER = 256
-"""Bytes of the header that travels before a message without a known layout. Its fixed size lets the receiver post it
-ahead. It has the length of the description, in 8 bytes, and the beginning of the description. The description of a
-single tensor fits; the rest of a longer one travels as another message."""
+"""Bytes of the header that travels before a message without a known layout: a fixed size, so that it is posted ahead.
+It has the length of the description, in 8 bytes, and its beginning; the rest travels as another message."""
 
 
 class _WireLayout:
     """The layout of a message: container, shapes, types and strides."""
-
-    __slots__ = ("like", "meta", "nbytes", "number")
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
@@ -59,7 +56,7 @@ class WireExchange:
         self._layouts: dict[tuple[int, Op, Pair], dict[Hashable, _WireLayout]] = {}
         self.kind: Hashable = None
         self.numbers: Sequence[Hashable] = ()
-        """A key for each micro-batch of the step that runs: micro-batches with equal keys have equal shapes."""
+        """See ``begin``."""
         self._receives: Sequence[Port] = ()
         self.sending: dict[_Wire, _Buffers] = {}
         self.arriving: dict[_Wire, tuple[_WireLayout, _Buffers]] = {}
@@ -97,13 +94,8 @@ class WireExchange:
             line.drop()
 
     def finish(self) -> None:
-        """Waits for all messages under way, at the end of a step."""
-        # A message that no action took must be received, or the next step would take it for its first message.
-        for line in self._lines.values():
-            while line.waiting:
-                line.waiting[0].take()
-        for wire in list(self.arriving):
-            wire.take()
+        """Waits until every send was received, at the end of a step, whose actions have taken all that was posted."""
+        assert not self.arriving
         for wire in list(self.sending):
             wire.release()
         self.drop()
@@ -306,8 +298,6 @@ class Mailbox:
 
 class _Letterbox:
     """The port of one message in a mailbox."""
-
-    __slots__ = ("values",)
 
     def __init__(self) -> None:
         self.values: list[Any] = []

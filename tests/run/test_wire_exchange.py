@@ -415,13 +415,6 @@ def test_a_deviation_is_an_error_at_the_sender_that_tells_both(first: Any, secon
 
 
 @every_seed
-def test_what_was_posted_and_never_taken_is_drained_at_the_end_of_a_step(seed: int) -> None:
-    steps: list[Step] = [("kind", None, {p: numbers(10 * step + p) for p in range(3)}) for step in range(3)]
-    found = ran(steps, seed, order=lambda places: [0])
-    assert [one.taken[0][0].item() for one in found] == [0, 10, 20]
-
-
-@every_seed
 def test_the_end_of_a_step_waits_until_every_send_was_received(seed: int) -> None:
     log: list[str] = []
 
