@@ -42,8 +42,6 @@ class _WireLayout:
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
         self.like = PlainMeta.of(meta, device)  # for a single plain tensor, which travels unchanged
-        # A size that one stage asks for another stage: both ends know it, and nothing travels.
-        self.number = meta.leaves[0] if meta.spec.is_leaf() and type(meta.leaves[0]) is int else None
 
 
 class WireExchange:
@@ -124,7 +122,6 @@ class _Receives:
         self._advance()
 
     def _advance(self) -> None:
-        """Posts all receives that can be posted."""
         # Receives of a pair match sends by order alone: no receive may be posted past one without a known layout.
         while self.waiting and (layout := self.waiting[0].layout) is not None:
             self.waiting.popleft().post_like(layout)
@@ -208,8 +205,6 @@ class _Wire:
         if last is not None and last.like is not None and last.like.fits(value):
             self._start([value.detach()])
             return
-        if last is not None and type(value) is int and value == last.number:
-            return
         meta, buffers = pack(value, None if last is None else last.meta)
         header: list[Tensor] = []
         if last is None:
@@ -252,14 +247,12 @@ class _Wire:
             self.line.add(self)
 
     def post_like(self, layout: _WireLayout) -> None:
-        """Posts the receive, whose turn it is."""
         exchange = self._exchange
         buffers = allocate(layout.meta, exchange.device) if layout.like is None else [layout.like.allocate()]
         works = [(exchange.transport.receive(self._pair, buffer), buffer) for buffer in buffers]
         exchange.arriving[self] = layout, works
 
     def take(self) -> Any:
-        """Waits for the message, and returns its value."""
         arriving = self._exchange.arriving
         while self not in arriving:  # messages come in the sender's order
             self.line.describe_first()
@@ -268,8 +261,6 @@ class _Wire:
             work.wait()
         if layout.like is not None:
             return works[0][1].requires_grad_(layout.like.requires_grad)
-        if layout.number is not None:
-            return layout.number
         return unpack(layout.meta, [buffer for _, buffer in works])
 
 
@@ -297,8 +288,6 @@ class Mailbox:
 
 
 class _Letterbox:
-    """The port of one message in a mailbox."""
-
     def __init__(self) -> None:
         self.values: list[Any] = []
 

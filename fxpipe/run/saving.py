@@ -149,7 +149,6 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
 
 
 def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: Any, block: Any) -> None:
-    """Raises CheckpointError for invalid arguments of ``save``."""
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r} is no number of steps; write how many were made, from 0 on")
     if not is_flag(block):
@@ -358,7 +357,6 @@ def _write_later(job: _Job, gathering: Gathering, device: torch.device, lock: Fo
 
 
 def wait_for_saves(forward_backward: ForwardBackward) -> None:
-    """Waits until no write for ``forward_backward`` is under way."""
     saver = _SAVERS.get(forward_backward)
     if saver is not None and saver.pending is not None:
         wait([saver.pending])

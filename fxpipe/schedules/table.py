@@ -66,7 +66,6 @@ class Fold:
 
     @property
     def end(self) -> int:
-        """The step after the fold's last step."""
         return self.first + self.period * self.times
 
     def __str__(self) -> str:
@@ -186,7 +185,6 @@ def _widths(columns: Iterable[Column], gap: int) -> list[int]:
 
 
 def _width() -> int:
-    """Returns the terminal's width in characters."""
     return shutil.get_terminal_size(fallback=(120, 24)).columns
 
 

@@ -223,7 +223,6 @@ class EffectsOf:
         self._known: dict[int, tuple[object, SideEffects]] = {}  # by identity, with the object, so that it lives
 
     def begin(self) -> None:
-        """Begins a step."""
         for _, effects in self._known.values():
             effects.begin()
 

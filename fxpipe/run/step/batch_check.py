@@ -31,7 +31,6 @@ _USE_SAMPLER = "DataLoader(dataset, batch_size, sampler=topo.sampler(dataset, sh
 
 
 def is_checked(number: int) -> bool:
-    """Whether the call with this number, counted from 0, is checked."""
     return number < FIRST or number % EVERY == 0
 
 
@@ -245,5 +244,4 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Returns an odd number for each place."""
     return split_mix(torch.arange(count, device=device)) | 1

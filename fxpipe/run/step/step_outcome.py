@@ -7,12 +7,10 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from fxpipe.batch.label_count import Items, as_number
 from fxpipe.distributed.activity import here
@@ -178,10 +176,6 @@ class DetachedLoss(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.detach())
-
-
-# Sending to another process passes a handle of the GPU memory, which a plainly pickled tensor lacks.
-ForkingPickler.register(DetachedLoss, lambda loss: reduce_tensor(loss.detach()))  # type: ignore[no-untyped-call]
 
 
 def detached(value: Any) -> Any:
