@@ -6,7 +6,7 @@ The device computes a batch's digest, and the next call fetches it: no step wait
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -172,7 +172,7 @@ def _grouped(numbers: Mapping[int, int]) -> list[list[int]]:
 # --- Digests: a number for each input of a call; inputs whose values are equal to the bit have equal numbers ---
 
 _AT_A_TIME = 2**18
-"""The number of elements that a digest reads at a time; bounds the additional memory that a digest takes."""
+"""The number of elements that a digest reads at a time, with one weight for each place."""
 _FACTOR = 6364136223846793005
 """The factor of Knuth's random number generator modulo 2⁶⁴ (The Art of Computer Programming 2, 3.3.4)."""
 _PLAIN = (bool, int, float, complex, str, bytes)
@@ -220,7 +220,7 @@ class Digest:
 @torch.no_grad()
 def _sums_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns each tensor's weighted sum, an int64."""
-    pieces = [list(_pieces(tensor)) for tensor in tensors]
+    pieces = [_pieces(tensor) for tensor in tensors]
     weights = _weights(max(len(part) for parts in pieces for part in parts), device)
     sums = []
     for parts in pieces:
@@ -232,15 +232,11 @@ def _sums_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(sums)
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a tensor's bits as integers in row-major order, piece by piece. The cuts depend on its shape alone."""
-    tensor = tensor if tensor.dim() else tensor.reshape(1)
-    # Whole rows first: a tensor with strides is then copied piece by piece, never as a whole.
-    rows = max(1, _AT_A_TIME * len(tensor) // max(tensor.numel(), 1))
-    for part in torch.split(tensor, rows):
-        part = part.resolve_conj().resolve_neg()
-        part = torch.view_as_real(part) if part.is_complex() else part
-        yield from torch.split(part.contiguous().view(-1).view(BITS[part.element_size()]), _AT_A_TIME)
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Returns a tensor's bits as integers in row-major order, in pieces."""
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return torch.split(flat.view(BITS[flat.element_size()]), _AT_A_TIME)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
