@@ -144,19 +144,15 @@ class LossKind(NamedTuple):
     def check(self, earlier: LossKind, what: str) -> None:
         """RunError if losses of this and an ``earlier`` kind cannot be added up or compared. ``what``: their unit."""
         # their sum would depend on the order of the micro-batches
-        if self.is_sum != earlier.is_sum:
-            raise RunError(f"the loss is a fxpipe.Sum in one {what} and a mean in another; return the same kind always")
-        if self.dtype != earlier.dtype:
+        if self[:2] != earlier[:2] or set(self.metrics) != set(earlier.metrics):
             raise RunError(
-                f"the loss is of {earlier.dtype} in one {what} and of {self.dtype} in another; return the same type "
-                "always, as .float() gives it"
+                f"the loss is {earlier} in one {what} and {self} in another, which have no mean; return the same kind "
+                "always, of one type, as .float() gives it, with zeros for a metric where there is nothing to report"
             )
-        if set(self.metrics) != set(earlier.metrics):
-            raise RunError(
-                f"the loss comes with the metrics {shown(list(earlier.metrics))} in one {what} and with "
-                f"{shown(list(self.metrics))} in another, which have no mean; return the same always, with zeros where "
-                "there is nothing to report"
-            )
+
+    def __str__(self) -> str:
+        kind = "a fxpipe.Sum" if self.is_sum else "a mean"
+        return f"{kind} of {self.dtype} with the metrics {shown(list(self.metrics))}"
 
 
 @dataclass(frozen=True, slots=True)
