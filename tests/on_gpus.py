@@ -34,7 +34,7 @@ NOT_ON_GPUS = {
     "the memory of the host is measured": """
         parameters/test_materialise.py::test_a_rank_needs_little_more_memory_than_what_it_holds
         """,
-    "on a GPU it is refused, one call late: test_host_waits.py": """
+    "on a GPU writes by .data are found in the first step alone": """
         run/test_recompute.py::test_a_stage_that_does_more_than_compute_does_it_once[begins to write a buffer unseen
         """,
 }

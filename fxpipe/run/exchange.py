@@ -32,21 +32,16 @@ BURST = 2**18
 is posted alone wakes the sender up, which for small messages takes longer than to send them."""
 
 HEADER = 256
-"""Bytes of the header that travels before a message without a known layout. Its fixed size lets the receiver post it
-ahead. It has the length of the description, in 8 bytes, and the beginning of the description. The description of a
-single tensor fits; the rest of a longer one travels as another message."""
+"""Bytes of the header that travels before a message without a known layout: a fixed size, so that it is posted ahead.
+It has the length of the description, in 8 bytes, and its beginning; the rest travels as another message."""
 
 
 class _WireLayout:
     """The layout of a message: container, shapes, types and strides."""
 
-    __slots__ = ("like", "meta", "nbytes", "number")
-
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
         self.like = PlainMeta.of(meta, device)  # for a single plain tensor, which travels unchanged
-        # A size that one stage asks for another stage: both ends know it, and nothing travels.
-        self.number = meta.leaves[0] if meta.spec.is_leaf() and type(meta.leaves[0]) is int else None
 
 
 class WireExchange:
@@ -59,7 +54,7 @@ class WireExchange:
         self._layouts: dict[tuple[int, Op, Pair], dict[Hashable, _WireLayout]] = {}
         self.kind: Hashable = None
         self.numbers: Sequence[Hashable] = ()
-        """A key for each micro-batch of the step that runs: micro-batches with equal keys have equal shapes."""
+        """See ``begin``."""
         self._receives: Sequence[Port] = ()
         self.sending: dict[_Wire, _Buffers] = {}
         self.arriving: dict[_Wire, tuple[_WireLayout, _Buffers]] = {}
@@ -97,13 +92,8 @@ class WireExchange:
             line.drop()
 
     def finish(self) -> None:
-        """Waits for all messages under way, at the end of a step."""
-        # A message that no action took must be received, or the next step would take it for its first message.
-        for line in self._lines.values():
-            while line.waiting:
-                line.waiting[0].take()
-        for wire in list(self.arriving):
-            wire.take()
+        """Waits until every send was received, at the end of a step, whose actions have taken all that was posted."""
+        assert not self.arriving
         for wire in list(self.sending):
             wire.release()
         self.drop()
@@ -132,7 +122,6 @@ class _Receives:
         self._advance()
 
     def _advance(self) -> None:
-        """Posts all receives that can be posted."""
         # Receives of a pair match sends by order alone: no receive may be posted past one without a known layout.
         while self.waiting and (layout := self.waiting[0].layout) is not None:
             self.waiting.popleft().post_like(layout)
@@ -216,8 +205,6 @@ class _Wire:
         if last is not None and last.like is not None and last.like.fits(value):
             self._start([value.detach()])
             return
-        if last is not None and type(value) is int and value == last.number:
-            return
         meta, buffers = pack(value, None if last is None else last.meta)
         header: list[Tensor] = []
         if last is None:
@@ -260,14 +247,12 @@ class _Wire:
             self.line.add(self)
 
     def post_like(self, layout: _WireLayout) -> None:
-        """Posts the receive, whose turn it is."""
         exchange = self._exchange
         buffers = allocate(layout.meta, exchange.device) if layout.like is None else [layout.like.allocate()]
         works = [(exchange.transport.receive(self._pair, buffer), buffer) for buffer in buffers]
         exchange.arriving[self] = layout, works
 
     def take(self) -> Any:
-        """Waits for the message, and returns its value."""
         arriving = self._exchange.arriving
         while self not in arriving:  # messages come in the sender's order
             self.line.describe_first()
@@ -276,8 +261,6 @@ class _Wire:
             work.wait()
         if layout.like is not None:
             return works[0][1].requires_grad_(layout.like.requires_grad)
-        if layout.number is not None:
-            return layout.number
         return unpack(layout.meta, [buffer for _, buffer in works])
 
 
@@ -305,10 +288,6 @@ class Mailbox:
 
 
 class _Letterbox:
-    """The port of one message in a mailbox."""
-
-    __slots__ = ("values",)
-
     def __init__(self) -> None:
         self.values: list[Any] = []
 

@@ -148,15 +148,7 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
-_STATEFUL = {
-    "scheduler": ", such as those of torch.optim.lr_scheduler",
-    "average": ": a fxpipe.Average",
-    "loader": ": an object that counts the batches of the whole run, as Feed in examples/training_loop.py does",
-}
-
-
 def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: Any, block: Any) -> None:
-    """Raises CheckpointError for invalid arguments of ``save``."""
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r} is no number of steps; write how many were made, from 0 on")
     if not is_flag(block):
@@ -169,8 +161,8 @@ def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: A
     for name, value in stateful.items():
         if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise CheckpointError(
-                f"{name}= is a {type(value).__name__}, which has no state_dict() and load_state_dict(); give one "
-                f"that has{_STATEFUL[name]}"
+                f"{name}= is a {type(value).__name__}, which has no state_dict() and load_state_dict(); give one that "
+                "has, as torch.optim.lr_scheduler's, fxpipe.Average and Feed in examples/training_loop.py have"
             )
 
 
@@ -365,7 +357,6 @@ def _write_later(job: _Job, gathering: Gathering, device: torch.device, lock: Fo
 
 
 def wait_for_saves(forward_backward: ForwardBackward) -> None:
-    """Waits until no write for ``forward_backward`` is under way."""
     saver = _SAVERS.get(forward_backward)
     if saver is not None and saver.pending is not None:
         wait([saver.pending])

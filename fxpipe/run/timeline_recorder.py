@@ -129,10 +129,8 @@ def timeline_of(
 ) -> Timeline:
     """Returns the measured timeline of a step, in seconds from the start of its first action.
 
-    ``laps``: the laps of all ranks on one clock. The costs are medians over micro-batches; ``comm`` is the median
-    latency of a hop, 0 if a single process plays all ranks ``in_turns``. A backward that never ran has cost 0.
-    ``reductions``: a list for each pipe rank, in the order of ranks. ``courses``: the parts of the step for each
-    process; without courses the timeline shows no time outside of actions.
+    ``laps``: of all ranks on one clock. ``in_turns``: whether a single process plays all ranks, so that a hop takes no
+    time. ``reductions``: a list for each pipe rank. ``courses``: the parts of the step for each process.
     """
     every = sorted(laps, key=lambda lap: lap.start)
     first = every[0].start if every else 0.0
@@ -187,6 +185,7 @@ def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
 
 
 def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Costs:
+    """The medians over micro-batches; 0 for an action that never ran."""
     durations: dict[tuple[int, Op], list[float]] = {}
     for action, span in spans.items():
         durations.setdefault((action.stage, action.op), []).append(span.duration)
@@ -240,9 +239,8 @@ def clock_offset(transport: Transport) -> float:
 
 def offset_between(first: Sequence[Round], other: Sequence[Round]) -> float:
     """Returns an offset in seconds of ``other``'s clock that fits all calls: 0 if 0 fits, since ranks of a machine
-    share its clock; otherwise the middle of the bounds."""
+    share its clock; otherwise the middle of the tightest bounds."""
     pairs = list(zip(first, other, strict=True))
-    # Each call bounds the offset from both sides; the tightest bounds of all calls count.
     most = min(left - came for (came, _), (_, left) in pairs)
     least = max(came - left for (_, left), (came, _) in pairs)
     return 0.0 if least <= 0 <= most else (least + most) / 2

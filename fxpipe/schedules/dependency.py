@@ -178,22 +178,14 @@ def held_back(
     makespan: Callable[[Dependencies], float],
     turns: Sequence[int],
 ) -> Dependencies:
-    """Returns ``free`` with the smallest caps that do not make a step longer.
+    """Returns ``free``, the table's dependencies, with the smallest caps that do not make a step longer.
 
     A rank holds the values of a stage without backward until the readers receive them. So the stage's F of micro-batch
     k waits until its readers' ranks have received k − cap. ``before`` has the readers' F of k − cap, which orders the
-    table; ``simulate`` waits for the messages. If the smallest caps make the step longer, or the table runs further
-    ahead, all caps are doubled until neither is so; a cap of all micro-batches is no limit.
+    table; ``simulate`` waits for the messages, which are posted before that F, so that no cap causes a deadlock.
 
-    The caps cause no deadlock: a table that simulates with these waits has an order in which all its actions can run,
-    and the messages that a cap waits for are posted before the action that it names.
-
-    Args:
-        free: the table's dependencies without caps.
-        backward: whether each stage has a backward.
-        microbatches: the number of micro-batches.
-        makespan: returns the makespan of a step under these dependencies; infinite if the step deadlocks.
-        turns: the number of ranks of each stage: the cap is a whole number of rounds.
+    ``makespan``: of a step under these dependencies, infinite if it deadlocks. ``turns``: the number of ranks of each
+    stage: a cap is a whole number of rounds.
     """
     caps = _least_caps(free, backward, turns)
     unheld = makespan(free) if caps else math.inf
@@ -207,8 +199,8 @@ def held_back(
 
 
 def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[int]) -> dict[int, int]:
-    """Returns the smallest caps that keep a stage, and the stages between the stage and its readers, busy: 1 + d(s) −
-    d(t) micro-batches for a reader t, 2 for the next stage, and as many groups if t runs in groups."""
+    """Returns the smallest caps that keep a stage, and the stages between it and its readers, busy: 1 + d(s) − d(t)
+    micro-batches, or groups, for a reader t."""
     readers = {stage: free.readers.get(stage, ()) for stage in range(len(turns))}
     depth = [1] * len(turns)
     for stage in reversed(list(topological_order({stage: stage for stage in readers}, readers))):

@@ -103,16 +103,13 @@ def lower(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Returns each rank's instructions.
 
-    ``placement``: the rank, or the ranks, of each stage. ``backward``: whether each stage has a backward. ``tied``:
-    groups of stages that share a parameter. ``ahead``: as in the table's ``Dependencies``: before its next forward,
-    such a stage waits until the value that it made so many micro-batches ago is received. ``values``: the value that
-    each edge carries, if several edges may carry the same value: a rank receives it once, on the edge to the stage that
-    uses it first there. ``absent``: (edge, micro-batch) pairs without a value or a gradient.
+    ``tied``: groups of stages that share a parameter. ``ahead``: as in the table's ``Dependencies``. ``values``: the
+    value that each edge carries, if several edges may carry the same value: a rank receives it once, on the edge to the
+    stage that uses it first there. ``absent``: (edge, micro-batch) pairs without a value or a gradient.
 
     A receive is posted one action ahead of the action that needs it, or earlier: never later than a receive that
-    follows it in the sender's order, since messages between two ranks arrive in that order. Posted receives take memory
-    for messages under way; small messages may be posted earlier, up to the bytes that ``exchange.BURST`` allows per
-    sender. A table that does not deadlock with these posting places does not deadlock with earlier ones.
+    follows it in the sender's order. Posted receives take memory for messages under way; ``exchange`` may post small
+    ones earlier: a table that does not deadlock with these posting places does not deadlock with earlier ones.
     """
     lowering = Lowering(rows, edges, placement, backward, values, absent)
     groups = holders(placement, backward, tied)
@@ -135,8 +132,8 @@ def lower(
 
 
 def holders(placement: Placement, backward: Sequence[bool], tied: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The groups of ranks over which gradients are summed at the end, sorted: the ranks of stages that share a
-    parameter, and of a stage on several ranks. Each rank enters its groups in this order, or ranks would deadlock."""
+    """The groups of ranks over which gradients are summed at the end: of stages that share a parameter, and of a stage
+    on several ranks. Each rank enters its groups in this order, or ranks would deadlock."""
     several = [[stage] for stage in replicated(placement) if backward[stage]]
     groups = ({rank for stage in stages for rank in ranks_of(placement[stage])} for stages in [*tied, *several])
     return sorted({tuple(sorted(ranks)) for ranks in groups})
@@ -147,7 +144,7 @@ Sharing = Callable[[int, int], Sequence[int]]
 
 
 def sharing(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashable] | None) -> Sharing:
-    """The function that lists the edges which carry a value to the same rank. ``values``: as in ``lower``."""
+    """``values``: as in ``lower``."""
     groups: dict[Hashable, list[int]] = {}
     for index, (edge, value) in enumerate(zip(edges, values or range(len(edges)), strict=True)):
         groups.setdefault((edge.source, value), []).append(index)
@@ -239,8 +236,8 @@ class Lowering:
         return self._places.get((message.receiver, use), len(self._rows[message.receiver]))
 
     def _posted_ahead(self, message: Message) -> int:
-        """Returns how many actions ahead of its use a receive is posted: usually 1. A stage makes the micro-batches of
-        a group one after another, so the last receive is posted one action ahead, the second to last two, and so on."""
+        """Returns how many actions ahead of its use a receive is posted: 1; of a group, whose micro-batches a stage
+        makes one after another, 1 for the last, 2 for the one before, and so on."""
         edge = self._edges[message.edge]
         if not self._groups or message.op is not Op.F:
             return 1
@@ -286,7 +283,7 @@ class Lowering:
 
 
 def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:
-    """Returns the use of the action that needs a message. ``groups``: the groups of the table."""
+    """Returns the use of the action that needs a message."""
     edge = edges[message.edge]
     if message.op is Op.F:
         return edge.target, group_of(groups, edge.target, message.microbatch), True

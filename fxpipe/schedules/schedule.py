@@ -246,7 +246,7 @@ class Schedule:
         """Returns the output of a notebook cell: the picture of the plan, and the table."""
         from fxpipe.schedules.show.html_page import pictured
 
-        return pictured(self, self.planned)
+        return pictured(self)
 
 
 class Span(NamedTuple):
@@ -422,7 +422,6 @@ class Timeline:
 
     @cached_property
     def _ahead(self) -> Mapping[Action, Action]:
-        """Action → the previous action on its rank."""
         return {second: first for row in ran(self) for first, second in pairwise(row)}
 
     def __str__(self) -> str:
@@ -444,7 +443,7 @@ class Timeline:
         """Returns the output of a notebook cell: the picture, and the table."""
         from fxpipe.schedules.show.html_page import pictured
 
-        return pictured(self, lambda: self)
+        return pictured(self)
 
 
 def ran(timeline: Timeline) -> list[list[Action]]:

@@ -1,8 +1,4 @@
-"""Simulate: costs → the time of each action, a lower bound of every table's makespan, and the memory that stages hold.
-
-A stage holds a micro-batch from its forward to the end of its backward. A recomputed stage holds a micro-batch from its
-R on; from F to R it holds only the inputs. A group counts as all of its micro-batches.
-"""
+"""Simulate: costs → the time of each action, a lower bound of every table's makespan, and what stages hold."""
 
 from __future__ import annotations
 
@@ -52,11 +48,9 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
 
 
 class _Links:
-    """The arrival times of messages, by the model of ``verify``: each directed pair of ranks has a link, which carries
-    one message at a time, in the sender's order, once it is made, its receive is posted, and the link is free.
-
-    ``ready``: when each rank is ready for each place of its row, as far as the rank has come.
-    """
+    """The arrival times of messages, by the model of ``verify``: a link from rank to rank carries one message at a
+    time, in the sender's order, once it is made and its receive is posted. ``ready``: when each rank is ready for each
+    place of its row, as far as the rank has come."""
 
     def __init__(self, schedule: Schedule, comm: float, ahead: Mapping[int, int], ready: list[list[float]]) -> None:
         messages = self._messages = schedule._messages
@@ -73,8 +67,8 @@ class _Links:
                 self._awaited.setdefault((rank, cell), []).extend(sent)
 
     def awaited(self, rank: int) -> Iterator[tuple[float, Action]]:
-        """Yields, for each message that a rank's next action waits for, its arrival time, and the action that made the
-        message; for a message that another rank must receive, the action after which that rank posts the receive."""
+        """Yields, for each message that a rank's next action waits for, its arrival and the action that made it; for a
+        message that another rank must receive, the action after which that rank posts the receive."""
         for message in self._awaited.get((rank, len(self._ready[rank]) - 1), ()):
             owner, cell = message.sender, self._messages.sent_at[message]
             if owner == rank and self._messages.posted_at[message]:
@@ -152,12 +146,10 @@ def lower_bound(
     path after its last gradient. G is a stage's time before it sends a gradient: B, or, if the table splits its
     backward, only I, since the W's may come last. Without a split the bound is head + m·Σ(F + B) + tail.
 
-    A message counts with its own time; no bound includes its wait for the link.
-
     An R counts as work, and not in tails, since an R need not wait. A gathered stage has m / K actions; its head has K
-    forwards of each stage that feeds it, and the tails of these stages have K gradients. ``groups``: K of each stage;
-    None: no stage is gathered. ``rows``: the table, if it has an I or an R. A stage on several ranks gives each rank
-    its turns; a second bound of a rank omits such stages, whose heads and tails may be shorter than the others'.
+    forwards of each stage that feeds it, and the tails of these stages have K gradients. A stage on several ranks gives
+    each rank its turns; a second bound of a rank omits such stages, whose heads and tails may be shorter than the
+    others'. ``groups``: K of each stage. ``rows``: the table, if it has an I or an R.
     """
     count, ranks = len(stages.placement), [ranks_of(entry) for entry in stages.placement]
     size = groups or (1,) * count
@@ -193,7 +185,8 @@ def lower_bound(
     return max(bounds, default=0.0)
 
 
-# --- the micro-batches and bytes that stages hold ---
+# --- the micro-batches and bytes that stages hold: of a micro-batch all from F, or from R, to the end of its backward,
+# and the inputs alone from F to R ---
 
 
 def recomputed_in(schedule: Schedule) -> frozenset[Half]:

@@ -62,7 +62,6 @@ class Spent:
 
 
 def spent(spells: Sequence[Spell]) -> tuple[Spent, ...]:
-    """Returns the sums of each process."""
     # One pass for each process sums waits by message, and the work around actions in its order.
     processes = []
     for ranks in sorted({spell.ranks for spell in spells}):

@@ -25,8 +25,7 @@ AIRY, CLOSE = 2, 1
 
 
 def table(what: Schedule | Timeline, full: bool = False) -> str:
-    """Returns the table as text: rows are ranks with their stages, columns are steps of one action each. The figures
-    follow, at the costs of the timeline, at the costs that the schedule was built for, or at B = 2F.
+    """Returns the table as text: rows are ranks with their stages, columns are steps of one action each; then figures.
 
     A table wider than the terminal is folded: of steps that repeat for each micro-batch, the table shows one period,
     and a line lists the omitted steps. A table that is still too wide becomes several blocks. ``full``: never folds.
@@ -67,7 +66,6 @@ class Fold:
 
     @property
     def end(self) -> int:
-        """The step after the fold's last step."""
         return self.first + self.period * self.times
 
     def __str__(self) -> str:
@@ -81,10 +79,7 @@ def _range(first: int, end: int) -> str:
 
 
 def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
-    """Returns the steady states of a table; of several choices, the folds that omit the most steps.
-
-    1F1B repeats for each micro-batch, interleaved 1F1B for each group, GPipe first forwards, then backwards.
-    """
+    """Returns the steady states of a table; of several choices, the folds that omit the most steps."""
     places = {action: index for index, step in enumerate(steps) for action in step if action is not None}
     # A pattern may repeat for each micro-batch, for a lap of interleaved stages, for a group, or for a round of ranks.
     turns = (len(ranks_of(entry)) for entry in schedule.placement)
@@ -190,7 +185,6 @@ def _widths(columns: Iterable[Column], gap: int) -> list[int]:
 
 
 def _width() -> int:
-    """Returns the terminal's width in characters."""
     return shutil.get_terminal_size(fallback=(120, 24)).columns
 
 

@@ -45,8 +45,8 @@ def check(schedule: Schedule) -> None:
 
 @paused()
 def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike]) -> list[Step]:
-    """Returns all ranks' instructions, as a table was lowered to along ``edges``, in an order in which one process can
-    run them; raises ScheduleError, with the waiting cells marked, if no order exists."""
+    """Returns all ranks' instructions in an order in which one process can run them; raises ScheduleError, with the
+    waiting cells marked, if no order exists."""
     machine = Machine(instructions, edges, schedule.backward)
     order = list(machine.run())
     if machine.waiting:
@@ -88,22 +88,18 @@ def _check_complete(schedule: Schedule) -> None:
         if stage in again and schedule.backward[stage]:
             right = [ops | {Op.R} for ops in right]
         for microbatch in range(0, schedule.microbatches, size):
-            if ops_of[stage, microbatch] not in right:
-                _fail_incomplete(schedule, stage, microbatch, right, ops_of[stage, microbatch])
-
-
-def _fail_incomplete(
-    schedule: Schedule, stage: int, microbatch: int, right: Sequence[Collection[Op]], ops_present: Collection[Op]
-) -> NoReturn:
-    def actions(ops: Collection[Op]) -> list[Action]:
-        return [Action(stage, op, microbatch, schedule.groups[stage]) for op in Op if op in ops]
-
-    rank = schedule.rank_of(stage, microbatch)
-    needed = ", or ".join(" ".join(map(str, actions(ops))) for ops in right)
-    present = " ".join(map(str, actions(ops_present))) or "none of them"
-    kind = "" if schedule.backward[stage] else " has no backward, and"
-    marked = actions(ops_present) or schedule.rows[rank][-1:]
-    _fail(schedule, marked, f"stage {stage}{kind} needs {needed} on rank {rank}; the table has {present}")
+            if ops_of[stage, microbatch] in right:
+                continue
+            here, *wanted = (
+                [Action(stage, op, microbatch, size) for op in Op if op in ops]
+                for ops in [ops_of[stage, microbatch], *right]
+            )
+            rank = schedule.rank_of(stage, microbatch)
+            needed = ", or ".join(" ".join(map(str, actions)) for actions in wanted)
+            present = " ".join(map(str, here)) or "none of them"
+            kind = "" if schedule.backward[stage] else " has no backward, and"
+            fact = f"stage {stage}{kind} needs {needed} on rank {rank}; the table has {present}"
+            _fail(schedule, here or schedule.rows[rank][-1:], fact)
 
 
 def _check_edges(schedule: Schedule) -> None:

@@ -15,15 +15,12 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.stage.deferred import runs_hooks
+from fxpipe.stage.opaque_call import has_opaque_calls
 
 Waits = Mapping[int, Callable[[], object]]
 """The identity of a parameter under way → a function that returns once the parameter may be read, at each call."""
 
 _waits: ContextVar[Waits] = ContextVar("waits")
-
-
-class ReadsMore(nn.Module):
-    """A module that may read parameters that the module does not hold."""
 
 
 def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
@@ -65,8 +62,8 @@ class _Reader:
         if type(value) is nn.Module:
             return _Reader(value, self._waits)
         if isinstance(value, nn.Module):
-            # hooks may read any parameter
-            unknown = runs_hooks(value) or any(isinstance(part, ReadsMore) for part in value.modules())
+            # hooks and opaque calls may read any parameter
+            unknown = runs_hooks(value) or has_opaque_calls(value)
             _wait(self._waits, self._waits if unknown else map(id, value.parameters()))
         elif isinstance(value, nn.Parameter):
             _wait(self._waits, [id(value)])

@@ -144,19 +144,15 @@ class LossKind(NamedTuple):
     def check(self, earlier: LossKind, what: str) -> None:
         """RunError if losses of this and an ``earlier`` kind cannot be added up or compared. ``what``: their unit."""
         # their sum would depend on the order of the micro-batches
-        if self.is_sum != earlier.is_sum:
-            raise RunError(f"the loss is a fxpipe.Sum in one {what} and a mean in another; return the same kind always")
-        if self.dtype != earlier.dtype:
+        if self[:2] != earlier[:2] or set(self.metrics) != set(earlier.metrics):
             raise RunError(
-                f"the loss is of {earlier.dtype} in one {what} and of {self.dtype} in another; return the same type "
-                "always, as .float() gives it"
+                f"the loss is {earlier} in one {what} and {self} in another, which have no mean; return the same kind "
+                "always, of one type, as .float() gives it, with zeros for a metric where there is nothing to report"
             )
-        if set(self.metrics) != set(earlier.metrics):
-            raise RunError(
-                f"the loss comes with the metrics {shown(list(earlier.metrics))} in one {what} and with "
-                f"{shown(list(self.metrics))} in another, which have no mean; return the same always, with zeros where "
-                "there is nothing to report"
-            )
+
+    def __str__(self) -> str:
+        kind = "a fxpipe.Sum" if self.is_sum else "a mean"
+        return f"{kind} of {self.dtype} with the metrics {shown(list(self.metrics))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,31 +173,22 @@ class StepLoss:
 
     def __init__(self) -> None:
         self._parts: dict[int, LossPart] = {}
-        self._kind: LossKind | None = None
-
-    @property
-    def kind(self) -> LossKind:
-        """The kind of the micro-batches with weight; if none has weight, the kind of the last micro-batch."""
-        return self._kind or LossKind(False, torch.float32, ())
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any micro-batch was added."""
-        return self._kind is not None
+        self.kind: LossKind | None = None
+        """The kind of the micro-batches with weight; if none has weight, of the last one; None before the first."""
 
     @property
     def is_empty(self) -> bool:
         """Whether no micro-batch had any weight."""
         return not self._parts
 
-    def add(self, part: MicrobatchLoss, share: float, microbatch: int | None = None) -> Tensor | None:
+    def add(self, part: MicrobatchLoss, share: float, microbatch: int) -> Tensor | None:
         """Adds a micro-batch whose share of the step's weight is ``share``; returns the added loss.
 
         A micro-batch without weight, whose values may be NaN, adds nothing. RunError if its kind is another.
         """
         kind = LossKind(part.count is not None, part.value.dtype, tuple(part.metrics))
-        if self.is_empty:
-            self._kind = kind
+        if self.is_empty or self.kind is None:
+            self.kind = kind
         if not share:
             return None  # 0 * NaN would be NaN
         kind.check(self.kind, "micro-batch")
@@ -210,38 +197,26 @@ class StepLoss:
         count = _number(part.count, part.value, torch.float64) if kind.is_sum else None
         dtype = metric_dtype(kind.dtype)
         metrics = {name: _number(metric, part.value, dtype) * share for name, metric in part.metrics.items()}
-        self._parts[len(self._parts) if microbatch is None else microbatch] = LossPart(value, count, metrics)
+        self._parts[microbatch] = LossPart(value, count, metrics)
         return value
 
-    @staticmethod
-    def of_ranks(losses: Sequence[StepLoss]) -> StepLoss:
-        """Returns the losses of a step whose micro-batches have their losses on several ranks."""
-        known_losses = [loss for loss in losses if loss.is_known]
-        if len(known_losses) < 2:
-            return known_losses[0] if known_losses else losses[0]
-        weighty = [loss for loss in known_losses if not loss.is_empty]
-        whole = StepLoss()
-        whole._kind = (weighty or known_losses)[0].kind
-        for loss in weighty:
-            loss.kind.check(whole.kind, "micro-batch")
-            whole._parts |= loss._parts
-        # in the order of the micro-batches, as plain PyTorch adds
-        whole._parts = dict(sorted(whole._parts.items()))
-        return whole
+    def _in_order(self) -> list[LossPart]:
+        """The parts in the order of the micro-batches, in which plain PyTorch adds: ranks make them in another."""
+        return [self._parts[microbatch] for microbatch in sorted(self._parts)]
 
     def value(self) -> Tensor:
         """Returns the replica's part of a mean loss."""
-        return _added([part.value for part in self._parts.values()])
+        return _added([part.value for part in self._in_order()])
 
     def metrics(self) -> dict[str, Tensor]:
-        parts = list(self._parts.values())
+        parts = self._in_order()
         return {name: _added([part.metrics[name] for part in parts]) for name in (parts[0].metrics if parts else ())}
 
     def numbers(self, metrics: tuple[str, ...], device: torch.device) -> Tensor:
         """Returns the replica's part of [loss, or total of a ``Sum``; its count, or 0; metrics ...] in float64."""
         if self.is_empty:
             return torch.zeros(2 + len(metrics), dtype=torch.float64, device=device)
-        counts = [part.count for part in self._parts.values() if part.count is not None]
+        counts = [part.count for part in self._in_order() if part.count is not None]
         return _row(LossPart(self.value(), _added(counts) if counts else None, self.metrics()), metrics)
 
     def rows(self, metrics: tuple[str, ...], microbatches: int, device: torch.device) -> Tensor:
@@ -256,7 +231,7 @@ class StepLoss:
     def of_rows(kind: LossKind, rows: Tensor) -> StepLoss:
         """Returns the losses of a step from the sum of its ranks' ``rows``."""
         step, dtype = StepLoss(), metric_dtype(kind.dtype)
-        step._kind = kind
+        step.kind = kind
         for microbatch, row in enumerate(rows):
             metrics = {name: row[2 + column].to(dtype) for column, name in enumerate(kind.metrics)}
             step._parts[microbatch] = LossPart(row[0].to(kind.dtype), row[1] if kind.is_sum else None, metrics)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.like import TensorLike
-from fxpipe.stage.awaiting import ReadsMore
 from fxpipe.stage.elsewhere import ElsewhereError
 from fxpipe.stage.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree, tensors_in, version_of
@@ -130,7 +129,7 @@ class SizeCheck(Protocol):
         """Raises RunError if the check fails. ``sizes``: the sizes of other tensors."""
 
 
-class OpaqueCall(ReadsMore):
+class OpaqueCall(nn.Module):
     """A call of an opaque region, from flat argument tensors to flat result tensors.
 
     ``owner``, ``method``: the module and the method that run. ``parts``: the modules that the method uses.
@@ -229,19 +228,14 @@ class OpaqueCall(ReadsMore):
                 f"{result} that needs a gradient, but was called without gradients when the model was captured, and "
                 "this one would be lost: return what is detached"
             )
-        if self.of_one_type and tensor.dtype != seen.dtype:
-            raise RunError(
-                f"{result} and of {tensor.dtype}, but of {seen.dtype} when the model was captured, and what comes "
-                "behind it holds for that alone: return it .to() one type; where steps run inside of torch.autocast, "
-                'call compile there, too; or write tracer="symbolic", which follows types'
-            )
         # the tracers record and export chose operators by type, device and dimensions; symbolic did not look at these
         moved = tensor.device.type != seen.device and seen.device != "meta"
-        if self.of_one_type and (moved or tensor.dim() != len(seen.shape)):
+        if self.of_one_type and (moved or tensor.dtype != seen.dtype or tensor.dim() != len(seen.shape)):
             raise RunError(
-                f"{result} on {tensor.device.type}, but one of {len(seen.shape)} dimensions on {seen.device} when the "
-                "model was captured, and what comes behind it holds for that alone: return the same each time, or keep "
-                "the code whole, too, that distinguishes them"
+                f"{result} and of {tensor.dtype} on {tensor.device.type}, but of {len(seen.shape)} dimensions and of "
+                f"{seen.dtype} on {seen.device} when the model was captured, and what comes behind it holds for that "
+                "alone: return the same each time; where steps run inside of torch.autocast, call compile there, too; "
+                'keep the code whole that distinguishes them; or write tracer="symbolic", which follows types'
             )
 
     def extra_repr(self) -> str:

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import math
-import multiprocessing.reduction
 import pickle
 import weakref
 from collections.abc import Callable
@@ -63,7 +62,6 @@ PLAIN = {
     "stack": lambda loss: torch.stack([loss, loss])[0],
     "deepcopy": copy.deepcopy,
     "pickle": lambda loss: pickle.loads(pickle.dumps(loss)),
-    "fork": lambda loss: pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(loss)),
     "compiled": lambda loss: torch.compile(lambda x: x + 0, backend="eager", fullgraph=True)(loss),
 }
 

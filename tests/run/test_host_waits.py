@@ -21,7 +21,6 @@ PLACES = {
     "run/step/finite.py": "loss",
     "run/step/batch_check.py": "digest",
     "sharding/distributed_optimizer.py": "optimizer",
-    "run/actions/recompute.py": "buffers",
     "run/step/step_outcome.py": "weight",
     "run/exchange.py": "message",
     "graph/question.py": "question",
@@ -304,47 +303,6 @@ def marked(zero: int) -> tuple[int, bool, bool]:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_waits_are_marked_once_traffic_was_asked_for(gpus: Gpus, zero: int) -> None:
     assert gpus.run(marked, zero) == [(0, True, False)] * 2
-
-
-class WarmsUp(nn.Linear):
-    """Writes a buffer by ``.data`` once ``begins`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-        self.begins = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.begins:
-            self.scale.data.mul_(1.1)
-        return super().forward(x) * self.scale.clone()
-
-
-def warmed_up() -> tuple[list[str], str]:
-    """The waits of a steady step with a recomputed stage; and the error of the step behind that in which it begins."""
-    one, two = WarmsUp().cuda(), nn.Linear(WIDTH, 1).cuda()
-    stages = {"one": one, "two": lambda h: two(h).square().mean()}
-    graph = fxpipe.StageGraph.from_callables(stages, [("one", "two")], {"one": ["x"]})
-    forward_backward = fxpipe.compile(graph, fxpipe.Topology([("pipe", 2)]), microbatches=2, recompute=["one"])
-    x = torch.ones(ROWS, WIDTH, device="cuda")
-    for _ in range(5):
-        forward_backward(x)
-    with waits() as found:
-        forward_backward(x)
-    one.begins = True
-    forward_backward(x)
-    try:
-        forward_backward(x)
-    except fxpipe.RunError as error:
-        return found, str(error)
-    return found, ""
-
-
-def test_a_buffer_that_a_recomputed_stage_begins_to_write_unseen_is_refused_a_step_later(gpus: Gpus) -> None:
-    (waited, told), (_, other) = gpus.run(warmed_up)
-    assert [wait for wait in waited if not wait.startswith("message")] == ["buffers: synchronize an event", LOSS]
-    assert "stage 'one' has written a tensor that its module holds by .data" in told
-    assert other
 
 
 def evaluated(data: bool, outputs: str) -> list[list[str]]:

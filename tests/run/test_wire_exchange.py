@@ -145,13 +145,10 @@ def test_micro_batches_of_one_number_are_described_once_in_any_kind_of_batch() -
         assert_alike(one.taken, [numbers(place, size) for place, size in enumerate(sizes)])
 
 
-def test_a_size_travels_once_and_is_not_described_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, pack = list[Any](), exchange_module.pack
-    monkeypatch.setattr(exchange_module, "pack", lambda value, *known: (packed.append(value), pack(value, *known))[1])
+def test_a_size_travels_once_and_is_not_described_again() -> None:
     found = ran([("kind", None, {0: 17, 1: 23})] * 3)
     assert [one.sent for one in found] == [[HEADER, HEADER], [], []]
     assert [one.taken for one in found] == [[17, 23]] * 3
-    assert packed == [17, 23]
 
 
 def test_what_is_forgotten_is_described_anew() -> None:
@@ -412,13 +409,6 @@ def test_a_deviation_is_an_error_at_the_sender_that_tells_both(first: Any, secon
     told = re.search(fact, str(error.value))
     assert told is not None
     assert told[1] != told[2]
-
-
-@every_seed
-def test_what_was_posted_and_never_taken_is_drained_at_the_end_of_a_step(seed: int) -> None:
-    steps: list[Step] = [("kind", None, {p: numbers(10 * step + p) for p in range(3)}) for step in range(3)]
-    found = ran(steps, seed, order=lambda places: [0])
-    assert [one.taken[0][0].item() for one in found] == [0, 10, 20]
 
 
 @every_seed

@@ -353,7 +353,7 @@ class AroundIt(nn.Module):
     [
         ("writes", "symbolic", "region, an opaque region, changes region.ema"),
         ("flags", "record", "changes region.flag"),
-        ("widens", "export", "of torch.float64, but of torch.float32"),
+        ("widens", "export", "of torch.float64 on .*, but of 2 dimensions and of torch.float32"),
     ],
 )
 def test_what_it_did_not_do_in_the_example_is_refused_where_others_would_not_see_it(

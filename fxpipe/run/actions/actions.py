@@ -55,14 +55,15 @@ class Bound:
     receives: Sequence[Port]
     """The ports whose receives the calls post, in order."""
 
-    def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> list[StepResult]:
+    def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> StepResult:
         """Runs a step. ``stopwatch`` makes one for each rank."""
         grad = torch.enable_grad if self.kind.training else torch.no_grad
         # Autograd runs a backward under the caller's autocast, and in plain PyTorch the backward is outside of it. So
         # autocast is off here, and each forward turns its own regions on.
         off = [region._replace(enabled=False) for region in self.kind.autocast]
-        for executor in self.executors:
-            executor.begin(step, stopwatch())
+        result = StepResult([stopwatch() for _ in self.executors])
+        for executor, of_rank in zip(self.executors, result.stopwatches, strict=True):
+            executor.begin(step, result, of_rank)
         try:
             with grad(), within(off):
                 for call in self._labelled() if profiler_runs() else (call for _, call in self.calls):
@@ -71,7 +72,9 @@ class Bound:
             for executor in self.executors:
                 executor.drop()
             raise
-        return [executor.end() for executor in self.executors]
+        for executor in self.executors:
+            executor.end()
+        return result
 
     def _labelled(self) -> Iterator[Call]:
         """The calls of a profiled step, with labels; posting a receive and freeing a buffer take too little time."""
@@ -194,18 +197,14 @@ class _BoundAction:
             else:
                 self.run(arrived)
         except BaseException as error:
-            executor.report(error, action, self.inputs_among(arrived))
+            executor.report(error, action, arrived if action.op in (Op.F, Op.R) else ())
             raise
         executor.stopwatch.end(action)
         if self._sums:
             executor.parameters.after(action)
 
     def run(self, arrived: list[Any]) -> None:
-        """Runs the stage. ``arrived``: the values that ``takes`` returned."""
-
-    def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
-        """The stage's inputs, for the note on an error."""
-        return ()
+        """Runs the stage. ``arrived``: the values that ``takes`` returned; F and R leave the stage's inputs in it."""
 
     def _record(self, recorder: ValueRecorder, kind: str, values: Sequence[Any]) -> None:
         """Records the values of the stage's outgoing edges, or their gradients: a value with several edges once, with
@@ -299,9 +298,6 @@ class ForwardAction(_BoundAction):
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
         return arrived
 
-    def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
-        return arrived
-
     def _give(self, outputs: tuple[Any, ...]) -> None:
         executor, step, slots = self.executor, self.executor.step, self.executor.slots
         stage, microbatch = self.action.stage, self.action.microbatch
@@ -344,24 +340,18 @@ class Recomputation(_BoundAction):
 
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
-        self.takes = [self._take_recomputed]
         self._run = self.bound_run()
 
-    def _take_recomputed(self) -> RecomputedForward | None:
-        recomputed, self.left_behind.recomputed = self.left_behind.recomputed, None
-        return recomputed
-
     def run(self, arrived: list[Any]) -> None:
-        (recomputed,) = arrived
+        recomputed, self.left_behind.recomputed = self.left_behind.recomputed, None
+        assert recomputed is not None
+        arrived += recomputed.inputs
         outputs, saved = recomputed.second(self._run)
         if self.stage.returns_result and saved is not None:
             part = read_loss(outputs[-1])
             step = self.executor.step
             saved.take_root(part.value, root_weight(part, step.shares[self.action.microbatch], step.per_item))
         self.left_behind.saved = saved
-
-    def inputs_among(self, arrived: list[Any]) -> Sequence[Any]:
-        return arrived[0].inputs  # type: ignore[no-any-return]
 
 
 class BackwardAction(_BoundAction):

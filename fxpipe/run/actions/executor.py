@@ -60,10 +60,9 @@ class StepInput:
 
 @dataclass
 class StepResult:
-    """The results of one rank in a step."""
+    """The results of a step on the ranks that this process plays. ``stopwatches``: of each rank."""
 
-    rank: int
-    stopwatch: Stopwatch
+    stopwatches: Sequence[Stopwatch]
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
@@ -125,14 +124,12 @@ class Executor:
         self._slot_of: dict[tuple[Edge, Op, int], int] = {}
         self.left_behind: dict[Half, LeftBehind] = {}
 
-    def begin(self, step: StepInput, stopwatch: Stopwatch) -> None:
-        self.step, self.stopwatch, self.result = step, stopwatch, StepResult(self.rank, stopwatch)
+    def begin(self, step: StepInput, result: StepResult, stopwatch: Stopwatch) -> None:
+        self.step, self.result, self.stopwatch = step, result, stopwatch
 
-    def end(self) -> StepResult:
-        """Ends a step, and drops its inputs; the caller takes its results."""
-        result = self.result
-        del self.step, self.stopwatch, self.result
-        return result
+    def end(self) -> None:
+        """Ends a step, and drops its inputs; the caller has its results."""
+        del self.step, self.result, self.stopwatch
 
     def drop(self) -> None:
         """Drops the inputs and all values of a step that failed."""

@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import to_host
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
@@ -21,7 +20,7 @@ from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import BATCH_STATISTICS, pytree, tensors_in, version_of
 from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
-from fxpipe.trace.state.snapshot import Snapshot, State
+from fxpipe.trace.state.snapshot import Numbers, Snapshot, State
 
 Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
 """A stage's forward: inputs → (outputs, saved values for its backward)."""
@@ -58,7 +57,7 @@ class RecomputedForward:
         if self._effects.is_known:
             self._effects.check(self._others, self._stage.name)
         else:
-            self._effects.learn(self._start, self._stage.name)
+            self._effects.learn(self._start)
         self._made = [leaf.clone() for leaf in _plain(outputs)] if self._proves else []
         return without_graph(outputs)  # type: ignore[no-any-return]
 
@@ -148,8 +147,7 @@ class SideEffects:
     """The state of a stage's modules that its forward changes, found in the first forward of each step.
 
     This is tensors, attributes, containers and generators of random numbers. A later forward that writes another tensor
-    is an error, since no copy of that tensor was made. On a GPU, so is a tensor that is written by ``.data`` in a later
-    step and was not in the first: the error comes when the step after it begins.
+    is an error, since no copy of that tensor was made. On a GPU, writes by ``.data`` are found in the first step alone.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -157,17 +155,10 @@ class SideEffects:
         self._written, self._is_new = dict[int, Tensor](), True
         self.needs_graph = False  # whether forward differentiates
         self._last: Snapshot | None = None
-        self._unseen: tuple[str, Callable[[], list[Tensor]]] | None = None
         self.begin()
 
     def begin(self) -> None:
         """Begins a step. The user may have replaced tensors or set attributes since the last one."""
-        (stage, arriving), self._unseen = self._unseen or ("", list), None
-        if any(map(bool, arriving())):
-            raise RunError(
-                f"stage {stage!r} has written a tensor that its module holds by .data in the step before this one, and "
-                "did not in its first step, so that its recomputation took other numbers; leave it out of recompute="
-            )
         self.is_known = False
         tensors = (tensor for tensor in self._snapshot().tensors() if not isinstance(tensor, nn.Parameter))
         # All tensors, until the step's first forward has shown which it writes.
@@ -189,7 +180,7 @@ class SideEffects:
         """The present state of all that forward changes besides parameters, random numbers included."""
         return State([self._snapshot()], self._writes, [device])
 
-    def learn(self, before: State, stage: str) -> None:
+    def learn(self, before: State) -> None:
         """Finds the tensors that a step's first forward has written. ``before``: the state at its beginning."""
         statistics = {
             id(buffer)
@@ -198,17 +189,14 @@ class SideEffects:
             for buffer in part.buffers(recurse=False)
         }
         ids = statistics | set(self._written)
-        now, before.numbers = before.numbers, []
-        unseen = list[Tensor]()
-        for numbers in now:
+
+        def was_written(numbers: Numbers) -> bool:
             if id(numbers.tensor) in ids or numbers.was_bumped:
-                before.numbers.append(numbers)
+                return True
             # On a GPU a comparison waits for the numbers: only the first step does so.
-            elif self._is_new or numbers.tensor.is_cpu:
-                before.numbers += [numbers] if numbers.was_written else []
-            else:
-                unseen.append(numbers.differs())
-        self._unseen = (stage, to_host([torch.stack(unseen).any()])) if unseen else None
+            return (self._is_new or numbers.tensor.is_cpu) and numbers.was_written
+
+        before.numbers = list(filter(was_written, before.numbers))
         self._written = {id(numbers.tensor): numbers.tensor for numbers in before.numbers}
         self._others = [tensor for tensor in self._writes if id(tensor) not in self._written]
         self._writes, self.is_known, self._is_new = list(self._written.values()), True, False
@@ -235,7 +223,6 @@ class EffectsOf:
         self._known: dict[int, tuple[object, SideEffects]] = {}  # by identity, with the object, so that it lives
 
     def begin(self) -> None:
-        """Begins a step."""
         for _, effects in self._known.values():
             effects.begin()
 

@@ -6,13 +6,14 @@ The device computes a batch's digest, and the next call fetches it: no step wait
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxpipe.device import to_host
+from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.numerics.fingerprint import BITS, split_mix
@@ -30,7 +31,6 @@ _USE_SAMPLER = "DataLoader(dataset, batch_size, sampler=topo.sampler(dataset, sh
 
 
 def is_checked(number: int) -> bool:
-    """Whether the call with this number, counted from 0, is checked."""
     return number < FIRST or number % EVERY == 0
 
 
@@ -46,23 +46,17 @@ class BatchCheck:
 
     Checked are the first 3 calls of each plan and every 100th of them, in training and in evaluation, and the first 3
     with each of the first 8 kinds of batch. Inputs that two or more ranks of a pipe group have must be equal; inputs
-    of a tensor group must be equal in the first 3 steps and every 100th. In these steps a single rank warns, once, of
-    replicas whose batches are equal, and of ranks of a pipe group that have no input in common. ``sampled``: whether
-    ``topo.sampler`` draws the rows, so that the rows match without a comparison. ``cut``: the tensors of the next call
-    that ``topo.context_part`` cuts, which must be equal in a context group; None without such groups.
+    of a tensor group, and the tensors that ``topo.context_part`` cuts in a context group, must be equal in the first 3
+    steps and every 100th. In these steps a single rank warns, once, of replicas whose batches are equal, and of ranks
+    of a pipe group that have no input in common, unless ``topo.sampler`` draws their rows.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        on: bool,
-        tensor: bool,
-        sampled: Callable[[], bool],
-        cut: MutableSequence[Tensor] | None = None,
-    ) -> None:
-        self._transport, self.on, self._tensor, self._sampled, self._cut = transport, on, tensor, sampled, cut
-        if cut is not None:
-            cut.clear()  # of an example
+    def __init__(self, transport: Transport, topology: Topology, on: bool) -> None:
+        self._transport, self._topology, self.on = transport, topology, on
+        is_process = transport.pipe_rank is not None
+        self._tensor = is_process and topology.size("tensor") > 1
+        self._context = is_process and topology.size("context") > 1
+        topology.cut.clear()  # of an example
         self._of_kind = Counter[int]()  # how many calls there were with each of the first kinds of batch
         # What to compare: the call, its inputs, what context_part cut, and whether beyond the pipe group, too.
         self._left: tuple[str, Digest, Digest, bool] | None = None
@@ -81,10 +75,10 @@ class BatchCheck:
         beyond = training and is_checked(step) and (self._tensor or self._transport.data_size > 1)
         if self.on and (beyond or (is_due and len(self._transport.ranks("pipe")) > 1)):
             called = f"step {step}" if training else f"evaluate before step {step}"
-            whole = [{f"tensor {number} of context_part": each} for number, each in enumerate(self._cut or ())]
+            cut = self._topology.cut if self._context else ()
+            whole = [{f"tensor {number} of context_part": each} for number, each in enumerate(cut)]
             self._left = called, Digest(batches), Digest(whole), beyond
-        if self._cut is not None:
-            self._cut.clear()
+        self._topology.cut.clear()
 
     def compare(self) -> None:
         """Compares the digest of the previous call. A collective call of all ranks.
@@ -103,7 +97,7 @@ class BatchCheck:
             numbers = {name: number for sent in everyone for name, number in sent.numbers.items()}
             if self._tensor:
                 self._check_equal("tensor", what, self._transport.gather("tensor", numbers))
-            if self._cut is not None:
+            if self._context:
                 self._check_equal("context", what, self._transport.gather("context", whole.numbers()))
             self._warn_of_equal_replicas(what, numbers)
 
@@ -137,7 +131,7 @@ class BatchCheck:
                 ranks, names = [*group[0], *ranks], group[1] | names
             if names:
                 groups.append((sorted(ranks), names))
-        if self._transport.rank == 0 and len(groups) > 1 and not self._sampled():
+        if self._transport.rank == 0 and len(groups) > 1 and not self._topology.has_sampler:
             text = "; ".join(f"{ranks}: {', '.join(sorted(names))}" for ranks, names in groups)
             self._warn(
                 "nothing shared",
@@ -158,7 +152,7 @@ class BatchCheck:
                 f"{what}: the replicas {'; '.join(map(str, equal))} of {len(everyone)} were given the same batch, from "
                 f"which they learn nothing more than one would. Draw rows of their own with {_USE_SAMPLER}"
                 + ", and give context ranks topo.context_part(tensor)"
-                * (self._cut is not None),
+                * self._context,
             )
 
     def _warn(self, what: str, text: str) -> None:
@@ -178,7 +172,7 @@ def _grouped(numbers: Mapping[int, int]) -> list[list[int]]:
 # --- Digests: a number for each input of a call; inputs whose values are equal to the bit have equal numbers ---
 
 _AT_A_TIME = 2**18
-"""The number of elements that a digest reads at a time; bounds the additional memory that a digest takes."""
+"""The number of elements that a digest reads at a time, with one weight for each place."""
 _FACTOR = 6364136223846793005
 """The factor of Knuth's random number generator modulo 2⁶⁴ (The Art of Computer Programming 2, 3.3.4)."""
 _PLAIN = (bool, int, float, complex, str, bytes)
@@ -225,8 +219,8 @@ class Digest:
 
 @torch.no_grad()
 def _sums_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns each tensor's weighted sum: a vector of int64, whose arithmetic wraps."""
-    pieces = [list(_pieces(tensor)) for tensor in tensors]
+    """Returns each tensor's weighted sum, an int64."""
+    pieces = [_pieces(tensor) for tensor in tensors]
     weights = _weights(max(len(part) for parts in pieces for part in parts), device)
     sums = []
     for parts in pieces:
@@ -238,17 +232,12 @@ def _sums_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(sums)
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a tensor's bits as integers in row-major order, piece by piece. The cuts depend on its shape alone."""
-    tensor = tensor if tensor.dim() else tensor.reshape(1)
-    # Whole rows first: a tensor with strides is then copied piece by piece, never as a whole.
-    rows = max(1, _AT_A_TIME * len(tensor) // max(tensor.numel(), 1))
-    for part in torch.split(tensor, rows):
-        part = part.resolve_conj().resolve_neg()
-        part = torch.view_as_real(part) if part.is_complex() else part
-        yield from torch.split(part.contiguous().view(-1).view(BITS[part.element_size()]), _AT_A_TIME)
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Returns a tensor's bits as integers in row-major order, in pieces."""
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return torch.split(flat.view(BITS[flat.element_size()]), _AT_A_TIME)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Returns an odd number for each place."""
     return split_mix(torch.arange(count, device=device)) | 1

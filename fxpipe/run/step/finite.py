@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -72,13 +71,11 @@ def _plain(tensor: Tensor) -> Tensor | None:
     return numbers if numbers.is_floating_point() and numbers.itemsize > 1 else None  # float8 has no order
 
 
-@dataclass(frozen=True)
-class _FinishedStep:
-    """A step that has ended."""
+class _FinishedStep(NamedTuple):
+    """A step that has ended. ``loss``: returns the loss on the host; waits for the device."""
 
     number: int
     loss: Callable[[], list[Tensor]]
-    """Returns the loss on the host; waits for the device."""
     extremes: Extremes
     plan: Plan
 

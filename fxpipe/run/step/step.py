@@ -28,7 +28,9 @@ from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
 from fxpipe.like import cast_batch
-from fxpipe.numerics.recording import PARAMETER, PARAMETER_GRADIENT, ValueRecorder
+from fxpipe.numerics.fingerprint import positions_of
+from fxpipe.numerics.recording import PARAMETER, PARAMETER_GRADIENT, TensorPart, ValueRecorder
+from fxpipe.parameters.dtensors import local
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
@@ -40,11 +42,11 @@ from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.recorded import parts_of_gradients, parts_of_parameters
 from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
+from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
 from fxpipe.torch_compat import has_hooks, version_of
@@ -117,13 +119,7 @@ class Steps:
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
         in_context_group = topology.size("context") > 1 and transport.pipe_rank is not None
         self._items = ItemNumbers(transport, planning.items, in_context_group)
-        self._check = BatchCheck(
-            transport,
-            options.check_batches,
-            in_tensor_group,
-            lambda: topology.has_sampler,
-            topology.cut if in_context_group else None,
-        )
+        self._check = BatchCheck(transport, topology, options.check_batches)
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         coordinate = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
         leads = not any(number for axis, number in coordinate.items() if ROLES[axis] == "tensor")
@@ -185,12 +181,12 @@ class Steps:
             passed("preparing")
             # Listen before the first action, so that the receive is posted before the loss is sent.
             self._message.listen(loss_kind, plan.output_ranks[0])
-            results = self._play(agreed, bound, step)
+            result = self._play(agreed, bound, step)
             passed("messages")
             # All backwards have ended: flush starts the reductions that no backward has started.
             self._gradients.flush()
             passed("reduction")
-            outcome = self._outcome(plan, results, loss_kind)
+            outcome = self._outcome(plan, result.loss, loss_kind)
             record.losses[form] = outcome.kind
             passed("loss")
             self._gradients.end(outcome.factor)
@@ -198,18 +194,18 @@ class Steps:
             passed("reduction")
             self._unsummed = not self.sync
             if self.values is not None and self.sync:
-                self.values.add_parts(PARAMETER_GRADIENT, parts_of_gradients(self.module, self._gradients.pieces()))
+                self.values.add_parts(PARAMETER_GRADIENT, self._gradient_parts())
                 self.values.write()
             bytes_of = None
             if is_new and not record.is_sized:
                 record.is_sized = True
                 # Each rank knows the bytes of its own stages' outputs; the pipe group gathers them once per plan.
-                mine = {edge: size for result in results for edge, size in result.bytes_of.items()}
-                bytes_of = {e: size for part in self.transport.gather("pipe", mine) for e, size in part.items()}
+                parts = self.transport.gather("pipe", result.bytes_of)
+                bytes_of = {edge: size for part in parts for edge, size in part.items()}
             broken = self.watch.end(self.number, outcome.loss, plan)
             passed("rest")
             self._trained.add(agreed.kind)
-            self.recorder.keep(self.number, plan.schedule, [result.stopwatch for result in results])
+            self.recorder.keep(self.number, plan.schedule, result.stopwatches)
             self.number += 1
         if broken:  # all ranks raise this with nothing under way, so training can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
@@ -234,8 +230,29 @@ class Steps:
         if recorder.has_parameters:
             return
         self._gradients.settle()
-        recorder.add_parts(PARAMETER, parts_of_parameters(self.module, self._parameters))
+        parts = (TensorPart(*self._numbers[name], p, p.shape, positions_of(p)) for name, p in self._parameters)
+        recorder.add_parts(PARAMETER, parts)
         recorder.write()
+
+    def _gradient_parts(self) -> Iterator[TensorPart]:
+        """Yields the parts of the summed gradients that this rank has."""
+        for piece in self._gradients.pieces():
+            gradient, shape = piece.current_gradient(), piece.parameter.shape
+            if gradient is None:
+                continue
+            positions = positions_of(piece.parameter)
+            if positions is None and gradient.shape != shape:
+                positions = piece.part_of(torch.arange(shape.numel(), device=gradient.device).view(shape))
+            elif positions is not None and local(gradient).numel() != positions.numel():
+                positions = positions.reshape(-1)[piece.start : piece.stop]
+            yield TensorPart(*self._numbers[piece.name], gradient, shape, positions)
+
+    @cached_property
+    def _numbers(self) -> dict[str, tuple[str, int]]:
+        """Each name of a parameter → the first name of the same parameter, and its number in the model."""
+        first = first_names(dict(self.module.named_parameters(remove_duplicate=False)))
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(first.values()))}
+        return {name: (own, numbers[own]) for name, own in first.items()}
 
     @property
     def has_unsummed(self) -> bool:
@@ -254,9 +271,9 @@ class Steps:
                 shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
-                    results = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
+                    result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
                 self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
-                return self._output(agreed, results, shares, outputs)
+                return self._output(agreed, result.results, shares, outputs)
 
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
@@ -406,27 +423,26 @@ class Steps:
                     "replicas drift apart; step behind forward_backward(...), which sums the gradients of all of them"
                 )
 
-    def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> list[StepResult]:
+    def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> StepResult:
         """Runs this process's part of the schedule: a rank's row, or all rows in an order that does not deadlock."""
         # Micro-batches with equal layout numbers have equal message layouts; without weight they may get no gradient.
         layouts = zip(agreed.wire_layouts, step.shares, strict=True)
         self._exchange.begin(agreed.kind, [each if share else ~each for each, share in layouts], bound.receives)
-        results = bound.run(step, self._stopwatch if bound.kind.training else Stopwatch)
+        result = bound.run(step, self._stopwatch if bound.kind.training else Stopwatch)
         self.recorder.passed(ACTIONS)
         self._exchange.finish()
-        return results
+        return result
 
     def _stopwatch(self) -> Stopwatch:
         stopwatch = self.recorder.stopwatch()
         self._gradients.watch(stopwatch)
         return stopwatch
 
-    def _outcome(self, plan: Plan, results: Sequence[StepResult], earlier: LossKind | None) -> StepOutcome:
+    def _outcome(self, plan: Plan, loss: StepLoss, earlier: LossKind | None) -> StepOutcome:
         """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a
         mean in others, or if gradients of a Sum would be reduced in float16, which would overflow."""
         ranks, precision = plan.output_ranks, self._options.precision
-        mine = [result.loss for result in results if result.rank in ranks]
-        at_output = StepLoss.of_ranks(mine) if mine else None
+        at_output = loss if self.transport.pipe_rank in (None, *ranks) else None
         with label("loss"):
             outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, earlier, plan.counts)
         is_sum = outcome.kind.is_sum
@@ -440,10 +456,9 @@ class Steps:
         self._is_sum = is_sum
         return outcome
 
-    def _output(self, agreed: AgreedBatch, own: Sequence[StepResult], shares: Sequence[float], outputs: str) -> Any:
+    def _output(self, agreed: AgreedBatch, results: Mapping[int, Any], shares: Sequence[float], outputs: str) -> Any:
         """Joins the micro-batches' outputs to the whole batch's output."""
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
-        results = {index: result for rank_result in own for index, result in rank_result.results.items()}
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each output rank has some micro-batches' results
             parts = [from_rank(rank, results, transport, device) for rank in ranks]

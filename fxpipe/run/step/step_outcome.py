@@ -7,12 +7,10 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from fxpipe.batch.label_count import Items, as_number
 from fxpipe.distributed.activity import here
@@ -92,16 +90,16 @@ def conclude(
     already. ``earlier``: the form of this loss from an earlier step; with it, ranks exchange numbers alone.
     """
     if earlier is None:
-        mine = None if step is None else (step.is_known, step.is_empty, tuple(step.kind))
+        mine = None if step is None or step.kind is None else (step.is_empty, tuple(step.kind))
         gathered = [item for item in transport.gather("pipe", mine) if item is not None]
         # A rank whose micro-batches have no weight may have zeros of another form: ranks with weight decide.
-        kind = LossKind(*max(gathered, key=lambda item: (item[0], not item[1]))[2])
-        for _, is_empty, other in gathered:
+        kind = LossKind(*min(gathered, key=lambda item: item[0])[1])
+        for is_empty, other in gathered:
             if not is_empty:
                 LossKind(*other).check(kind, "micro-batch")
     else:
         kind = earlier
-        if step is not None and not step.is_empty:
+        if step is not None and step.kind is not None and not step.is_empty:
             step.kind.check(kind, "step")
     # A single process has all parts of a mean: no communication.
     is_sum, dtype, names = kind
@@ -178,10 +176,6 @@ class DetachedLoss(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.detach())
-
-
-# Sending to another process passes a handle of the GPU memory, which a plainly pickled tensor lacks.
-ForkingPickler.register(DetachedLoss, lambda loss: reduce_tensor(loss.detach()))  # type: ignore[no-untyped-call]
 
 
 def detached(value: Any) -> Any:

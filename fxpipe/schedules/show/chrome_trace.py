@@ -22,8 +22,7 @@ FIRST_THREAD = 1
 def chrome_trace(timeline: Timeline) -> str:
     """Returns Trace Event JSON: a thread for each rank, arrows from rank to rank, counters of micro-batches in flight.
 
-    Reductions have threads of their own. A measured step begins at 0, and includes the time around its actions. The
-    format counts in microseconds. Seconds are converted; any other unit of a plan's costs is shown as 1 ms.
+    A measured step begins at 0, and includes the time around its actions. The format counts in microseconds.
     """
     # Within an instant a viewer keeps the order of the file: a slice precedes the arrows that end in it.
     events = [
@@ -92,11 +91,10 @@ def _around(timeline: Timeline) -> Iterator[Event]:
 
 
 def _reductions(timeline: Timeline) -> Iterator[Event]:
-    """Yields the reductions, on threads after those of the ranks: as many threads per rank as it has reductions under
-    way at once, since slices of the same thread may not overlap."""
+    """Yields the reductions, on threads after those of the ranks: one for each lane, since slices of a thread may not
+    overlap."""
     number = len(timeline.schedule.rows)
     for rank in range(len(timeline.schedule.rows)):
-        # Each lane is a thread, numbered after the threads of the ranks and of the earlier lanes.
         for lane in lanes(timeline, rank):
             yield from _thread(number, f"rank {rank}: reductions")
             for _, what, *span in lane:

@@ -43,14 +43,8 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
-    """Returns the schedule in a file, compute-only or with communication. ``verify`` finds errors in the table itself.
-
-    ``edges``: the stage graph. None: a chain; the file may be of another graph, so messages are not compared.
-
-    ScheduleError, with line and cell (both count from 1), if a text is no cell, or if a line has other messages than
-    its rank has in the lowered table; also if the file holds no action, omits a stage number, or is not UTF-8. OSError
-    if the file cannot be read, or is a device or a pipe.
-    """
+    """See ``Schedule.from_csv``. ScheduleError, too, if the file has no action, omits a stage number, or is not UTF-8;
+    OSError if it is a device or a pipe."""
     name = os.fspath(path)
     rows: list[tuple[Action, ...]] = []
     messages: list[Counter[str]] = []  # of each rank
@@ -141,7 +135,7 @@ def _check_messages(name: str, messages: Sequence[Counter[str]], schedule: Sched
 
 
 def write(schedule: Schedule, path: StrPath, communication: bool = False) -> None:
-    """Writes a schedule, aligned by step, or with its messages. OSError if the file cannot be written."""
+    """See ``Schedule.to_csv``."""
     if communication:
         rows = _with_messages(schedule)
     else:
@@ -156,8 +150,8 @@ def write(schedule: Schedule, path: StrPath, communication: bool = False) -> Non
 def _with_messages(schedule: Schedule) -> list[list[str]]:
     """Returns the instructions in an order that one process could run: a receive comes after its message was sent.
 
-    fxpipe posts receives an action ahead and does not wait for them. A reader of the file may wait (torch's runtime
-    issues receives one after another), and would deadlock if a receive came before the actions that lead to its send.
+    A reader of the file may wait for each receive, as torch's runtime does, and would deadlock if a receive came before
+    the actions that lead to its send.
     """
     rows: list[list[str]] = [[] for _ in schedule.rows]
     begun: set[Message] = set()  # messages whose send or receive has run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from html import escape
 
 from fxpipe.errors import ScheduleError, printable
@@ -43,8 +42,8 @@ MOST_CELLS = 10_000
 """The most cells of a picture in a notebook, about 2 MB, which the notebook loads each time it opens."""
 
 
-def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> str:
-    """Returns ``shown`` as HTML: its timeline's picture and its table. A table that deadlocks has no picture."""
+def pictured(shown: Schedule | Timeline) -> str:
+    """Returns ``shown`` as HTML: its picture and its table. A table that deadlocks has no picture."""
     table = preformatted(str(shown))
     schedule = shown if isinstance(shown, Schedule) else shown.schedule
     # A notebook keeps each output in its file, and a browser draws it again when the file opens.
@@ -52,7 +51,8 @@ def pictured(shown: Schedule | Timeline, timeline: Callable[[], Timeline]) -> st
     if cells > MOST_CELLS:
         return table + preformatted(f"{cells:,} cells are too many for a notebook: to_html(path) draws them")
     try:
-        return f'<div style="overflow-x: auto">{_apart(svg(timeline()))}</div>{table}'
+        timeline = shown.planned() if isinstance(shown, Schedule) else shown
+        return f'<div style="overflow-x: auto">{_apart(svg(timeline))}</div>{table}'
     except ScheduleError as error:
         return table + preformatted(str(error))
 

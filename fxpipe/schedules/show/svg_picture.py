@@ -68,7 +68,6 @@ def svg(timeline: Timeline) -> str:
 
 
 def ops(timeline: Timeline) -> list[Op]:
-    """Returns the ops that a table has."""
     used = {action.op for row in timeline.schedule.rows for action in row}
     return [op for op in Op if op in used]
 
@@ -143,7 +142,6 @@ def _axis(layout: PictureLayout) -> Iterator[str]:
 
 
 def _labels(layout: PictureLayout) -> Iterator[str]:
-    """Draws the ranks and their stages, left of the rows."""
     unit = unit_of(layout.timeline).name
     yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
     for rank in range(len(layout.stages)):
@@ -365,7 +363,6 @@ def stripes(stage: int | None, op: Op) -> str | None:
 
 
 def ink(op: Op) -> str:
-    """Returns a text colour that is readable on the op's cells."""
     return INK if TONES[op].lightness > 0.6 else PAPER
 
 

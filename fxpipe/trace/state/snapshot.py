@@ -203,11 +203,6 @@ class Numbers(NamedTuple):
     def was_written(self) -> bool:
         return self.was_bumped or not torch.equal(self.tensor, self.copy)
 
-    def differs(self) -> Tensor:
-        """Whether any bit differs, as a bool tensor on the tensor's device. The host does not wait for the device."""
-        bits, others = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (self.tensor, self.copy))
-        return (bits != others).any()
-
 
 def storage_of(tensor: Tensor) -> int:
     """The id of a tensor's storage; 0 for a tensor without a storage, such as a sparse tensor."""
