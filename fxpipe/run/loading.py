@@ -38,7 +38,7 @@ from fxpipe.checkpoint.run_state import (
 from fxpipe.distributed.activity import announced
 from fxpipe.errors import CheckpointError, printable
 from fxpipe.parameters.dtensors import is_dtensor
-from fxpipe.parameters.ownership import names_in_model, own_buffers
+from fxpipe.parameters.ownership import own_buffers, saved_tensors
 from fxpipe.precision import converts
 from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
@@ -172,7 +172,7 @@ class _Loading:
         """Checks that the checkpoint fits this rank's model, optimizers, averages and ``takers``; changes no value."""
         steps, reader = self._steps, FolderReader(self._path)
         names = {name.removeprefix(MODEL).partition(".<")[0] for name in reader.names if name.startswith(MODEL)}
-        if more := sorted(names - set(names_in_model(steps.module).values())):  # these would be lost
+        if more := sorted(names - saved_tensors(steps.module).keys()):  # these would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"
