@@ -54,26 +54,20 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
     ranks = math.prod(sizes)
     # ZeRO shards inside each node alike: a batch group must have equally many ranks in every node that it spans.
     batch = [index for index, (name, _) in enumerate(axes) if ROLES[name] in BATCH_AXES]
-    groups, names = axis_groups(sizes, batch), [axes[index][0] for index in batch]
+    groups = axis_groups(sizes, batch)
 
-    def uneven(size: int) -> list[int] | None:
-        """Returns the first batch group whose numbers of ranks per node differ, with nodes of ``size`` ranks."""
-        return next((group for group in groups if len({len(part) for part in by_node(group, size)}) > 1), None)
+    def fits(size: int) -> bool:
+        even = all(len({len(part) for part in by_node(group, size)}) == 1 for group in groups)
+        return ranks % size == 0 and even
 
-    if per_node > 0 and ranks % per_node == 0:
-        group = uneven(per_node)
-        if group is None:
-            return per_node
-        parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in by_node(group, per_node))
-        fact = (
-            f"with ranks_per_node={per_node} the {' × '.join(names)} group {abbreviated(group)} of {shape(axes)} meets "
-            f"nodes unevenly ({parts}), and cannot shard in the same way in all: make {' and '.join(names)} the "
-            f"innermost {'axis' if len(names) == 1 else 'axes'}, or"
-        )
-    else:
-        fact = f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}:"
-    fits = [str(size) for size in range(1, ranks + 1) if ranks % size == 0 and uneven(size) is None]
-    raise TopologyError(f"{fact} write ranks_per_node={' or '.join(fits)}")
+    if per_node > 0 and fits(per_node):
+        return per_node
+    fitting = " or ".join(str(size) for size in range(1, ranks + 1) if fits(size))
+    raise TopologyError(
+        f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}, or a group that sums gradients "
+        f"would have more ranks in one node than in another: write ranks_per_node={fitting}, or make "
+        f"{', '.join(BATCH_AXES)} the innermost axes"
+    )
 
 
 def shape(axes: Sequence[tuple[str, int]]) -> str:

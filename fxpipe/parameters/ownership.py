@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.files.pieces import pairs
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.transport import Transport, broadcast, overwrite
+from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.parameters.dtensors import check_fits, is_cut_over, is_dtensor, local, part_of, whole_of
+from fxpipe.parameters.dtensors import check_fits, is_dtensor, local, part_of, whole_of
 from fxpipe.stage.elsewhere import Elsewhere
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat import plain_results, undone_by_hooks
@@ -92,43 +92,24 @@ class _RankPart(nn.Module):
             part.training = vars(part)[_ORIGINAL].training
         return self
 
-    def _check_same(self, name: str, value: Any) -> Mapping[str, Any]:
-        """The tensors and modules that the part holds. Raises RunError if ``value`` would replace that of this name."""
-        # The same object may be set again: nothing changes.
+    def __setattr__(self, name: str, value: Any) -> None:
         own = self._parameters | self._buffers | self._modules
-        if _is_original(self) and own.get(name, value) is not value:
+        if not _is_original(self) or own.get(name) is value:
+            super().__setattr__(name, value)
+            return
+        if name in own:
             kind = "module" if name in self._modules else "tensor"
             raise RunError(
                 f"{name} is set to another {kind} than the stages hold, and they would go on with the old one; change "
                 "the model before fxpipe.compile, or write values into what there is: with torch.no_grad(): "
                 "module.get_parameter(name).copy_(value), or get_buffer(name)"
             )
-        return own
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self._check_same(name, param)
-        super().register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self._check_same(name, tensor)
-        super().register_buffer(name, tensor, persistent)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = self._check_same(name, value)
-        is_new = name not in own and name != "training" and not name.startswith("_")
-        if _is_original(self) and is_new and hasattr(vars(self)[_ORIGINAL], name):
+        if name != "training" and not name.startswith("_") and hasattr(vars(self)[_ORIGINAL], name):
             raise RunError(
                 f"{name} is set in forward_backward.module, but stages use nothing of that but tensors; set it in the "
                 "model that was given to fxpipe.compile"
             )
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if _is_original(self) and name in self._parameters | self._buffers | self._modules:
-            raise RunError(
-                f"{name} is what the stages hold, and they would go on with it; change the model before fxpipe.compile"
-            )
-        super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         if _is_original(self):
@@ -336,11 +317,12 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
     ``full_tensor`` is not used: fxpipe does not close its groups when a rank fails, and torch caches the mesh beyond
     the end of the process group.
     """
-    own = local(tensor)
     if not is_dtensor(tensor):
         return tensor
-    if not is_cut_over(tensor, transport.ranks("gather")):  # the mesh of the user's parallelize=
+    mesh = tensor.device_mesh.mesh.tolist()
+    if mesh != list(transport.ranks("gather")) or not tensor.placements[0].is_shard(0):  # the user's parallelize=
         return whole_of(tensor)
+    own = local(tensor)
     # FSDP2's chunks have ceil(rows / ranks) rows, the last chunks fewer: pads them, gathers, and cuts the padding off.
     ranks = len(transport.ranks("gather"))
     part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
@@ -382,5 +364,5 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     with torch.no_grad():
         for name, tensor in targets.items():
             for into, source in pairs(local(tensor), part_of(tensor, state[name])):
-                overwrite(into, source)
+                into.copy_(source)
     return state

@@ -284,12 +284,9 @@ class ForwardBackward:
             which = f" of optimizer {number}" if number else ""
             facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
             facts[f"the class of optimizer {number}"] = optimizer.kind
-        groups = [(optimizer, *entry) for optimizer in own for entry in enumerate(optimizer.param_groups)]
-        for index, (optimizer, number, group) in enumerate(groups):
-            # An optimizer that looks across parameters finds other numbers on other ranks.
-            is_everywhere = optimizer.everywhere >> number & 1
-            floats = [key for key, value in group.items() if is_everywhere and isinstance(value, float)]
-            for key in sorted(optimizer.user_keys.union(_SCHEDULED, floats)):
+        groups = [(optimizer, group) for optimizer in own for group in optimizer.param_groups]
+        for index, (optimizer, group) in enumerate(groups):
+            for key in sorted(optimizer.user_keys.union(_SCHEDULED)):
                 value = group.get(key)
                 # reading a tensor's value would wait for the device
                 is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)

@@ -10,7 +10,6 @@ import copy
 import functools
 import itertools
 import math
-import operator
 import types
 import warnings
 from collections import defaultdict
@@ -54,9 +53,6 @@ from fxpipe.sharding.optimizer_state import (
 )
 from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_groups, whole_groups
 from fxpipe.validation import shown
-
-_COMPARED = 62
-"""The most parameter groups whose numbers ranks compare: a bit of an integer each."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -116,9 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, of targets without copies
         self.user_keys = {key for key, value in kw.items() if value is not None}
-        """The options that the user set: ranks compare them. The optimizer may compute other options itself."""
-        self.everywhere = 0
-        """Bits of the groups that all ranks step a part of: options that it computes for them must be equal, too."""
+        """The options that the user set: ranks compare them."""
         self.steps = self.skipped_steps = 0
         self.stepping = False
         self._steppers = steppers
@@ -233,9 +227,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name in names:
             self._originals.pop(name, None)
         self._targets += new
-        if not self._elementwise:
-            mine = sum(1 << index for index, targets in enumerate(self._targets[:_COMPARED]) if targets)
-            self.everywhere = functools.reduce(operator.and_, self._transport.gather_int("all", mine))
         pairs = zip(groups, new, strict=True)
         return [{**options_of(group), "params": [target.tensor for target in targets]} for group, targets in pairs]
 

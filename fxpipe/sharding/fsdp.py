@@ -451,8 +451,6 @@ class FullyShardedGradients(Gradients):
     def _put_in(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Puts parameters into the modules of this call's stages."""
         for name, parameter in parameters.items():
-            if self._call.now.get(name) is parameter:
-                continue
             self._call.now[name] = parameter
             for module, leaf in self._call.homes.get(name, ()):
                 if type(module).__setattr__ is nn.Module.__setattr__:

@@ -27,7 +27,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
-from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, local, ranks_of
+from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, local
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.search.memory import ParameterPart
@@ -48,14 +48,9 @@ if TYPE_CHECKING:
 Parallelize = Callable[[nn.Module, "DeviceMesh | None"], None]
 
 
-def tensor_groups(topology: Topology) -> Groups:
-    """Returns the groups of the tensor axis, for ``Transport.open``."""
-    return {"tensor": topology.groups("tensor")} if topology.size("tensor") > 1 else {}
-
-
-def context_groups(topology: Topology) -> Groups:
-    """Returns the groups of the context axis, likewise."""
-    return {"context": topology.groups("context")} if topology.size("context") > 1 else {}
+def layer_groups(topology: Topology) -> Groups:
+    """Returns the groups of the axes that layers of a stage communicate over, for ``Transport.open``."""
+    return {axis: topology.groups(axis) for axis in ("tensor", "context") if topology.size(axis) > 1}
 
 
 def changed_stages(
@@ -317,7 +312,7 @@ def _axes_of(
     for key, tensor in changed.items():
         if not is_dtensor(tensor):
             continue
-        ranks, name = ranks_of(tensor), names.get(key, "a parameter")
+        ranks, name = set(tensor.device_mesh.mesh.flatten().tolist()), names.get(key, "a parameter")
         if not ranks <= apart:
             raise RunError(
                 f"parallelize has spread {name} over ranks {sorted(ranks)}, but only ranks {sorted(apart)} run its "
