@@ -101,12 +101,6 @@ def positive(value: int, what: str) -> int:
 def axis_groups(sizes: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
     """Returns the groups of ranks of a row-major grid that differ along the axes ``indices`` alone: ascending lists,
     sorted by the axes inside the last of ``indices`` first. Without ``indices``, each rank is a group."""
-    if len(indices) == 1:
-        # With a block for each outer index o, the group of (o, i) is o·block + i + inner·(0 … size − 1).
-        (index,) = indices
-        outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
-        block = size * inner  # ranks that share all coordinates outside this axis
-        return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
     last = max(indices, default=-1)
     others = [index for index in (*range(last + 1, len(sizes)), *range(last)) if index not in indices]
     groups: dict[tuple[int, ...], list[int]] = {}

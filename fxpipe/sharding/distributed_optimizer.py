@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxpipe.distributed.activity import announced, phase
 from fxpipe.distributed.transport import Transport, failing_together, member
-from fxpipe.errors import CheckpointError, FxpipeError, RunError
+from fxpipe.errors import FxpipeError, RunError
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
 from fxpipe.progress import log
@@ -32,7 +32,6 @@ from fxpipe.sharding.optimizer_class import (
     NumbersOfParts,
     OptimizerMaker,
     check_class,
-    check_numbers,
     first_options,
     initial_state,
     is_elementwise,
@@ -71,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         store: pieces and their gradients. transport: gathers whether any rank has an inf or nan.
-        held, whole: this rank's and the whole model's parameters, under all their names.
+        own, whole: this rank's and the whole model's parameters, under all their names.
         originals: name → parameter before rounding, for the masters; entries are removed when a master is made.
         steppers: parameter name → the last made optimizer that steps it; shared by all optimizers of the model.
         alone: a context that refuses a step while a call of forward_backward runs.
@@ -455,7 +454,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         for group, new, targets in zip(self.param_groups, groups, self._targets, strict=True):
             own = options_of(group)
-            check_numbers(CheckpointError, new, own)
             options.append({**own, **{key: value for key, value in new.items() if value is not None or key in own}})
             for target in targets:
                 name = self._canonical[target.piece.name]

@@ -31,8 +31,8 @@ from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, loc
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.search.memory import ParameterPart
-from fxpipe.sharding.data_axis import GradientSums, scope_of
-from fxpipe.sharding.reducer import Reducer, Shared
+from fxpipe.sharding.data_axis import scope_of
+from fxpipe.sharding.reducer import Reducer
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
 from fxpipe.torch_compat import pytree, ranks_without_processes
@@ -532,23 +532,14 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
 class ParallelGradients(Reducer):
     """The gradients of a rank that has DTensor parameters, which are in no bucket."""
 
-    def __init__(
-        self,
-        shared: Sequence[Shared],
-        alone: Mapping[str, nn.Parameter],
-        transport: Transport,
-        sums: GradientSums,
-        capacity: int,
-        tied: Mapping[tuple[int, ...], Sequence[str]],
-        parallel: Parallel,
-    ) -> None:
-        super().__init__(shared, alone, transport, sums, capacity, tied)
+    def __init__(self, *parameters: Any, parallel: Parallel) -> None:
+        super().__init__(*parameters)
         self._sharded, self.shards_parameters = parallel.sharded, bool(parallel.sharded)
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
         # torch cannot take one norm of plain gradients and DTensors, and a DTensor's own is soon this rank's part's.
-        parameters = [*self._own.values(), *(each.parameter for each in shared)]
-        meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters}
+        every = [*self._own.values(), *(each.parameter for each in self._shared.values())]
+        meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in every}
         self._marks = self._marks or len(meshes) > 1
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}
         # A DTensor's shards have their gradients' sums over the mesh already, from FSDP2 or a stage's own collectives.
