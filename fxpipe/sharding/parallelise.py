@@ -12,11 +12,11 @@ import contextlib
 import copy
 import math
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor, fx, nn
 from torch import distributed as dist
@@ -378,21 +378,18 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
 # --- running the copies
 
 
+@dataclass(eq=False)
 class Parallel:
     """The ``copies`` of this rank's stages that ``parallelize`` has changed. ``sharded``: their FSDP2 modules.
     ``scopes``: id of a DTensor parameter → the scope of the batch axes that its mesh leaves out, "" for none.
     ``context``: the ranks of this rank's context group, if there is one."""
 
-    def __init__(
-        self,
-        copies: Mapping[int, _StageCopy],
-        sharded: Mapping[int, FsdpStage],
-        scopes: Mapping[int, str],
-        context: Sequence[int],
-    ) -> None:
-        self.copies, self.sharded, self.scopes, self._context = copies, sharded, scopes, context
-        self._adopted: weakref.WeakKeyDictionary[nn.Module, _StageFunction] = weakref.WeakKeyDictionary()
-        self._captures = 0
+    copies: Mapping[int, _StageCopy]
+    sharded: Mapping[int, FsdpStage]
+    scopes: Mapping[int, str]
+    context: Sequence[int]
+    _adopted: WeakKeyDictionary[nn.Module, _StageFunction] = field(default_factory=WeakKeyDictionary)
+    _captures: int = 0
 
     def adopt(self, graph: StageGraph) -> StageGraph:
         """Returns the graph, with this rank's stages running the modules that ``parallelize`` has changed.
@@ -419,7 +416,7 @@ class Parallel:
                     self._captures += 1
                     _move_in(stage, module, home, self._captures)
                 code = types.MethodType(type(module).forward, home.module)
-            check = ContextCheck(self._context, stage.name) if self._context else None
+            check = ContextCheck(self.context, stage.name) if self.context else None
             uses = max(len(stage.outputs), 1)
             self._adopted[module] = _StageFunction(stage.name, home.module, code, uses, check, home.taken_apart())
         return replace(stage, function=self._adopted[module])
@@ -522,7 +519,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
             else:
                 setattr(home.module, renamed[target], value)
             # Captures are dropped with their kinds of batch; their attributes are removed with them.
-            weakref.finalize(module, delattr, home.module, renamed[target])
+            finalize(module, delattr, home.module, renamed[target])
         node.target = renamed[target]
         setattr(module, renamed[target], value)
     if renamed:
