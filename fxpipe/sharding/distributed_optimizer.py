@@ -77,6 +77,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cause: returns why a step is skipped, if known; the same text on every rank. A collective call of all ranks.
     """
 
+    _inner: torch.optim.Optimizer
+
     def __init__(
         self,
         cls: OptimizerMaker,
@@ -96,7 +98,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         alone: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         check_class(cls, store.sums.sharded or precision is not None or offload)
-        self._inner: torch.optim.Optimizer | None = None
         self._make = functools.partial(cls, **kw)
         self._store, self._transport = store, transport
         self._own, self._all = own, whole
@@ -194,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, with parameters as in the constructor. A collective call of all ranks."""
-        if self._inner is None:  # called by torch's constructor, with a group that is resolved already
+        if "_inner" not in vars(self):  # called by torch's constructor, with a group that is resolved already
             super().add_param_group(param_group)
             return
         (group,) = self._resolved([param_group])
@@ -272,7 +273,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if broken:
                 self._skip(broken)
             else:
-                assert self._inner is not None
                 self._on_pieces(self._inner.step)
         return loss
 
@@ -297,7 +297,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"{self.kind}.{name}() failed on this rank, which has a part of the parameters, their gradients "
                     f"in step() alone: {type(error).__name__}: {error}"
                 ) from error
-        assert self._inner is not None
         self.state = self._inner.state
         return self if result is self._inner else result
 
@@ -318,7 +317,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _on_pieces(self, run: Callable[[], Any], is_step: bool = True) -> Any:
         """Calls ``run``, which steps the inner optimizer or, unless ``is_step``, changes its tensors otherwise."""
-        assert self._inner is not None
         # 1. Transfers of the previous step may still write the memory that is stepped now: wait for them.
         self._store.settle()
         # 2. Copies take values that the user has written into parameters, and get the gradients. All transfers to the
@@ -408,7 +406,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
         """Returns ``state_dict`` with an initial state also for frozen parameters whose names are in ``saved``."""
-        assert self._inner is not None
         check_saves_all(self._inner)
         # All ranks save entries of parameters that were never stepped, too, so that names do not depend on use.
         entries: dict[str, Entry] = {}
@@ -446,7 +443,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: the state dict does not fit; then nothing has been changed.
         """
-        assert self._inner is not None
         refuse_torchs_helpers()
         saved, groups = read_state_dict(state_dict, self._group_names, self._all)
         options: list[dict[str, Any]] = []
