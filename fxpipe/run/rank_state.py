@@ -74,7 +74,8 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
     # Tied parameters' gradients are summed over their owners, losses over the ranks that compute some of them.
     sums = dict.fromkeys([*owners.tied, *[plan.output_ranks] * (len(plan.output_ranks) > 1)])
     transport.open(pairs(plan.instructions), list(sums), groups)
-    check_ties(topology, groups["shard"], owners)
+    if transport.data_size > 1:
+        check_ties(topology, transport, owners)
 
 
 def _check_positions(graph: StageGraph, is_parallelized: bool) -> None:

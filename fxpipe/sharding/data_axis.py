@@ -85,12 +85,12 @@ def sums_of(zero: int, transport: Transport, precision: Precision | None, replic
     return GradientSums(zero, len(shard), shard.index(transport.rank), len(transport.ranks("replica")), wire)
 
 
-def check_ties(topology: Topology, shards: Sequence[Sequence[int]], owners: Ownership) -> None:
-    """TopologyError where owners of a tied parameter would cut it differently, over their groups of ``shards``."""
-    size_of = {rank: len(shard) for shard in shards for rank in shard}
+def check_ties(topology: Topology, transport: Transport, owners: Ownership) -> None:
+    """TopologyError, on all ranks, where owners of a tied parameter would cut it differently. A collective call."""
+    everyone = transport.gather_int("all", len(transport.ranks("shard")))
     for group in topology.groups("pipe"):
         for holders, names in owners.tied.items():
-            sizes = [size_of[group[rank]] for rank in holders]
+            sizes = [everyone[group[rank]] for rank in holders]
             if len(set(sizes)) > 1:
                 raise TopologyError(
                     f"{names[0]} is tied over the pipe ranks {list(holders)}, whose data groups have "

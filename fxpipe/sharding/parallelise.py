@@ -139,12 +139,14 @@ def parallelise_stages(
     axes = _axes_of(changed, graph, topology, transport)
     _check_tied(graph.module, owners, transport)
     sharded: dict[int, FsdpStage] = {}
+    managed: dict[int, set[int]] = {}
     if transport.pipe_rank is not None:
-        from fxpipe.sharding.fsdp import sharded_stages  # importing FSDP2 is slow
+        from fxpipe.sharding.fsdp import sharded_stages, summed_by_fsdp  # importing FSDP2 is slow
 
         sharded = sharded_stages({stage: copied.module for stage, copied in copies.items()})
-    # FSDP2 sums over its own mesh, also where this has a dimension of replicas.
-    managed = {id(shard): ranks for stage in sharded.values() for shard, ranks in stage.summed_over()}
+        # FSDP2 sums over its own mesh, also where this has a dimension of replicas.
+        for copied in copies.values():
+            managed |= {id(shard): ranks for shard, ranks in summed_by_fsdp(copied.module)}
     names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     scopes = {}
     for tensor in changed.values():
