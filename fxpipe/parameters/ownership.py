@@ -111,6 +111,13 @@ class _RankPart(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if _is_original(self) and name in self._parameters | self._buffers | self._modules:
+            raise RunError(
+                f"{name} is what the stages hold, and they would go on with it; change the model before fxpipe.compile"
+            )
+        super().__delattr__(name)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         if _is_original(self):
             raise RunError("move or cast the model before fxpipe.compile; its stages hold these very tensors")

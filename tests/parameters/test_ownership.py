@@ -32,6 +32,8 @@ def test_other_tensors_are_not_put_where_the_stages_hold_theirs() -> None:
         layer.weight = nn.Parameter(torch.ones(4, 4))
     layer.weight = layer.weight
     layer.note = "as on any module"
+    with pytest.raises(fxpipe.RunError, match="weight is what the stages hold, and they would go on with it"):
+        nn.utils.parametrizations.weight_norm(layer)
     with pytest.raises(fxpipe.RunError, match="0 is set to another module than the stages hold, and they would go on"):
         setattr(module.layers, "0", nn.Linear(4, 4))
     with pytest.raises(fxpipe.RunError, match=r"in_features is set in forward_backward\.module, but stages use"):
