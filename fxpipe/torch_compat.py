@@ -293,7 +293,7 @@ def undone_by_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     """A state dict after the hooks that the modules' ``load_state_dict`` calls first."""
     undone = dict(state)
     for path, module in model.named_modules(remove_duplicate=False):
-        for hook in module._load_state_dict_pre_hooks.values():
+        for hook in vars(module)["_load_state_dict_pre_hooks"].values():
             hook(undone, f"{path}." if path else "", {}, True, [], [], [])
     return undone
 
