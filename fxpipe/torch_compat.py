@@ -289,6 +289,15 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(has_gradient_hooks(tensor) or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def undone_by_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict after the hooks that the modules' ``load_state_dict`` calls first."""
+    undone = dict(state)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for hook in vars(module)["_load_state_dict_pre_hooks"].values():
+            hook(undone, f"{path}." if path else "", {}, True, [], [], [])
+    return undone
+
+
 def bytes_of(tensor: Tensor) -> bytes:
     """The bytes of a contiguous tensor on the CPU; ``.numpy()`` would need NumPy and run an operator under modes."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

@@ -135,10 +135,8 @@ def agreed(gathering: TransportGathering, folder: Path, make: Callable[[], Any])
     return values_of(gathering.gather(verdict.message), verdict)
 
 
-def gathering_beside(transport: Transport, name: str) -> Gathering | None:
-    """A gathering for use while training goes on; None if several ranks run in one process."""
+def gathering_beside(transport: Transport, name: str) -> Gathering:
+    """A gathering for use while training goes on."""
     if transport.pipe_rank is None:
         return TransportGathering(transport)
-    if not dist.is_initialized():
-        return None
     return StoreGathering(default_store(), name, transport.rank, len(transport.ranks("all")))

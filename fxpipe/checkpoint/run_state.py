@@ -46,17 +46,13 @@ class Layout:
     processes: int
 
     @property
-    def replicas(self) -> int:
-        return 1 if self.processes == 1 else len(Topology(self.axes).groups("model"))
+    def replicas(self) -> list[list[int]]:
+        """The processes that work on each replica's data."""
+        return [[0]] if self.processes == 1 else Topology(self.axes).groups("model")
 
     def replica(self, rank: int) -> int:
         """The replica whose data a process works on."""
-        groups = [] if self.processes == 1 else Topology(self.axes).groups("model")
-        return next((replica for replica, ranks in enumerate(groups) if rank in ranks), 0)
-
-    def ranks_of(self, replica: int) -> list[int]:
-        """The processes that work on a replica's data."""
-        return [0] if self.processes == 1 else Topology(self.axes).groups("model")[replica]
+        return next(replica for replica, ranks in enumerate(self.replicas) if rank in ranks)
 
     def __str__(self) -> str:
         return f"{shape(self.axes)} in {self.processes} processes"
@@ -96,8 +92,8 @@ class PlainParts:
             return self.trees[digests[rank]]
         # On another layout a rank has no predecessor: it takes a part only if all candidate ranks saved equal values.
         same: list[Sequence[int]] = [range(len(digests))]  # sets of candidate ranks
-        if saved.replicas == now.replicas:
-            same.append(saved.ranks_of(now.replica(rank)))
+        if len(saved.replicas) == len(now.replicas):
+            same.append(saved.replicas[now.replica(rank)])
         for ranks in same:
             if len({digests[each] for each in ranks}) == 1:
                 return self.trees[digests[ranks[0]]]
@@ -112,13 +108,13 @@ def check_place(loader: Any, saved: Layout, now: Layout) -> None:
 
     A loader with ``any_replicas = True`` declares that its state holds for any number of replicas.
     """
-    if saved.replicas == now.replicas or getattr(loader, "any_replicas", False) is True:
+    then, new = len(saved.replicas), len(now.replicas)
+    if then == new or getattr(loader, "any_replicas", False) is True:
         return
     raise CheckpointError(
-        f"the state of loader= was saved on {saved.replicas} replicas, and there are {now.replicas} now: what counts "
-        "a replica's own rows would go on at others. Count batches of the whole run, as Feed in "
-        f"examples/training_loop.py does, and write any_replicas = True in the class {type(loader).__name__}; or load "
-        f"on {saved.replicas} replicas"
+        f"the state of loader= was saved on {then} replicas, and there are {new} now: what counts a replica's own rows "
+        "would go on at others. Count batches of the whole run, as Feed in examples/training_loop.py does, and write "
+        f"any_replicas = True in the class {type(loader).__name__}; or load on {then} replicas"
     )
 
 

@@ -54,26 +54,20 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
     ranks = math.prod(sizes)
     # ZeRO shards inside each node alike: a batch group must have equally many ranks in every node that it spans.
     batch = [index for index, (name, _) in enumerate(axes) if ROLES[name] in BATCH_AXES]
-    groups, names = axis_groups(sizes, batch), [axes[index][0] for index in batch]
+    groups = axis_groups(sizes, batch)
 
-    def uneven(size: int) -> list[int] | None:
-        """Returns the first batch group whose numbers of ranks per node differ, with nodes of ``size`` ranks."""
-        return next((group for group in groups if len({len(part) for part in by_node(group, size)}) > 1), None)
+    def fits(size: int) -> bool:
+        even = all(len({len(part) for part in by_node(group, size)}) == 1 for group in groups)
+        return ranks % size == 0 and even
 
-    if per_node > 0 and ranks % per_node == 0:
-        group = uneven(per_node)
-        if group is None:
-            return per_node
-        parts = ", ".join(f"{len(part)} in node {part[0] // per_node}" for part in by_node(group, per_node))
-        fact = (
-            f"with ranks_per_node={per_node} the {' × '.join(names)} group {abbreviated(group)} of {shape(axes)} meets "
-            f"nodes unevenly ({parts}), and cannot shard in the same way in all: make {' and '.join(names)} the "
-            f"innermost {'axis' if len(names) == 1 else 'axes'}, or"
-        )
-    else:
-        fact = f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}:"
-    fits = [str(size) for size in range(1, ranks + 1) if ranks % size == 0 and uneven(size) is None]
-    raise TopologyError(f"{fact} write ranks_per_node={' or '.join(fits)}")
+    if per_node > 0 and fits(per_node):
+        return per_node
+    fitting = " or ".join(str(size) for size in range(1, ranks + 1) if fits(size))
+    raise TopologyError(
+        f"ranks_per_node={per_node} does not divide the {ranks} ranks of {shape(axes)}, or a group that sums gradients "
+        f"would have more ranks in one node than in another: write ranks_per_node={fitting}, or make "
+        f"{', '.join(BATCH_AXES)} the innermost axes"
+    )
 
 
 def shape(axes: Sequence[tuple[str, int]]) -> str:
@@ -107,12 +101,6 @@ def positive(value: int, what: str) -> int:
 def axis_groups(sizes: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
     """Returns the groups of ranks of a row-major grid that differ along the axes ``indices`` alone: ascending lists,
     sorted by the axes inside the last of ``indices`` first. Without ``indices``, each rank is a group."""
-    if len(indices) == 1:
-        # With a block for each outer index o, the group of (o, i) is o·block + i + inner·(0 … size − 1).
-        (index,) = indices
-        outer, size, inner = math.prod(sizes[:index]), sizes[index], math.prod(sizes[index + 1 :])
-        block = size * inner  # ranks that share all coordinates outside this axis
-        return [list(range(o * block + i, (o + 1) * block, inner)) for i in range(inner) for o in range(outer)]
     last = max(indices, default=-1)
     others = [index for index in (*range(last + 1, len(sizes)), *range(last)) if index not in indices]
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -142,15 +142,13 @@ class Stopwatch:
 
     def laps(self, ahead: float = 0.0) -> list[Lap]:
         """Returns the laps in order. ``ahead``: the seconds by which this clock is ahead of the reported clock."""
-        if self._clock is None:
-            return []
+        assert self._clock is not None
         moments = [moment - ahead for moment in self._clock.seconds(self._moments)]
         return [Lap(*lap) for lap in zip(self._actions, moments[::3], moments[1::3], moments[2::3], strict=True)]
 
     def reductions(self, ahead: float = 0.0) -> list[Reduced]:
         """Returns the collectives that have ended, in the order of their starts; ``ahead`` as in ``laps``."""
-        if self._clock is None:
-            return []
+        assert self._clock is not None
         # Entries without an end are still under way.
         done = [entry for entry in self._started if len(entry) == 3]
         moments = iter(self._clock.seconds([mark for _, *marks in done for mark in marks]))

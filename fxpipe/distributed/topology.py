@@ -202,13 +202,11 @@ class Topology(Tabular):
         A known axis that this topology lacks may be passed with index 0.
 
         Raises:
-            TopologyError: an axis is unknown, given twice or missing, or an index is outside its axis.
+            TopologyError: an axis is unknown or missing, or an index is outside its axis.
         """
         index_of: dict[str, int] = {}
         for name, value in coordinate.items():
             role, index, size = role_of(name), whole(value, f"the index {name}"), self.size(name)
-            if role in index_of:
-                raise TopologyError(f"{_call(coordinate)} gives the {role} axis twice: keep one of its names")
             if not 0 <= index < size:
                 raise TopologyError(
                     f"{name}={index} is outside {shape(self._axes)}: "
@@ -217,10 +215,8 @@ class Topology(Tabular):
             index_of[role] = index
         missing = {name: 0 for name, _ in self._axes if ROLES[name] not in index_of}
         if missing:
-            names = ", ".join(f'"{name}"' for name in missing)
-            raise TopologyError(
-                f"{_call(coordinate)} lacks {names}: write every axis, as in {_call(coordinate | missing)}"
-            )
+            every = ", ".join(f"{name}={index}" for name, index in (coordinate | missing).items())
+            raise TopologyError(f"rank() lacks {', '.join(missing)}: write every axis, as in rank({every})")
         # The row-major index, by Horner's rule.
         rank = 0
         for role, index in self._index.items():
@@ -539,10 +535,6 @@ class Topology(Tabular):
         if self._live is None or self._live.world is not dist.group.WORLD:
             self._live = _LiveGroups(dist.group.WORLD)
         return self._live
-
-
-def _call(coordinate: dict[str, int]) -> str:
-    return "rank(" + ", ".join(f"{name}={index}" for name, index in coordinate.items()) + ")"
 
 
 def _new_group(groups: list[list[int]]) -> ProcessGroup:

@@ -161,8 +161,6 @@ class Metered:
         self.begin_step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # an object that is being unpickled has no _inner yet
-            raise AttributeError(name)
         return getattr(self._inner, name)
 
     # the methods of a transport

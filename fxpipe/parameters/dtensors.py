@@ -5,7 +5,6 @@ These functions import torch.distributed only when they get a DTensor: a torch b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -30,23 +29,12 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def ranks_of(tensor: DTensor) -> frozenset[int]:
-    """The global ranks that a DTensor is spread over."""
-    return frozenset(tensor.device_mesh.mesh.flatten().tolist())
-
-
 def lines_of(tensor: DTensor) -> list[list[int]]:
     """The global ranks along each dimension of a DTensor's mesh that this rank is among."""
     from torch import distributed as dist
 
     mesh = tensor.device_mesh
     return [dist.get_process_group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
-
-
-def is_cut_over(tensor: DTensor, ranks: Sequence[int]) -> bool:
-    """Whether a DTensor's only placement is Shard(0) over these ranks, in this order."""
-    (placement, *others) = tensor.placements
-    return not others and placement.is_shard(0) and tensor.device_mesh.mesh.tolist() == list(ranks)
 
 
 def whole_of(tensor: Tensor) -> Tensor:

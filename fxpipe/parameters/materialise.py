@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fxpipe.errors import CheckpointError, RunError, nearest, noted, printable
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.parameters.dtensors import is_dtensor, shard_of
-from fxpipe.parameters.ownership import on_meta, replace_tensors
+from fxpipe.parameters.ownership import on_meta, replace_tensors, saved_tensors
 from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
 from fxpipe.seeds import seed_from, seed_torch, seeded
@@ -104,21 +104,17 @@ def materialise_parts(
 ) -> dict[int, Tensor]:
     """As ``materialise``; of DTensors on the meta device this rank keeps its shard. Each of these is made whole by
     itself, and no two at a time."""
-    spread = {id(tensor): tensor for name, tensor in all_tensors(model).items() if name in names and is_dtensor(tensor)}
-    whole = {key: _whole_on_meta(tensor) for key, tensor in spread.items()}
+    tensors = {name: tensor for name, tensor in all_tensors(model).items() if name in names}
+    spread = {id(tensor): (name, tensor) for name, tensor in tensors.items() if is_dtensor(tensor)}
+    whole = {key: _whole_on_meta(tensor) for key, (_, tensor) in spread.items()}
     replace_tensors(model, whole)
     parts: dict[int, Tensor] = {}
-    for key, meta in whole.items():
-        name = next(name for name, tensor in all_tensors(model).items() if tensor is meta)
+    for key, (name, tensor) in spread.items():
         (real,) = materialise(model, [name], device, init_fn, weights, seed).values()
-        replace_tensors(model, {id(real): meta})
-        part = shard_of(spread[key], real)
-        parts[key] = nn.Parameter(part, meta.requires_grad) if isinstance(meta, nn.Parameter) else part
-    others = {
-        name
-        for name, tensor in all_tensors(model).items()
-        if name in names and not any(tensor is meta for meta in whole.values())
-    }
+        replace_tensors(model, {id(real): whole[key]})
+        part = shard_of(tensor, real)
+        parts[key] = nn.Parameter(part, real.requires_grad) if isinstance(real, nn.Parameter) else part
+    others = [name for name, tensor in tensors.items() if id(tensor) not in spread]
     made = materialise(model, others, device, init_fn, weights, seed)
     replace_tensors(model, {id(meta): parts[key] for key, meta in whole.items()})
     return made | parts
@@ -152,19 +148,14 @@ def _tensors_of(model: nn.Module, weights: Weights | None) -> list[_ModelTensor]
     """Every tensor of the model once, in the model's order."""
     saved = frozenset(weights.names) if weights is not None else frozenset()
     # A tensor is saved unless all of its names are of buffers with persistent=False, or of a loss function.
-    passing = {
-        f"{path}.{leaf}".removeprefix(".")
-        for path, module in model.named_modules(remove_duplicate=False)
-        for leaf in module._non_persistent_buffers_set
-    }
-    passing |= all_tensors(model).keys() - all_tensors(plain_model(model)).keys()
+    lasting = saved_tensors(plain_model(model)).keys()
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in all_tensors(model).items():
         aliases.setdefault(tensor, []).append(name)
     entries = []
     for tensor, names in aliases.items():
         key = next((name for name in names if name in saved), None)
-        entries.append(_ModelTensor(tensor, tuple(names), key, not passing.issuperset(names)))
+        entries.append(_ModelTensor(tensor, tuple(names), key, not lasting.isdisjoint(names)))
     return entries
 
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.files.pieces import pairs
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.transport import Transport, broadcast, overwrite
+from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.parameters.dtensors import check_fits, is_cut_over, is_dtensor, local, part_of, whole_of
+from fxpipe.parameters.dtensors import check_fits, is_dtensor, local, part_of, whole_of
 from fxpipe.stage.elsewhere import Elsewhere
 from fxpipe.stage.with_loss import plain_model
-from fxpipe.torch_compat import plain_results
+from fxpipe.torch_compat import plain_results, undone_by_hooks
 from fxpipe.validation import shown
 
 
@@ -92,31 +92,19 @@ class _RankPart(nn.Module):
             part.training = vars(part)[_ORIGINAL].training
         return self
 
-    def _check_same(self, name: str, value: Any) -> Mapping[str, Any]:
-        """The tensors and modules that the part holds. Raises RunError if ``value`` would replace that of this name."""
-        # The same object may be set again: nothing changes.
+    def __setattr__(self, name: str, value: Any) -> None:
         own = self._parameters | self._buffers | self._modules
-        if _is_original(self) and own.get(name, value) is not value:
+        if not _is_original(self) or own.get(name) is value:
+            super().__setattr__(name, value)
+            return
+        if name in own:
             kind = "module" if name in self._modules else "tensor"
             raise RunError(
                 f"{name} is set to another {kind} than the stages hold, and they would go on with the old one; change "
                 "the model before fxpipe.compile, or write values into what there is: with torch.no_grad(): "
                 "module.get_parameter(name).copy_(value), or get_buffer(name)"
             )
-        return own
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self._check_same(name, param)
-        super().register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self._check_same(name, tensor)
-        super().register_buffer(name, tensor, persistent)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = self._check_same(name, value)
-        is_new = name not in own and name != "training" and not name.startswith("_")
-        if _is_original(self) and is_new and hasattr(vars(self)[_ORIGINAL], name):
+        if name != "training" and not name.startswith("_") and hasattr(vars(self)[_ORIGINAL], name):
             raise RunError(
                 f"{name} is set in forward_backward.module, but stages use nothing of that but tensors; set it in the "
                 "model that was given to fxpipe.compile"
@@ -281,23 +269,21 @@ def mark_own_buffers(module: nn.Module, state: dict[str, Any], prefix: str = "",
 # --- state dicts in the plain model's own names; with zero=3 a rank holds shards, as DTensors
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The whole model's state dict; CheckpointError if it holds a value other than a tensor, which would be lost."""
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
-    return state
-
-
-def names_in_model(model: nn.Module) -> dict[str, str]:
-    """Name in the model's state dict → name of the parameter or buffer; the two differ if a hook renames the entry."""
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters, and the buffers that are saved, by each of their own names."""
     tensors = all_tensors(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf in module._non_persistent_buffers_set:
+            tensors.pop(f"{path}.{leaf}".removeprefix("."), None)
+    return tensors
 
-    def named(name: str, value: Tensor) -> str:
-        return name if name in tensors else next((own for own, tensor in tensors.items() if tensor is value), name)
 
-    return {name: named(name, value) for name, value in tensors_of(model).items()}
+def check_no_extra_state(model: nn.Module) -> None:
+    """Raises CheckpointError if a module has a state that is no tensor, which would be lost."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = f"{path}._extra_state".removeprefix(".")
+            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
 
 
 def full_state_dict(
@@ -308,21 +294,25 @@ def full_state_dict(
     A collective call of the pipe group; with shards, of all ranks. The tensors are on ``device``, except in a process
     that plays every rank.
     """
-    own = mine.state_dict()
-    state: dict[str, Tensor] = {}
-    own_names = names_in_model(model)
-    for name, like in tensors_of(model).items():
-        own_name = own_names[name]
-        owner = next(rank for rank, names in enumerate(owners.names) if own_name in names)
-        tensor = own.get(own_name, like)
-        # Broadcasts one tensor at a time, so that memory holds the result and at most one more tensor.
-        if transport.pipe_rank is not None:
-            if transport.pipe_rank == owner:
-                tensor = _whole(tensor, transport).to(device)
-            else:
-                tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-            broadcast([tensor], transport, "pipe", owner)
-        state[name] = tensor
+    own, whole = mine.state_dict(), dict[int, Tensor]()
+    saved = saved_tensors(model) if transport.pipe_rank is not None else {}
+    # Broadcasts one tensor at a time, so that memory holds the result and at most one more tensor.
+    for name, like in saved.items():
+        if id(like) in whole:
+            continue
+        owner = next(rank for rank, names in enumerate(owners.names) if name in names)
+        if transport.pipe_rank == owner:
+            tensor = _whole(own[name], transport).to(device)
+        else:
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        broadcast([tensor], transport, "pipe", owner)
+        whole[id(like)] = nn.Parameter(tensor, False) if isinstance(like, nn.Parameter) else tensor
+    # The model's own state_dict, since hooks of its modules may rename, split or join entries.
+    replace_tensors(model, whole)
+    try:
+        state: dict[str, Tensor] = model.state_dict()
+    finally:
+        replace_tensors(model, {id(whole[id(like)]): like for like in saved.values()})
     if transport.data_rank:
         mark_own_buffers(model, state)
     return state
@@ -334,11 +324,12 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
     ``full_tensor`` is not used: fxpipe does not close its groups when a rank fails, and torch caches the mesh beyond
     the end of the process group.
     """
-    own = local(tensor)
     if not is_dtensor(tensor):
         return tensor
-    if not is_cut_over(tensor, transport.ranks("gather")):  # the mesh of the user's parallelize=
+    mesh = tensor.device_mesh.mesh.tolist()
+    if mesh != list(transport.ranks("gather")) or not tensor.placements[0].is_shard(0):  # the user's parallelize=
         return whole_of(tensor)
+    own = local(tensor)
     # FSDP2's chunks have ceil(rows / ranks) rows, the last chunks fewer: pads them, gathers, and cuts the padding off.
     ranks = len(transport.ranks("gather"))
     part = own.new_zeros((-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
@@ -348,21 +339,24 @@ def _whole(tensor: Tensor, transport: Transport) -> Tensor:
     return whole[: tensor.shape[0]].clone()
 
 
-def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Copies the tensors of ``module`` from a state dict of ``module`` or of the whole ``model``; all of them or none.
 
-    The parameters of a loss function may be missing, as in a plain model's state dict.
+    The parameters of a loss function may be missing, as in a plain model's state dict. Returns the state dict under the
+    names of the parameters and buffers.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
-    own_names = names_in_model(model)  # torch's checkpoint_wrapper renames entries, for example
-    state = {own_names.get(name, name): value for name, value in state.items()}
-    targets, whole = module.state_dict(keep_vars=True), set(own_names.values())
+    check_no_extra_state(model)
+    whole = saved_tensors(model)
+    if not state.keys() <= whole.keys():  # hooks of modules, as of torch's checkpoint_wrapper, undo their changes
+        state = undone_by_hooks(model, state)
     unknown = [name for name in state if name not in whole]
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
-    plain = names_in_model(plain_model(model)).values()
-    targets = {name: tensor for name, tensor in targets.items() if name in state or name in plain}
+    plain = saved_tensors(plain_model(model))
+    own = module.state_dict(keep_vars=True)
+    targets = {name: tensor for name, tensor in own.items() if name in state or name in plain}
     missing = [name for name in targets if name not in state]
     if missing:
         raise CheckpointError(
@@ -377,4 +371,5 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     with torch.no_grad():
         for name, tensor in targets.items():
             for into, source in pairs(local(tensor), part_of(tensor, state[name])):
-                overwrite(into, source)
+                into.copy_(source)
+    return state

@@ -21,7 +21,7 @@ from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.numerics.recording import ValueRecorder
-from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into, tensors_of
+from fxpipe.parameters.ownership import RankModule, check_no_extra_state, full_state_dict, load_into
 from fxpipe.plan.advice import Advice, advise
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.forecast import with_figures
@@ -284,12 +284,9 @@ class ForwardBackward:
             which = f" of optimizer {number}" if number else ""
             facts[f"the number of calls of optimizer.step(){which}"] = optimizer.steps
             facts[f"the class of optimizer {number}"] = optimizer.kind
-        groups = [(optimizer, *entry) for optimizer in own for entry in enumerate(optimizer.param_groups)]
-        for index, (optimizer, number, group) in enumerate(groups):
-            # An optimizer that looks across parameters finds other numbers on other ranks.
-            is_everywhere = optimizer.everywhere >> number & 1
-            floats = [key for key, value in group.items() if is_everywhere and isinstance(value, float)]
-            for key in sorted(optimizer.user_keys.union(_SCHEDULED, floats)):
+        groups = [(optimizer, group) for optimizer in own for group in optimizer.param_groups]
+        for index, (optimizer, group) in enumerate(groups):
+            for key in sorted(optimizer.user_keys.union(_SCHEDULED)):
                 value = group.get(key)
                 # reading a tensor's value would wait for the device
                 is_plain = isinstance(value, (str, int, float)) or is_number(value) or list_of(is_number)(value)
@@ -475,8 +472,8 @@ class ForwardBackward:
             full: return the whole model's state dict, which a plain model loads; then a collective call of all ranks.
         """
         _check_flag(full=full)
+        check_no_extra_state(self._planning.module)
         if not full:
-            tensors_of(self._planning.module)
             return self.module.state_dict()
         name = "state_dict(full=True)"
         with self._alone(name), announced(name, of_all=self._reducer.shards), self._failing.together():
@@ -491,7 +488,7 @@ class ForwardBackward:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of it; CheckpointError if the state does not fit."""
         self._steps.check_trained(CheckpointError)
-        load_into(self._planning.module, self.module, state)
+        state = load_into(self._planning.module, self.module, state)
         originals, precision = self._state.originals, self._planning.options.precision
         originals.update({name: state[name].clone() for name in originals if name in state})
         if precision is not None:
@@ -576,5 +573,5 @@ def steps_of(forward_backward: ForwardBackward, saves: bool = True) -> Steps:
         )
     forward_backward._steps.check_trained(CheckpointError)
     if saves:
-        tensors_of(forward_backward._planning.module)
+        check_no_extra_state(forward_backward._planning.module)
     return forward_backward._steps

@@ -38,7 +38,7 @@ from fxpipe.checkpoint.run_state import (
 from fxpipe.distributed.activity import announced
 from fxpipe.errors import CheckpointError, printable
 from fxpipe.parameters.dtensors import is_dtensor
-from fxpipe.parameters.ownership import names_in_model, own_buffers
+from fxpipe.parameters.ownership import own_buffers, saved_tensors
 from fxpipe.precision import converts
 from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
@@ -172,7 +172,7 @@ class _Loading:
         """Checks that the checkpoint fits this rank's model, optimizers, averages and ``takers``; changes no value."""
         steps, reader = self._steps, FolderReader(self._path)
         names = {name.removeprefix(MODEL).partition(".<")[0] for name in reader.names if name.startswith(MODEL)}
-        if more := sorted(names - set(names_in_model(steps.module).values())):  # these would be lost
+        if more := sorted(names - saved_tensors(steps.module).keys()):  # these would be lost
             raise CheckpointError(
                 f"{self._path} has {len(more)} tensors of a model that this one has not, first {more[0]!r}; build the "
                 "model with the configuration that was saved"
@@ -198,8 +198,8 @@ class _Loading:
         self._run = _next_step(value_of(self._trees.pop("run"), {}))
         self._replica = now.replica(self._rank)
         self._random = None  # no rank has saved this replica's random state
-        if saved == now or self._replica < saved.replicas:
-            source = self._rank if saved == now else saved.ranks_of(self._replica)[0]
+        if saved == now or self._replica < len(saved.replicas):
+            source = self._rank if saved == now else saved.replicas[self._replica][0]
             self._random = value_of(plain.trees[plain.of_rank[source]["random"]], {})
         # The reader reads these tensors and the optimizers' in the same pass over the files.
         self._tensors = tensors_for(list(self._trees.values()), reader.tensors)
@@ -219,16 +219,16 @@ class _Loading:
         """Warns of saved values that no rank loads. ``requested``: of all ranks; empty if only the model is loaded."""
         left, more = self._left, sorted(self._saved - requested)
         more = [name for name in more if not name.endswith(f".{_NEW}")]
-        if requested and left:
-            self._warn(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
-        if requested and more:
-            self._warn(
+        found = []
+        if left:
+            found.append(f"the state of the {' and '.join(left)}, which nobody has asked for; give load() {left[0]}=")
+        if more:
+            found.append(
                 f"{len(more)} values of optimizers that nobody has asked for, first {more[0]}; give load() the "
                 "optimizers that were saved, made of the same parameters"
             )
-
-    def _warn(self, what: str) -> None:
-        warnings.warn(printable(f"{self._path} has {what}"), RuntimeWarning, stacklevel=4)
+        for what in found if requested else ():
+            warnings.warn(printable(f"{self._path} has {what}"), RuntimeWarning, stacklevel=3)
 
     def finish(self, goes_on: bool) -> None:
         """Loads all values. ``goes_on``: whether any rank has optimizers; a rank without parameters may have none."""
@@ -260,13 +260,12 @@ class _Loading:
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
-    """A state dict to be filled. A tensor that is kept rounded is replaced by a tensor of the saved, more exact type,
-    and a tensor with a stride of 0 by a dense tensor."""
+    """A state dict to be filled: tensors of the saved, more exact type replace tensors that are kept rounded."""
     unrounded = dict(state)
     for name, tensor in state.items():
         dtype = values.tensors.get(name, (tensor.shape, tensor.dtype))[1]
         is_finer = converts(dtype, tensor.dtype) and dtype.itemsize > tensor.dtype.itemsize
-        if not is_dtensor(tensor) and (is_finer or 0 in tensor.stride()):
+        if is_finer and not is_dtensor(tensor):
             unrounded[name] = torch.empty_like(tensor, dtype=dtype)
     return unrounded
 
@@ -328,7 +327,7 @@ def _to_fill(own: Any, there: Any, reader: FolderReader, device: torch.device) -
     if isinstance(there, str) and there in reader.tensors:
         shape, dtype = reader.tensors[there]
         if isinstance(own, Tensor):
-            if own.shape == shape and 0 not in own.stride():
+            if own.shape == shape:
                 return own
             dtype = own.dtype
         return torch.empty(shape, dtype=dtype, device=device if shape else "cpu")

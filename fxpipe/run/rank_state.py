@@ -29,9 +29,8 @@ from fxpipe.sharding.parallelise import (
     ChangedStages,
     ParallelGradients,
     changed_stages,
-    context_groups,
+    layer_groups,
     parallelise_stages,
-    tensor_groups,
 )
 from fxpipe.sharding.reducer import Reducer, reducer_for
 
@@ -55,7 +54,7 @@ def _base_seed(topology: Topology, transport: Transport) -> int:
     """Returns the first rank's seed on every rank. A collective call of all ranks."""
     seed = torch.initial_seed()
     # Each axis in turn takes the seed of its group's first rank: after the last axis all ranks have rank 0's seed.
-    for scope in ("pipe", "data", *tensor_groups(topology)):
+    for scope in ("pipe", "data", *layer_groups(topology)):
         seed = transport.gather(scope, seed)[0]
     return int(seed)
 
@@ -65,8 +64,7 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
     if transport.pipe_rank is None:
         return
     plan, options, topology = planning.first, planning.options, planning.topology
-    groups = {**data_groups(topology, options.zero, options.zero_scope), **tensor_groups(topology)}
-    groups |= context_groups(topology)
+    groups = {**data_groups(topology, options.zero, options.zero_scope), **layer_groups(topology)}
     if options.parallelize is not None:
         groups |= alone_groups(topology)
     if topology.size("context") > 1:
@@ -161,7 +159,7 @@ def _make_equal(tensors: Mapping[str, Tensor], topology: Topology, transport: Tr
     once = list({id(tensor): tensor for tensor in tensors.values() if not is_dtensor(tensor)}.values())
     if transport.data_size > 1:
         broadcast(once, transport, "data", 0)
-    if tensor_groups(topology):
+    if topology.size("tensor") > 1:
         broadcast(once, transport, "tensor", 0)
 
 

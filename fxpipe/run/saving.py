@@ -123,11 +123,11 @@ def save(
             run, ties = _run_id(), ties_of(steps.module)
             manifest = Manifest(step, first["number"], "", run, steps.topology.axes, versions, {}, ties)
             job = _Job(Path(first["partial"]), keep, manifest)
-            collect = functools.partial(job.collect, forward_backward, steps, optimizer, average)
-            everyone = agreed(gathering, path, lambda: collect(stateful, extra, costs))
+            values = forward_backward, steps, optimizer, average, stateful, extra, costs
+            everyone = agreed(gathering, path, lambda: job.collect(*values))
             agreed(gathering, path, lambda: job.settle(everyone, copies=not block))
-            beside = None if block else gathering_beside(steps.transport, first["token"])
-            if beside is not None:
+            if not block:
+                beside = gathering_beside(steps.transport, first["token"])
                 saver.pending = _write_later(job, beside, steps.state.device, saver.lock)
                 return saver.pending
             done: Future[Path] = Future()

@@ -85,15 +85,12 @@ def grad_norms(
         if gradients:
             total[index] = _norm(gradients, order, transport.device)
     if sharded:
-        spread = torch.tensor([_is_spread(pieces) for pieces in part.values()], device=transport.device)
+        # A DTensor's norm is over its own mesh already: all ranks of the shard group have it.
+        are_spread = [any(is_dtensor(piece.data) for piece in pieces) for pieces in part.values()]
+        spread = torch.tensor(are_spread, device=transport.device)
         total = torch.where(spread, total, _over("shard", transport, total, order))
     total = _over("pipe", transport, total, order)
     return dict(zip(part, total.unbind(), strict=True))
-
-
-def _is_spread(pieces: Sequence[Piece]) -> bool:
-    """Whether the gradients are DTensors, whose norm over their own mesh all ranks have."""
-    return any(is_dtensor(piece.data) for piece in pieces)
 
 
 def _of_replica(gradients: Sequence[Tensor], transport: Transport, sharded: bool, order: float) -> Tensor:

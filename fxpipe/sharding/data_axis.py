@@ -51,16 +51,12 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     with ``zero_scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags"
     those of the data group, "all" every rank: groups of their own, so that no collective waits for another group's.
     """
-    data, nodes = topology.groups(BATCH), topology.shard_groups()
-    cut = [[part for part in nodes if part[0] in group] for group in data]
-    hierarchical = all(len(parts) > 1 and len(parts[0]) > 1 for parts in cut)
-    if zero_scope == "data" if zero else not hierarchical:
-        cut = [[group] for group in data]
-    shards = [part for parts in cut for part in parts]
-    # The i-th ranks of all parts have the same section.
-    replicas = [list(ranks) for parts in cut for ranks in zip(*parts, strict=True)]
-    everyone = [list(range(topology.world_size))]
-    return {"shard": shards, "gather": shards, "replica": replicas, "flags": data, "all": everyone}
+    hierarchical = all(len(group) > 1 for group in (*topology.shard_groups(), *topology.replica_groups()))
+    in_one_node = zero_scope == "data" if zero else not hierarchical
+    nodes = Topology(topology.axes) if in_one_node else topology
+    shards, everyone = nodes.shard_groups(), [list(range(topology.world_size))]
+    groups = {"shard": shards, "gather": shards, "replica": nodes.replica_groups()}
+    return {**groups, "flags": topology.groups(BATCH), "all": everyone}
 
 
 def scope_of(axes: Collection[str], topology: Topology) -> str:

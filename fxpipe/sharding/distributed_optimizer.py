@@ -10,7 +10,6 @@ import copy
 import functools
 import itertools
 import math
-import operator
 import types
 import warnings
 from collections import defaultdict
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from fxpipe.distributed.activity import announced, phase
 from fxpipe.distributed.transport import Transport, failing_together, member
-from fxpipe.errors import CheckpointError, FxpipeError, RunError
+from fxpipe.errors import FxpipeError, RunError
 from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
 from fxpipe.progress import log
@@ -33,7 +32,6 @@ from fxpipe.sharding.optimizer_class import (
     NumbersOfParts,
     OptimizerMaker,
     check_class,
-    check_numbers,
     first_options,
     initial_state,
     is_elementwise,
@@ -55,9 +53,6 @@ from fxpipe.sharding.optimizer_state import (
 from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_groups, whole_groups
 from fxpipe.validation import shown
 
-_COMPARED = 62
-"""The most parameter groups whose numbers ranks compare: a bit of an integer each."""
-
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer of this rank's parameters. An inner optimizer ``cls(groups, **kw)`` steps this rank's pieces.
@@ -75,12 +70,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         store: pieces and their gradients. transport: gathers whether any rank has an inf or nan.
-        held, whole: this rank's and the whole model's parameters, under all their names.
+        own, whole: this rank's and the whole model's parameters, under all their names.
         originals: name → parameter before rounding, for the masters; entries are removed when a master is made.
         steppers: parameter name → the last made optimizer that steps it; shared by all optimizers of the model.
         alone: a context that refuses a step while a call of forward_backward runs.
         cause: returns why a step is skipped, if known; the same text on every rank. A collective call of all ranks.
     """
+
+    _inner: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -101,7 +98,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         alone: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         check_class(cls, store.sums.sharded or precision is not None or offload)
-        self._inner: torch.optim.Optimizer | None = None
         self._make = functools.partial(cls, **kw)
         self._store, self._transport = store, transport
         self._own, self._all = own, whole
@@ -116,9 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_names: list[tuple[str, ...]] = []
         self._exact: list[tuple[Target, Tensor]] = []  # masters loaded since the last step, of targets without copies
         self.user_keys = {key for key, value in kw.items() if value is not None}
-        """The options that the user set: ranks compare them. The optimizer may compute other options itself."""
-        self.everywhere = 0
-        """Bits of the groups that all ranks step a part of: options that it computes for them must be equal, too."""
+        """The options that the user set: ranks compare them."""
         self.steps = self.skipped_steps = 0
         self.stepping = False
         self._steppers = steppers
@@ -201,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, with parameters as in the constructor. A collective call of all ranks."""
-        if self._inner is None:  # called by torch's constructor, with a group that is resolved already
+        if "_inner" not in vars(self):  # called by torch's constructor, with a group that is resolved already
             super().add_param_group(param_group)
             return
         (group,) = self._resolved([param_group])
@@ -233,9 +227,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name in names:
             self._originals.pop(name, None)
         self._targets += new
-        if not self._elementwise:
-            mine = sum(1 << index for index, targets in enumerate(self._targets[:_COMPARED]) if targets)
-            self.everywhere = functools.reduce(operator.and_, self._transport.gather_int("all", mine))
         pairs = zip(groups, new, strict=True)
         return [{**options_of(group), "params": [target.tensor for target in targets]} for group, targets in pairs]
 
@@ -282,7 +273,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if broken:
                 self._skip(broken)
             else:
-                assert self._inner is not None
                 self._on_pieces(self._inner.step)
         return loss
 
@@ -307,7 +297,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"{self.kind}.{name}() failed on this rank, which has a part of the parameters, their gradients "
                     f"in step() alone: {type(error).__name__}: {error}"
                 ) from error
-        assert self._inner is not None
         self.state = self._inner.state
         return self if result is self._inner else result
 
@@ -328,7 +317,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _on_pieces(self, run: Callable[[], Any], is_step: bool = True) -> Any:
         """Calls ``run``, which steps the inner optimizer or, unless ``is_step``, changes its tensors otherwise."""
-        assert self._inner is not None
         # 1. Transfers of the previous step may still write the memory that is stepped now: wait for them.
         self._store.settle()
         # 2. Copies take values that the user has written into parameters, and get the gradients. All transfers to the
@@ -418,7 +406,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
         """Returns ``state_dict`` with an initial state also for frozen parameters whose names are in ``saved``."""
-        assert self._inner is not None
         check_saves_all(self._inner)
         # All ranks save entries of parameters that were never stepped, too, so that names do not depend on use.
         entries: dict[str, Entry] = {}
@@ -456,7 +443,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: the state dict does not fit; then nothing has been changed.
         """
-        assert self._inner is not None
         refuse_torchs_helpers()
         saved, groups = read_state_dict(state_dict, self._group_names, self._all)
         options: list[dict[str, Any]] = []
@@ -464,7 +450,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         for group, new, targets in zip(self.param_groups, groups, self._targets, strict=True):
             own = options_of(group)
-            check_numbers(CheckpointError, new, own)
             options.append({**own, **{key: value for key, value in new.items() if value is not None or key in own}})
             for target in targets:
                 name = self._canonical[target.piece.name]

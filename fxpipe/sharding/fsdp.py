@@ -61,11 +61,6 @@ class _FsdpModules:
         self._managed = [managed for group in groups for managed in group.fsdp_params]
         self.parameters: list[nn.Parameter] = [managed.sharded_param for managed in self._managed]
 
-    def summed_over(self) -> Iterator[tuple[nn.Parameter, set[int]]]:
-        """Yields each shard, and the ranks over which FSDP2 sums its gradient."""
-        for managed in self._managed:
-            yield managed.sharded_param, set(managed.mesh_info.mesh.mesh.flatten().tolist())
-
     def _post_backward(self) -> list[nn.Parameter]:
         """Starts the reduction of the gradients that the backwards have made.
 
@@ -157,7 +152,10 @@ def sharded_stages(modules: Mapping[int, nn.Module]) -> dict[int, FsdpStage]:
 
 def summed_by_fsdp(module: nn.Module) -> Iterator[tuple[nn.Parameter, set[int]]]:
     """Yields each shard of the FSDP modules inside ``module``, and the ranks over which FSDP2 sums its gradient."""
-    return _FsdpModules([part for part in module.modules() if isinstance(part, FSDPModule)]).summed_over()
+    for part in module.modules():
+        for group in fsdp_groups(part) if isinstance(part, FSDPModule) else ():
+            for managed in group.fsdp_params:
+                yield managed.sharded_param, set(managed.mesh_info.mesh.mesh.flatten().tolist())
 
 
 def _roots_in(module: nn.Module) -> Iterator[FSDPModule]:
@@ -451,8 +449,6 @@ class FullyShardedGradients(Gradients):
     def _put_in(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Puts parameters into the modules of this call's stages."""
         for name, parameter in parameters.items():
-            if self._call.now.get(name) is parameter:
-                continue
             self._call.now[name] = parameter
             for module, leaf in self._call.homes.get(name, ()):
                 if type(module).__setattr__ is nn.Module.__setattr__:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.files.pieces import in_parts
-from fxpipe.errors import FxpipeError, RunError, nearest
+from fxpipe.errors import RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.torch_compat import NUMBER_READ, TorchDispatchMode, pytree, tensors_in
-from fxpipe.validation import is_number, shown
+from fxpipe.validation import shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]
 """An optimizer class, or a function that returns an optimizer: ``cls(groups, **kw)``."""
@@ -62,16 +62,7 @@ def made_by(cls: OptimizerMaker, groups: list[dict[str, Any]], kw: Mapping[str, 
         raise RunError(f"{called} failed: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RunError(f"{called} made {shown(optimizer)}, which is no torch.optim.Optimizer")
-    for group in optimizer.param_groups:
-        check_numbers(RunError, group, optimizer.defaults)
     return optimizer
-
-
-def check_numbers(kind: type[FxpipeError], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raises ``kind`` if an option that is a number in ``defaults`` is no number in ``group``."""
-    for name, value in ((name, group.get(name, 0)) for name in defaults if is_number(defaults[name])):
-        if isinstance(value, (str, type(None))) or (is_number(value) and value != value):
-            raise kind(f"a parameter group has {name}={shown(value)}; it is a number")
 
 
 def unwrapped(cls: OptimizerMaker) -> Any:

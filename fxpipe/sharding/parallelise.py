@@ -12,11 +12,11 @@ import contextlib
 import copy
 import math
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor, fx, nn
 from torch import distributed as dist
@@ -27,12 +27,12 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
-from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, local, ranks_of
+from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, local
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.search.memory import ParameterPart
-from fxpipe.sharding.data_axis import GradientSums, scope_of
-from fxpipe.sharding.reducer import Reducer, Shared
+from fxpipe.sharding.data_axis import scope_of
+from fxpipe.sharding.reducer import Reducer
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
 from fxpipe.torch_compat import pytree, ranks_without_processes
@@ -48,14 +48,9 @@ if TYPE_CHECKING:
 Parallelize = Callable[[nn.Module, "DeviceMesh | None"], None]
 
 
-def tensor_groups(topology: Topology) -> Groups:
-    """Returns the groups of the tensor axis, for ``Transport.open``."""
-    return {"tensor": topology.groups("tensor")} if topology.size("tensor") > 1 else {}
-
-
-def context_groups(topology: Topology) -> Groups:
-    """Returns the groups of the context axis, likewise."""
-    return {"context": topology.groups("context")} if topology.size("context") > 1 else {}
+def layer_groups(topology: Topology) -> Groups:
+    """Returns the groups of the axes that layers of a stage communicate over, for ``Transport.open``."""
+    return {axis: topology.groups(axis) for axis in ("tensor", "context") if topology.size(axis) > 1}
 
 
 def changed_stages(
@@ -144,12 +139,14 @@ def parallelise_stages(
     axes = _axes_of(changed, graph, topology, transport)
     _check_tied(graph.module, owners, transport)
     sharded: dict[int, FsdpStage] = {}
+    managed: dict[int, set[int]] = {}
     if transport.pipe_rank is not None:
-        from fxpipe.sharding.fsdp import sharded_stages  # importing FSDP2 is slow
+        from fxpipe.sharding.fsdp import sharded_stages, summed_by_fsdp  # importing FSDP2 is slow
 
         sharded = sharded_stages({stage: copied.module for stage, copied in copies.items()})
-    # FSDP2 sums over its own mesh, also where this has a dimension of replicas.
-    managed = {id(shard): ranks for stage in sharded.values() for shard, ranks in stage.summed_over()}
+        # FSDP2 sums over its own mesh, also where this has a dimension of replicas.
+        for copied in copies.values():
+            managed |= {id(shard): ranks for shard, ranks in summed_by_fsdp(copied.module)}
     names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     scopes = {}
     for tensor in changed.values():
@@ -317,7 +314,7 @@ def _axes_of(
     for key, tensor in changed.items():
         if not is_dtensor(tensor):
             continue
-        ranks, name = ranks_of(tensor), names.get(key, "a parameter")
+        ranks, name = set(tensor.device_mesh.mesh.flatten().tolist()), names.get(key, "a parameter")
         if not ranks <= apart:
             raise RunError(
                 f"parallelize has spread {name} over ranks {sorted(ranks)}, but only ranks {sorted(apart)} run its "
@@ -383,21 +380,18 @@ def _check_tied(model: nn.Module, owners: Ownership, transport: Transport) -> No
 # --- running the copies
 
 
+@dataclass(eq=False)
 class Parallel:
     """The ``copies`` of this rank's stages that ``parallelize`` has changed. ``sharded``: their FSDP2 modules.
     ``scopes``: id of a DTensor parameter → the scope of the batch axes that its mesh leaves out, "" for none.
     ``context``: the ranks of this rank's context group, if there is one."""
 
-    def __init__(
-        self,
-        copies: Mapping[int, _StageCopy],
-        sharded: Mapping[int, FsdpStage],
-        scopes: Mapping[int, str],
-        context: Sequence[int],
-    ) -> None:
-        self.copies, self.sharded, self.scopes, self._context = copies, sharded, scopes, context
-        self._adopted: weakref.WeakKeyDictionary[nn.Module, _StageFunction] = weakref.WeakKeyDictionary()
-        self._captures = 0
+    copies: Mapping[int, _StageCopy]
+    sharded: Mapping[int, FsdpStage]
+    scopes: Mapping[int, str]
+    context: Sequence[int]
+    _adopted: WeakKeyDictionary[nn.Module, _StageFunction] = field(default_factory=WeakKeyDictionary)
+    _captures: int = 0
 
     def adopt(self, graph: StageGraph) -> StageGraph:
         """Returns the graph, with this rank's stages running the modules that ``parallelize`` has changed.
@@ -424,7 +418,7 @@ class Parallel:
                     self._captures += 1
                     _move_in(stage, module, home, self._captures)
                 code = types.MethodType(type(module).forward, home.module)
-            check = ContextCheck(self._context, stage.name) if self._context else None
+            check = ContextCheck(self.context, stage.name) if self.context else None
             uses = max(len(stage.outputs), 1)
             self._adopted[module] = _StageFunction(stage.name, home.module, code, uses, check, home.taken_apart())
         return replace(stage, function=self._adopted[module])
@@ -528,7 +522,7 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
             else:
                 setattr(home.module, renamed[target], value)
             # Captures are dropped with their kinds of batch; their attributes are removed with them.
-            weakref.finalize(module, delattr, home.module, renamed[target])
+            finalize(module, delattr, home.module, renamed[target])
         node.target = renamed[target]
         setattr(module, renamed[target], value)
     if renamed:
@@ -538,23 +532,14 @@ def _move_in(stage: Stage, module: fx.GraphModule, home: _StageCopy, number: int
 class ParallelGradients(Reducer):
     """The gradients of a rank that has DTensor parameters, which are in no bucket."""
 
-    def __init__(
-        self,
-        shared: Sequence[Shared],
-        alone: Mapping[str, nn.Parameter],
-        transport: Transport,
-        sums: GradientSums,
-        capacity: int,
-        tied: Mapping[tuple[int, ...], Sequence[str]],
-        parallel: Parallel,
-    ) -> None:
-        super().__init__(shared, alone, transport, sums, capacity, tied)
+    def __init__(self, *parameters: Any, parallel: Parallel) -> None:
+        super().__init__(*parameters)
         self._sharded, self.shards_parameters = parallel.sharded, bool(parallel.sharded)
         self._twins = [pair for copied in parallel.copies.values() for pair in copied.twins]
         self._names = {id(parameter): name for name, parameter in self._own.items()}
         # torch cannot take one norm of plain gradients and DTensors, and a DTensor's own is soon this rank's part's.
-        parameters = [*self._own.values(), *(each.parameter for each in shared)]
-        meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in parameters}
+        every = [*self._own.values(), *(each.parameter for each in self._shared.values())]
+        meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in every}
         self._marks = self._marks or len(meshes) > 1
         self._managed = {self._names[id(shard)] for stage in self._sharded.values() for shard in stage.parameters}
         # A DTensor's shards have their gradients' sums over the mesh already, from FSDP2 or a stage's own collectives.

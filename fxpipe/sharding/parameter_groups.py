@@ -38,10 +38,8 @@ def resolve_groups(params: Any, own: Mapping[str, Tensor], whole: Mapping[str, T
     resolved: list[dict[str, Any]] = []
     home: dict[str | int, int] = {}
     for number, group in enumerate(groups):
-        if not isinstance(group, Mapping):
-            raise RunError(f"parameter group {number} is {shown(group)}, and no dict; write {_GROUP}")
-        if "params" not in group:
-            raise RunError(f"parameter group {number} has {shown(list(group))}, and no 'params'; write {_GROUP}")
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise RunError(f"parameter group {number} is {shown(group)}; write {_GROUP}")
         mine: dict[int, Tensor] = {}
         entries = _listed(group["params"])
         has_names = has_names and bool(entries) and all(isinstance(entry, tuple) for entry in entries)

@@ -243,8 +243,6 @@ class Reducer(Gradients):
     # after the optimizer
 
     def publish(self, claim: OptimizerPieces) -> None:
-        if claim.number not in self._claims:
-            raise RunError("another optimizer has been made for the same parameters since; step that one")
         for bucket in sorted(self._buckets, key=self._turn):
             if bucket.claim == claim.number:
                 bucket.gather()

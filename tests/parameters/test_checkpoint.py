@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from tests.pool import Pool
+from tests.strict_transport import run_strict
 
 
 class Model(nn.Module):
@@ -61,3 +63,57 @@ def test_the_full_state_dict_of_every_rank_loads_in_the_plain_model(pool: Pool, 
     names = [name for part in held for name in part]
     assert sorted(names) == sorted(expected)
     assert all(not {"spare", "first.0.weight"} & set(part) or processes == 1 for part in held[1:])
+
+
+class Fused(nn.Module):
+    """A fused projection that state dicts hold in two parts, as torchtitan's wqkv in three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(4, 8, bias=False)
+        self.register_state_dict_post_hook(split)
+        self.register_load_state_dict_pre_hook(join)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.both(x).chunk(2, -1)
+        return left * right
+
+
+def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    rows = state.pop(f"{prefix}both.weight")
+    state[f"{prefix}even.weight"], state[f"{prefix}odd.weight"] = rows[::2].clone(), rows[1::2].clone()
+
+
+def join(module: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
+    parts = state.pop(f"{prefix}even.weight"), state.pop(f"{prefix}odd.weight")
+    state[f"{prefix}both.weight"] = torch.stack(parts, 1).flatten(0, 1)
+
+
+def fused() -> nn.Module:
+    return nn.Sequential(Fused(), Fused(), nn.Linear(4, 1), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_state_dicts_hold_in_parts_is_saved_and_loaded(ranks: int, tmp_path: Path) -> None:
+    plain = fused().state_dict()
+
+    def run(rank: int) -> None:
+        first, second = (
+            fxpipe.compile(fused(), fxpipe.Topology([("pipe", 2)]), microbatches=2, boundaries=["1"]) for _ in range(2)
+        )
+        first.load_state_dict(plain)
+        torch.testing.assert_close(first.state_dict(full=True), plain, rtol=0, atol=0)
+        steppers = [each.optimizer(torch.optim.AdamW, lr=0.1) for each in (first, second)]
+        first(torch.ones(4, 4))
+        steppers[0].step()
+        fxpipe.save(tmp_path, first, steppers[0], step=1)
+        fxpipe.load(tmp_path, second, steppers[1])
+        for mine, loaded in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(mine, loaded)
+
+    run_strict(run, 2) if ranks == 2 else run(0)

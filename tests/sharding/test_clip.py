@@ -22,7 +22,7 @@ from fxpipe.errors import RunError
 from fxpipe.sharding.clip import clip_grad_norm_
 from fxpipe.sharding.gradients import Piece
 from fxpipe.sharding.optimizer_class import looks_across
-from tests.pool import Pool, RankFailed
+from tests.pool import Pool
 from tests.strict_transport import connect, run_strict
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
@@ -193,34 +193,6 @@ class OfVectors(torch.optim.SGD):
 @pytest.mark.parametrize(("kind", "known"), [(Lamb, True), (LateScale, True), (Lars, False), (OfVectors, None)])
 def test_it_is_tried_whether_a_class_steps_by_the_gradients_of_others(kind: Any, known: bool | None) -> None:
     assert looks_across(kind, {"lr": 0.1}) is known
-
-
-class VeryLateScale(LateScale):
-    """Where no trial looks: behind its 12 steps."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.param_groups[0]["steps"] = -10
-
-
-@pytest.mark.parametrize(("sizes", "zero"), [((2, 1), 0), ((1, 2), 1)])
-def test_a_number_of_a_group_that_ranks_find_another_of_stops_the_run(
-    sizes: tuple[int, int], zero: int, pool: Pool
-) -> None:
-    with pytest.raises(RankFailed, match="scale of parameter group 0"):
-        pool.run(steps_late, sizes, zero, ranks=2)
-
-
-def steps_late(sizes: tuple[int, int], zero: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    options: Any = {"boundaries": ["2"], "microbatches": 1, "loss_fn": nn.functional.mse_loss, "check_batches": False}
-    topology = fxpipe.Topology(list(zip(("pipe", "data"), sizes, strict=True)))
-    forward_backward = fxpipe.compile(model, topology, zero=zero, **options)
-    optimizer = forward_backward.optimizer(VeryLateScale)
-    for _ in range(20):
-        optimizer.zero_grad()
-        forward_backward(X, target=X)
-        optimizer.step()
 
 
 def test_one_that_cannot_be_tried_is_said_to_be_unproven(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import stage_boundary
 from tests.harness import gradients_of
 from tests.pool import Pool
-from tests.replicas import PAIR, SQUARE, Parts, assert_parts, compiled_alone, linear, parts
+from tests.replicas import PAIR, Parts, assert_parts, compiled_alone, linear, parts
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn
 
@@ -198,31 +196,3 @@ def most_live(microbatches: int) -> int:
 def test_the_buffers_of_zero_2_do_not_grow_with_the_number_of_micro_batches() -> None:
     few, many = (most_live(microbatches) for microbatches in (4, 8))
     assert 0 < few == many <= 2 * 5
-
-
-class Expanded(nn.Module):
-    """Has a buffer of one number, seen eight times; other ones on each rank."""
-
-    def __init__(self, number: float) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.register_buffer("scale", torch.full((1, 1), number).expand(2, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(stage_boundary(self.one(x) * self.scale[0])).square().mean()
-
-
-def test_an_expanded_buffer_is_loaded_and_one_that_would_differ_is_refused(tmp_path: Path) -> None:
-    def body(rank: int) -> Tensor:
-        step = fxpipe.compile(model := Expanded(2.0), SQUARE, microbatches=2)
-        fxpipe.save(tmp_path, step, None, step=1)
-        state = step.state_dict(full=True)
-        step.load_state_dict(state | {"scale": torch.full((2, 8), 3.0)})
-        assert rank > 1 or torch.equal(model.scale, torch.full((2, 8), 3.0))
-        fxpipe.load(tmp_path, step)
-        if rank < 2:
-            with pytest.raises(fxpipe.RunError, match="repeats one memory, as expand"):
-                step.load_state_dict(state | {"scale": torch.arange(16.0).view(2, 8)})
-        return step.state_dict(full=True)["scale"]
-
-    assert all(torch.equal(scale, torch.full((2, 8), 2.0)) for scale in run_strict(body, 4))
