@@ -116,6 +116,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot  # export's
+from torch.nn.modules import module as module_calls
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
 from torch.utils import _pytree as pytree  # trees of containers; documented, but private
 from torch.utils import checkpoint as checkpointing
@@ -275,14 +276,14 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
     own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
-    return *own, *global_hook_tables()
+    return *own, *GLOBAL_HOOKS
 
 
-def global_hook_tables() -> tuple[Mapping[int, Any], ...]:
-    """The tables of global module hooks; always the same objects."""
-    home = sys.modules[nn.Module.__module__]
-    whole = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
-    return tuple(getattr(home, f"_global{name}") for name in whole)
+GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+    *(module_calls._global_forward_pre_hooks, module_calls._global_forward_hooks),
+    *(module_calls._global_backward_pre_hooks, module_calls._global_backward_hooks),
+)
+"""The tables of global module hooks; always the same objects."""
 
 
 def has_hooks(tensor: Tensor) -> bool:

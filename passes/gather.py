@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torch import nn
 from torch.fx import Node
 
 from fxpipe.errors import PartitionError
@@ -25,6 +24,7 @@ from fxpipe.graph.program import (
     where,
 )
 from fxpipe.passes.effects import is_number, operator_name, used_tensors, written
+from fxpipe.torch_compat import BATCH_STATISTICS
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,9 @@ def _batch_norm(program: Program, node: Node) -> str | None:
     """Returns the name of a norm in training mode whose running statistics a node writes; else None."""
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in used_tensors(program, node)):
         module = program.module.get_submodule(owner)
-        if isinstance(module, _NORMS) and module.training and module.running_mean is not None:
+        if isinstance(module, BATCH_STATISTICS) and module.training and module.running_mean is not None:
             return owner
     return node.name if "batch_norm" in operator_name(node) and written(program, node) else None
-
-
-_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-_NORMS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def _fail(program: Program, stage: int, fact: str) -> NoReturn:
