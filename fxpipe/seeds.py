@@ -86,7 +86,7 @@ class RandomState:
         """Restores each existing generator whose state is in ``numbers``."""
         random.setstate(self.numbers["python"])
         for name in self._generators.keys() & self.numbers:
-            self._generators[name].set_state(_tensor(self.numbers[name]))
+            self._generators[name].set_state(torch.frombuffer(bytearray(self.numbers[name]), dtype=torch.uint8))
         if "numpy" in self.numbers and (numpy := sys.modules.get("numpy")):
             numpy.random.set_state(self.numbers["numpy"])
 
@@ -105,7 +105,3 @@ def random_apart() -> Iterator[None]:
         yield
     finally:
         state.restore()
-
-
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

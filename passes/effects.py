@@ -26,7 +26,6 @@ from fxpipe.torch_compat import (
     SPECTRAL_NORM,
     OpOverload,
     OpOverloadPacket,
-    overload_name,
     pytree,
     schema_of,
 )
@@ -345,7 +344,7 @@ def named_arguments(node: Node) -> dict[str, Any]:
         bound.apply_defaults()
         return bound.arguments
     overloads = _overloads(node)
-    if not overloads or not (len(overloads) == 1 or overload_name(overloads[0]) == "default"):
+    if not overloads or not (len(overloads) == 1 or str(overloads[0]).endswith(".default")):
         return dict(node.kwargs)
     arguments = schema_of(overloads[0]).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}

@@ -58,7 +58,7 @@ def split(program: Program) -> StageGraph:
                 module=module,
                 function=module,
                 inputs=tuple(builder.inputs),
-                outputs=builder.outputs,
+                outputs=tuple(builder.sent),
                 returns_result=is_last,
                 result=program.result if is_last else None,
                 tensors=builder.tensors(),
@@ -173,7 +173,7 @@ class _Builder:
         self._graph = fx.Graph()
         self._built: dict[Node, Node] = {}
         self._as_now: dict[Node, Node] = {}
-        self._sent: dict[Edge, Node] = {}
+        self.sent: dict[Edge, Node] = {}
         """Outgoing edge → the program's node that computes its value, in order."""
         self._handed_off: dict[Edge, Node] = {}
         self._arrived: dict[tuple[Node, Mode | None], Node] = {}
@@ -195,7 +195,9 @@ class _Builder:
             if node in self._members:
                 self._add(node)
             for edge in handoffs.get(node, ()):
-                self._hand_off(edge)
+                name = f"{edge.value}_to_{self._program.stage_names[edge.target]}".replace(".", "_")
+                values = (self._now(self.sent[edge]),)
+                self._handed_off[edge] = self._graph.create_node("call_function", handoff, values, name=name)
         self._add_output()
 
     def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
@@ -287,17 +289,13 @@ class _Builder:
             return self._graph.call_function(private, (built,))
         return built
 
-    @property
-    def outputs(self) -> tuple[Edge, ...]:
-        return tuple(self._sent)
-
     def _handoffs(self) -> dict[Node, list[Edge]]:
         """Returns node → edges to hand off after it: a value with several uses gets a handoff node per consumer."""
         edges_after: dict[Node, list[Edge]] = {}
         for node in self._whole.readers[self._stage]:
             for target, position in self._whole.edges_from(node).items():
                 edge = Edge(self._stage, target, node.name)
-                self._sent[edge] = node
+                self.sent[edge] = node
                 # Autograd sums the gradients of a value in the order of its uses. A use in another stage gets its own
                 # node at the place of the use, so that the sum has the bits of the whole program.
                 if len(self._whole.uses[node]) > 1:
@@ -337,11 +335,6 @@ class _Builder:
             regions = tuple(tuple(region) for region in wanted.autocast)  # plain tuples, which generated code can write
             self._entered = self._graph.call_function(enter_modes, (wanted.grad, regions))
 
-    def _hand_off(self, edge: Edge) -> None:
-        name = f"{edge.value}_to_{self._program.stage_names[edge.target]}".replace(".", "_")
-        values = (self._now(self._sent[edge]),)
-        self._handed_off[edge] = self._graph.create_node("call_function", handoff, values, name=name)
-
     def _read(self, reader: Node, operand: Node) -> Node:
         value = made_by(operand)
         key = reader, value, crossed(operand)[0]
@@ -360,7 +353,7 @@ class _Builder:
 
     def _add_output(self) -> None:
         self._change_modes(None)
-        values: list[Any] = [self._handed_off.get(edge) or self._now(value) for edge, value in self._sent.items()]
+        values: list[Any] = [self._handed_off.get(edge) or self._now(value) for edge, value in self.sent.items()]
         if self._stage == self._whole.output_stage:
             output = self._whole.output
             values.append(fx.node.map_arg(output.args[0], partial(self._read, output)))

@@ -149,7 +149,9 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     mine, its = (run.tensors(by_boundary) for run in runs)
     its = _aligned(mine, its) if by_boundary else its
     found = {key: mine[key].difference(its[key]) for key in mine if key in its}
-    other_rows = {key[:2] for key, each in found.items() if key[2] == INPUT and _are_other_rows(each)}
+    inputs = {key: each for key, each in found.items() if key[2] == INPUT and each is not None}
+    # Inputs of another type that differ by little are the same rows.
+    other_rows = {key[:2] for key, each in inputs.items() if not (each.types and each.relative < OTHER_TYPE)}
     found = {key: each for key, each in found.items() if key[:2] not in other_rows}
     changed = {key: each for key, each in found.items() if each is not None and each.exceeds(rtol)}
     differences = [difference for run in runs for difference in run.copies_that_differ()]
@@ -164,11 +166,6 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     equal = sum(_order(mine[key].entry) < end for key in compared) - number_close
     only = _missing(mine, its), _missing(its, mine)
     return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)), rounding)
-
-
-def _are_other_rows(difference: Difference | None) -> bool:
-    """Whether inputs that differ so are other rows, and not the same ones in another type."""
-    return difference is not None and not (difference.types and difference.relative < OTHER_TYPE)
 
 
 def _tiny_gradients(tensors: Mapping[Key, _Whole]) -> set[str]:
