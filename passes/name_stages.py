@@ -8,21 +8,15 @@ from torch import nn
 from torch.fx import Node
 
 from fxpipe.graph.program import Program, before_boundary, called_in, is_boundary, is_boundary_value, made_by
+from fxpipe.passes.follow import stages_inside
+from fxpipe.passes.gather import readers_of
 
 
 def name_stages(program: Program) -> Program:
     """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
     if program.first is not None:
         return program.replace(stage_names=program.first.stage_names)
-    members: dict[int, list[Node]] = {}
-    stages_in: dict[str, set[int]] = {}
-    for node in program.nodes:
-        if node.name in program.stage_of:
-            stage = program.stage_of[node.name]
-            members.setdefault(stage, []).append(node)
-            for path in called_in(node):
-                stages_in.setdefault(path, set()).add(stage)
-    opened = _opened(program)
+    members, stages_in, opened = readers_of(program), stages_inside(program), _opened(program)
     names = [
         opened.get(stage) or _greatest_submodule(program, members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
