@@ -16,11 +16,10 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Gathered, Mode
 from fxpipe.graph.program import (
     Program,
-    before_boundary,
     gather_of,
     is_boundary,
-    is_boundary_value,
     made_by,
+    passed,
     where,
 )
 from fxpipe.passes.effects import is_number, operator_name, used_tensors, written
@@ -124,14 +123,9 @@ def gather_mode(program: Program, stage: int, arrival: Entering) -> Mode | None:
 
 def crossed(operand: Node) -> tuple[Gather | None, Node | None]:
     """Returns the last ``Gather`` of the boundaries in front of a reader, and the last of these boundaries."""
-    last_gather: Gather | None = None
-    last: Node | None = None
-    while is_boundary_value(operand):
-        marker = operand.all_input_nodes[0]
-        # The walk goes backwards, so the first marker that it meets is the last in front of the reader.
-        last, last_gather = last or marker, last_gather or gather_of(marker)
-        operand = before_boundary(operand)
-    return last_gather, last
+    markers = passed(operand)
+    gathers = [gather_of(marker) for marker in markers if gather_of(marker)]
+    return gathers[-1] if gathers else None, markers[-1] if markers else None
 
 
 def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> None:

@@ -7,7 +7,7 @@ import itertools
 from torch import nn
 from torch.fx import Node
 
-from fxpipe.graph.program import Program, before_boundary, called_in, is_boundary, is_boundary_value, made_by
+from fxpipe.graph.program import Program, called_in, is_boundary, is_boundary_value, made_by, passed
 from fxpipe.passes.follow import stages_inside
 from fxpipe.passes.gather import readers_of
 
@@ -40,13 +40,9 @@ def _opened(program: Program) -> dict[int, str]:
     for node in program.nodes:
         before[node] = set().union(*(before[o] | ({o} if is_boundary(o) else set()) for o in node.all_input_nodes))
         if is_boundary_value(node):
-            value, path = node, list[Node]()
-            while is_boundary_value(value):  # collect the boundaries back to the value's maker, the earliest first
-                path.insert(0, value.all_input_nodes[0])
-                value = before_boundary(value)
             users = {program.stage_of[user.name] for user in node.users if user.name in program.stage_of}
-            for stage in users - {program.stage_of.get(value.name, -1)}:
-                crossed.setdefault(stage, []).append(path)
+            for stage in users - {program.stage_of.get(made_by(node).name, -1)}:
+                crossed.setdefault(stage, []).append(passed(node))
     name_of: dict[int, str] = {}
     for stage, paths in crossed.items():
         # A boundary before another boundary of this stage opened an earlier stage.

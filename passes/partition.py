@@ -24,7 +24,6 @@ from torch.fx import Node
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import (
     Program,
-    before_boundary,
     called_in,
     gather_of,
     is_assertion,
@@ -32,6 +31,7 @@ from fxpipe.graph.program import (
     is_boundary_value,
     is_compute,
     made_by,
+    passed,
     readers,
     where,
 )
@@ -172,12 +172,8 @@ class _Flow:
 
     def _resolve(self, value: Node) -> tuple[Node, frozenset[Node]]:
         """Returns the node that computes a value, and the boundaries between that node and the value's reader."""
-        crossed: set[Node] = set()
-        # A value may cross several boundaries; each boundary separates its maker from its reader.
-        while is_boundary_value(value):
-            crossed.add(value.all_input_nodes[0])
-            value = before_boundary(value)
-        return value, self._behind.get(value, frozenset()) | crossed
+        maker = made_by(value)
+        return maker, self._behind.get(maker, frozenset()).union(passed(value))
 
     def _add_boundary(self, marker: Node) -> None:
         marked = [self._resolve(operand) for operand in marker.all_input_nodes]
