@@ -6,7 +6,7 @@ comment says otherwise, a name is the same in all four versions and has no publi
 before anything imports them (``PRIVATE``), so that an ImportError lists all that a new torch lacks.
 """
 
-# ruff: noqa: E402
+# ruff: noqa: E402, F401  (other files take what is imported here)
 
 from __future__ import annotations
 
@@ -119,26 +119,6 @@ from torch.utils import _pytree as pytree  # trees of containers; documented, bu
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
-
-__all__ = [  # names imported above for other files; names defined below need no entry
-    "BackwardHookFunction",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "PythonKeyTracer",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
-    "enter_autocast",
-    "exit_autocast",
-    "no_dispatch_modes",
-    "pytree",
-    "vmap_home",
-]
 
 MODULE_TABLES = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks"),
