@@ -54,12 +54,6 @@ def seed_torch(seed: int, device: torch.device) -> None:
         generator.manual_seed(seed)
 
 
-def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds torch's, Python's and NumPy's generators, for a rank that has no saved state."""
-    seed_torch(seed, device)
-    seed_python(seed)
-
-
 class RandomState:
     """The state of the global generators: torch's of the CPU and of some GPUs, Python's ``random`` and, if imported,
     NumPy's. ``numbers``: the states as plain data."""
