@@ -387,21 +387,16 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "families",
-        nargs="*",
-        metavar="FAMILY_OR_CSV",
-        help=f"out of {', '.join(SCHEDULES)}; without: all that fit; or files, *.csv",
-    )
+    add = parser.add_argument
+    add("families", nargs="*", metavar="FAMILY_OR_CSV", help=f"{', '.join(SCHEDULES)}; or files, *.csv; all that fit")
     _add_graph(parser)
     _add_costs(parser)
 
 
 def _add_topology(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("axes", type=axes, metavar="AXES", help="names and sizes, outermost first: pipe=2,data=4")
-    parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="how many consecutive ranks reach each other fast; all"
-    )
+    add = parser.add_argument
+    add("axes", type=axes, metavar="AXES", help="names and sizes, outermost first: pipe=2,data=4")
+    add("--ranks-per-node", type=int, metavar="N", help="how many consecutive ranks reach each other fast; all")
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:
@@ -444,12 +439,7 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
     add("--edges", type=edges, metavar="A-B,…", help="the stage graph, as in 0-1,1-4,2-3,3-4")
     add("--stages", type=int, metavar="N", help="how many; without --edges they are a chain")
     add("-m", "--microbatches", type=int, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
-    add(
-        "--placement",
-        type=placement,
-        metavar="R,…",
-        help="the rank of each stage, as in 0,1,0,1, or its ranks, 0+1,0,1",
-    )
+    add("--placement", type=placement, metavar="R,…", help="each stage's rank, as in 0,1,0,1, or its ranks, 0+1,0,1")
     add("--gather", type=groups, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them")
     add("--recompute", type=whole_numbers, metavar="S,…", help="stages that run their forward again for their backward")
     add("--in-flight", type=limits, metavar="N[,…]", help="the most micro-batches a stage may hold")

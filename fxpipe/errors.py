@@ -8,19 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 MOST_TOLD = 20_000
 """The most characters of a message; the middle of a longer message is left out."""
-_FOR_THE_GAP = 60
 
 
-def shortened(text: str, most: int = MOST_TOLD) -> str:
-    """The text, without its middle if it has more than ``most`` characters: the start and the end stay.
-
-    >>> shortened("a" * 50 + "b" * 50, most=80)
-    'aaaaaaaaaa [... 80 characters left out ...] bbbbbbbbbb'
-    """
-    if len(text) <= most:
+def shortened(text: str) -> str:
+    """The text, without its middle if it has more than ``MOST_TOLD`` characters: the start and the end stay."""
+    if len(text) <= MOST_TOLD:
         return text
-    # The note in the middle needs _FOR_THE_GAP characters.
-    half = (most - _FOR_THE_GAP) // 2
+    half = MOST_TOLD // 2 - 30  # the note in the middle has at most 60 characters
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 

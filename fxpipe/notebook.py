@@ -7,8 +7,8 @@ from html import escape
 
 from fxpipe.errors import printable
 
-_NAMES, _WIDTH, _NAME = 6, 70, 30
-"""The most names in a line, the most characters of all names, and the most characters of a shortened name."""
+_NAMES, _NAME = 6, 30
+"""The most names in a line, and the most characters of a name."""
 
 
 def preformatted(text: str) -> str:
@@ -23,14 +23,10 @@ def listed(names: Sequence[str]) -> str:
     >>> listed(["image", "text", "loss"]), listed([str(number) for number in range(100)])
     ('image, text, loss', '0, 1, 2, 3, 4, …, 99')
     """
-    if len(names) <= _NAMES and sum(map(len, names)) <= _WIDTH:
-        return printable(", ".join(names))
-    # Keeps the first names and the last name; drops names in the middle until the line fits.
-    short = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in (*names[: _NAMES - 1], names[-1])]
-    few, last = short[: len(names) - 1][: _NAMES - 1], short[-1]
-    while len(few) > 1 and sum(map(len, few)) + len(last) > _WIDTH:
-        few.pop()
-    return printable(", ".join([*few, *["…"] * (len(few) + 1 < len(names)), last]))
+    short = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in names]
+    if len(names) > _NAMES:
+        short[_NAMES - 1 : -1] = ["…"]
+    return printable(", ".join(short))
 
 
 class Tabular:

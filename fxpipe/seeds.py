@@ -54,12 +54,6 @@ def seed_torch(seed: int, device: torch.device) -> None:
         generator.manual_seed(seed)
 
 
-def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds torch's, Python's and NumPy's generators, for a rank that has no saved state."""
-    seed_torch(seed, device)
-    seed_python(seed)
-
-
 class RandomState:
     """The state of the global generators: torch's of the CPU and of some GPUs, Python's ``random`` and, if imported,
     NumPy's. ``numbers``: the states as plain data."""
@@ -86,7 +80,7 @@ class RandomState:
         """Restores each existing generator whose state is in ``numbers``."""
         random.setstate(self.numbers["python"])
         for name in self._generators.keys() & self.numbers:
-            self._generators[name].set_state(_tensor(self.numbers[name]))
+            self._generators[name].set_state(torch.frombuffer(bytearray(self.numbers[name]), dtype=torch.uint8))
         if "numpy" in self.numbers and (numpy := sys.modules.get("numpy")):
             numpy.random.set_state(self.numbers["numpy"])
 
@@ -105,7 +99,3 @@ def random_apart() -> Iterator[None]:
         yield
     finally:
         state.restore()
-
-
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

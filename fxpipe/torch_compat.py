@@ -6,7 +6,7 @@ comment says otherwise, a name is the same in all four versions and has no publi
 before anything imports them (``PRIVATE``), so that an ImportError lists all that a new torch lacks.
 """
 
-# ruff: noqa: E402
+# ruff: noqa: E402, F401  (other files take what is imported here)
 
 from __future__ import annotations
 
@@ -39,13 +39,10 @@ PRIVATE = {
     "UntypedStorage._cdata nn.Module._compiled_call_impl nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
     "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
     "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
-    "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default "
-    "ops.aten._local_scalar_dense.default ops.aten._make_dual.default "
-    "ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._overloadname "
-    "ops.aten.add.Tensor._overloadpacket ops.aten.add.Tensor._schema",
-    "torch._C": "DisableTorchFunction PyTorchFileReader _FunctionBase _disabled_torch_function_impl "
-    "_functorch.is_functorch_wrapped_tensor _get_mkldnn_enabled _len_torch_function_stack _set_grad_enabled "
-    "_set_mkldnn_enabled",
+    "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._local_scalar_dense.default "
+    "ops.aten._make_dual.default ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._schema",
+    "torch._C": "DisableTorchFunction PyTorchFileReader _disabled_torch_function_impl _get_mkldnn_enabled "
+    "_functorch.is_functorch_wrapped_tensor _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled",
     "torch._functorch.apis": "vmap_impl",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensor "
@@ -113,34 +110,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # export puts these into a graph
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot  # export's
+from torch.nn.modules import module as module_calls
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
 from torch.utils import _pytree as pytree  # trees of containers; documented, but private
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
-
-__all__ = [  # names imported above for other files; names defined below need no entry
-    "BackwardHookFunction",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "PythonKeyTracer",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
-    "enter_autocast",
-    "exit_autocast",
-    "no_dispatch_modes",
-    "pytree",
-    "vmap_home",
-]
 
 MODULE_TABLES = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks"),
@@ -275,14 +253,14 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
     own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
-    return *own, *global_hook_tables()
+    return *own, *GLOBAL_HOOKS
 
 
-def global_hook_tables() -> tuple[Mapping[int, Any], ...]:
-    """The tables of global module hooks; always the same objects."""
-    home = sys.modules[nn.Module.__module__]
-    whole = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
-    return tuple(getattr(home, f"_global{name}") for name in whole)
+GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+    *(module_calls._global_forward_pre_hooks, module_calls._global_forward_hooks),
+    *(module_calls._global_backward_pre_hooks, module_calls._global_backward_hooks),
+)
+"""The tables of global module hooks; always the same objects."""
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -306,16 +284,6 @@ def bytes_of(tensor: Tensor) -> bytes:
 def schema_of(operator: Any) -> Any:
     """The schema of an operator's overload, which marks written arguments; None for a higher-order operator."""
     return getattr(operator, "_schema", None)
-
-
-def packet_of(overload: OpOverload) -> OpOverloadPacket:
-    """``aten.add`` for ``aten.add.Tensor``."""
-    return overload._overloadpacket
-
-
-def overload_name(overload: OpOverload) -> str:
-    """``Tensor`` for ``aten.add.Tensor``."""
-    return str(overload._overloadname)
 
 
 # --- captures
@@ -368,15 +336,6 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
 
 
-def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """``get_gradient_edge`` of a tensor that needs a gradient, with a faster path for most kinds of nodes."""
-    # A leaf has no node yet, and the node of an autograd.Function does not keep its own graph alive.
-    node = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
-
-
 def run_backward(roots: Sequence[GradientEdge], seeds: Sequence[Tensor | None]) -> None:
     """Runs ``torch.autograd.backward``. If no seed is None, calls the engine directly, without the checks in Python:
     the engine compares types and shapes itself."""
@@ -397,9 +356,8 @@ def profiler_runs() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def is_functorch(tensor: Tensor) -> bool:
-    """Whether the tensor is a wrapper of ``torch.vmap`` or another transform of torch.func."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+is_functorch: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is a wrapper of ``torch.vmap`` or another transform of torch.func."""
 
 
 def import_dynamo() -> None:
@@ -599,10 +557,8 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def default_store() -> dist.distributed_c10d.Store:
-    """The store of the default process group."""
-    store: dist.distributed_c10d.Store = dist.distributed_c10d._get_default_store()
-    return store
+default_store: Callable[[], dist.distributed_c10d.Store] = dist.distributed_c10d._get_default_store
+"""Returns the store of the default process group."""
 
 
 def connection_of(store: Any) -> socket.socket | None:

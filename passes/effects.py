@@ -18,6 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value, made_by
 from fxpipe.graph.stage_graph import own_tensors
+from fxpipe.stage.deferred import runs_hooks
 from fxpipe.stage.opaque_call import OpaqueCall
 from fxpipe.torch_compat import (
     BATCH_STATISTICS,
@@ -25,7 +26,6 @@ from fxpipe.torch_compat import (
     SPECTRAL_NORM,
     OpOverload,
     OpOverloadPacket,
-    overload_name,
     pytree,
     schema_of,
 )
@@ -147,17 +147,13 @@ def acts(program: Program, node: Node) -> bool:
     if node.op == "call_function":
         return not is_known(node.target)
     module, effects = program.attribute(node), program.effects.get(node.name)
-    if isinstance(module, OpaqueCall) or any(_has_hooks(part) for part in module.modules()):
+    if isinstance(module, OpaqueCall) or runs_hooks(module):
         return True
     if effects is not None:
         returned = pytree.tree_leaves(node.meta.get("val"))
         return bool(effects.writes) or not any(isinstance(leaf, Tensor) for leaf in returned)
     trains = any(part.training for part in module.modules())
     return any(trains or isinstance(tensor, nn.Parameter) for tensor in own_writes(module))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(value for name, value in vars(module).items() if name.endswith("_hooks") and "state_dict" not in name)
 
 
 def aliased(program: Program, node: Node) -> list[Node]:
@@ -348,7 +344,7 @@ def named_arguments(node: Node) -> dict[str, Any]:
         bound.apply_defaults()
         return bound.arguments
     overloads = _overloads(node)
-    if not overloads or not (len(overloads) == 1 or overload_name(overloads[0]) == "default"):
+    if not overloads or not (len(overloads) == 1 or str(overloads[0]).endswith(".default")):
         return dict(node.kwargs)
     arguments = schema_of(overloads[0]).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}

@@ -22,7 +22,8 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
     the node takes the stage of its counterpart in ``first``, or else the first that fits.
     """
     numbers = set(range(len(first.stage_names)))
-    owners, inside, opened, counterpart = _owners(first), _inside(first), _opened(first), _counterparts(first, program)
+    owners, inside = _owners(first), stages_inside(first)
+    opened, counterpart = _opened(first), _counterparts(first, program)
     allowed = dict.fromkeys(after, numbers)
     stage_before: dict[Node, int] = {}
     nodes, markers = [node for node in program.nodes if node in units], _markers(program)
@@ -53,12 +54,12 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
     return program if any(map(gather_of, markers)) else _read_on_holders(program, owners)
 
 
-def _inside(first: Program) -> dict[str, set[int]]:
+def stages_inside(program: Program) -> dict[str, set[int]]:
     """Returns submodule → the stages that it runs in."""
     stages_in: dict[str, set[int]] = {}
-    for node in first.nodes:
-        for path in called_in(node) if node.name in first.stage_of else ():
-            stages_in.setdefault(path, set()).add(first.stage_of[node.name])
+    for node in program.nodes:
+        for path in called_in(node) if node.name in program.stage_of else ():
+            stages_in.setdefault(path, set()).add(program.stage_of[node.name])
     return stages_in
 
 

@@ -10,21 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torch import nn
 from torch.fx import Node
 
 from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Gathered, Mode
-from fxpipe.graph.program import (
-    Program,
-    before_boundary,
-    gather_of,
-    is_boundary,
-    is_boundary_value,
-    made_by,
-    where,
-)
+from fxpipe.graph.program import Program, gather_of, is_boundary, made_by, passed, where
 from fxpipe.passes.effects import is_number, operator_name, used_tensors, written
+from fxpipe.torch_compat import BATCH_STATISTICS
 
 
 @dataclass(frozen=True)
@@ -124,14 +116,9 @@ def gather_mode(program: Program, stage: int, arrival: Entering) -> Mode | None:
 
 def crossed(operand: Node) -> tuple[Gather | None, Node | None]:
     """Returns the last ``Gather`` of the boundaries in front of a reader, and the last of these boundaries."""
-    last_gather: Gather | None = None
-    last: Node | None = None
-    while is_boundary_value(operand):
-        marker = operand.all_input_nodes[0]
-        # The walk goes backwards, so the first marker that it meets is the last in front of the reader.
-        last, last_gather = last or marker, last_gather or gather_of(marker)
-        operand = before_boundary(operand)
-    return last_gather, last
+    markers = passed(operand)
+    gathers = [gather_of(marker) for marker in markers if gather_of(marker)]
+    return gathers[-1] if gathers else None, markers[-1] if markers else None
 
 
 def _check(program: Program, stage: int, arrival: Entering, gathers: bool) -> None:
@@ -168,13 +155,9 @@ def _batch_norm(program: Program, node: Node) -> str | None:
     """Returns the name of a norm in training mode whose running statistics a node writes; else None."""
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in used_tensors(program, node)):
         module = program.module.get_submodule(owner)
-        if isinstance(module, _NORMS) and module.training and module.running_mean is not None:
+        if isinstance(module, BATCH_STATISTICS) and module.training and module.running_mean is not None:
             return owner
     return node.name if "batch_norm" in operator_name(node) and written(program, node) else None
-
-
-_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-_NORMS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def _fail(program: Program, stage: int, fact: str) -> NoReturn:

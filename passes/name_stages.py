@@ -7,22 +7,16 @@ import itertools
 from torch import nn
 from torch.fx import Node
 
-from fxpipe.graph.program import Program, before_boundary, called_in, is_boundary, is_boundary_value, made_by
+from fxpipe.graph.program import Program, called_in, is_boundary, is_boundary_value, made_by, passed
+from fxpipe.passes.follow import stages_inside
+from fxpipe.passes.gather import readers_of
 
 
 def name_stages(program: Program) -> Program:
     """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
     if program.first is not None:
         return program.replace(stage_names=program.first.stage_names)
-    members: dict[int, list[Node]] = {}
-    stages_in: dict[str, set[int]] = {}
-    for node in program.nodes:
-        if node.name in program.stage_of:
-            stage = program.stage_of[node.name]
-            members.setdefault(stage, []).append(node)
-            for path in called_in(node):
-                stages_in.setdefault(path, set()).add(stage)
-    opened = _opened(program)
+    members, stages_in, opened = readers_of(program), stages_inside(program), _opened(program)
     names = [
         opened.get(stage) or _greatest_submodule(program, members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
@@ -46,13 +40,9 @@ def _opened(program: Program) -> dict[int, str]:
     for node in program.nodes:
         before[node] = set().union(*(before[o] | ({o} if is_boundary(o) else set()) for o in node.all_input_nodes))
         if is_boundary_value(node):
-            value, path = node, list[Node]()
-            while is_boundary_value(value):  # collect the boundaries back to the value's maker, the earliest first
-                path.insert(0, value.all_input_nodes[0])
-                value = before_boundary(value)
             users = {program.stage_of[user.name] for user in node.users if user.name in program.stage_of}
-            for stage in users - {program.stage_of.get(value.name, -1)}:
-                crossed.setdefault(stage, []).append(path)
+            for stage in users - {program.stage_of.get(made_by(node).name, -1)}:
+                crossed.setdefault(stage, []).append(passed(node))
     name_of: dict[int, str] = {}
     for stage, paths in crossed.items():
         # A boundary before another boundary of this stage opened an earlier stage.

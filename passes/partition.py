@@ -24,7 +24,6 @@ from torch.fx import Node
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import (
     Program,
-    before_boundary,
     called_in,
     gather_of,
     is_assertion,
@@ -32,6 +31,7 @@ from fxpipe.graph.program import (
     is_boundary_value,
     is_compute,
     made_by,
+    passed,
     readers,
     where,
 )
@@ -67,8 +67,7 @@ def partition(program: Program) -> Program:
             program, program.first, flow.units, {unit: after[unit] for unit in sorted(after, key=order.__getitem__)}
         )
     # 1: only edges between the nodes to place count; _Flow omits inputs, parameters, boundaries and copied nodes
-    find, upstream = flow.units.find, flow.upstream()
-    downstream = flow.downstream()
+    find, upstream, downstream = flow.units.find, flow.boundaries(ahead=False), flow.boundaries(ahead=True)
     # 2: cut edges that bypass a boundary
     joined, cut = list[_FlowEdge](), list[_FlowEdge]()
     for edge in flow.edges:
@@ -173,12 +172,8 @@ class _Flow:
 
     def _resolve(self, value: Node) -> tuple[Node, frozenset[Node]]:
         """Returns the node that computes a value, and the boundaries between that node and the value's reader."""
-        crossed: set[Node] = set()
-        # A value may cross several boundaries; each boundary separates its maker from its reader.
-        while is_boundary_value(value):
-            crossed.add(value.all_input_nodes[0])
-            value = before_boundary(value)
-        return value, self._behind.get(value, frozenset()) | crossed
+        maker = made_by(value)
+        return maker, self._behind.get(maker, frozenset()).union(passed(value))
 
     def _add_boundary(self, marker: Node) -> None:
         marked = [self._resolve(operand) for operand in marker.all_input_nodes]
@@ -222,16 +217,9 @@ class _Flow:
                 users[groups.find(edge.source)].add(groups.find(edge.target))
         return users
 
-    def downstream(self) -> dict[Node, int]:
-        """Returns unit → the bits of the boundaries that the unit is before."""
-        return self._spread([(after, before) for before, after in reversed(self._arrows)])
-
-    def upstream(self) -> dict[Node, int]:
-        """Returns unit → the bits of the boundaries that the unit is behind."""
-        return self._spread(self._arrows)
-
-    def _spread(self, arrows: list[tuple[Node, Node]]) -> dict[Node, int]:
-        """Returns unit → the bits of the boundaries from which arrows lead to the unit."""
+    def boundaries(self, ahead: bool) -> dict[Node, int]:
+        """Returns unit → the bits of the boundaries ``ahead`` of the unit, or of those that it is behind."""
+        arrows = [(after, before) for before, after in reversed(self._arrows)] if ahead else self._arrows
         unit = {node: self.units.find(node) for node in self.nodes}
         bits = dict.fromkeys(unit.values(), 0)
         # A bit per boundary: the union of two sets is a single "or", for any number of boundaries.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ def split(program: Program) -> StageGraph:
                 module=module,
                 function=module,
                 inputs=tuple(builder.inputs),
-                outputs=builder.outputs,
+                outputs=tuple(builder.sent),
                 returns_result=is_last,
                 result=program.result if is_last else None,
                 tensors=builder.tensors(),
@@ -113,7 +113,6 @@ class _WholeProgram:
     def __init__(self, program: Program) -> None:
         self.program, self.output = program, program.graph.output_node()
         self.nodes = list(program.nodes)
-        self.position = {node: position for position, node in enumerate(self.nodes)}
         if program.output_stage is None:
             raise PartitionError("the model's output depends on inputs alone, or on parameters alone")
         self.output_stage = program.output_stage
@@ -130,13 +129,13 @@ class _WholeProgram:
         self.views_of_written = self._sharing([node for node in holders if node.op == "get_attr"])
         # Keep program order throughout: autograd sums the gradients of a value in this order.
         self.readers = defaultdict(list, readers_of(program))
-        self.uses: dict[Node, list[tuple[int, int]]] = {}
-        """Value of a stage → its uses, in program order: (position of the user node, the user's stage)."""
-        for position, node in enumerate(self.nodes):
+        self.uses: dict[Node, list[tuple[Node, int]]] = {}
+        """Value of a stage → its uses, in program order: (the user node, the user's stage)."""
+        for node in self.nodes:
             stage = self.output_stage if node is self.output else self.stage_of(node)
             for value in dict.fromkeys(map(made_by, node.all_input_nodes)):
                 if stage is not None and self.stage_of(value) is not None:
-                    self.uses.setdefault(value, []).append((position, stage))
+                    self.uses.setdefault(value, []).append((node, stage))
         self.arriving: dict[int, list[Node]] = {}
         """Stage → the values of other stages that it uses, ordered by their first use in the program."""
         for value in self.uses:
@@ -155,10 +154,10 @@ class _WholeProgram:
     def stage_of(self, node: Node) -> int | None:
         return self.program.stage_of.get(node.name)
 
-    def edges_from(self, value: Node) -> dict[int, int]:
-        """Returns consuming stage → position of its last use, for a value's uses outside of its own stage."""
+    def edges_from(self, value: Node) -> dict[int, Node]:
+        """Returns consuming stage → the last node that uses a value, for uses outside of the value's own stage."""
         # A later use in the same stage replaces the earlier use.
-        last = {stage: position for position, stage in self.uses.get(value, ()) if stage != self.stage_of(value)}
+        last = {stage: user for user, stage in self.uses.get(value, ()) if stage != self.stage_of(value)}
         return dict(sorted(last.items()))
 
 
@@ -173,7 +172,7 @@ class _Builder:
         self._graph = fx.Graph()
         self._built: dict[Node, Node] = {}
         self._as_now: dict[Node, Node] = {}
-        self._sent: dict[Edge, Node] = {}
+        self.sent: dict[Edge, Node] = {}
         """Outgoing edge → the program's node that computes its value, in order."""
         self._handed_off: dict[Edge, Node] = {}
         self._arrived: dict[tuple[Node, Mode | None], Node] = {}
@@ -191,16 +190,14 @@ class _Builder:
         self._add_inputs()
         self._add_sizes()
         handoffs = self._handoffs()
-        for node in self._in_order({*self._members, *handoffs}):
+        for node in sorted({*self._members, *handoffs}):
             if node in self._members:
                 self._add(node)
             for edge in handoffs.get(node, ()):
-                self._hand_off(edge)
+                name = f"{edge.value}_to_{self._program.stage_names[edge.target]}".replace(".", "_")
+                values = (self._now(self.sent[edge]),)
+                self._handed_off[edge] = self._graph.create_node("call_function", handoff, values, name=name)
         self._add_output()
-
-    def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Returns nodes in program order."""
-        return sorted(nodes, key=self._whole.position.__getitem__)
 
     def _needed(self) -> set[Node]:
         """Returns this stage's own nodes, and the copied nodes and ``get_attr`` nodes that they depend on."""
@@ -254,8 +251,8 @@ class _Builder:
             way_of[arrival.reader, arrival.value, arrival.gather] = mode
         self._way_of = {key: mode for key, mode in way_of.items() if len(ways[key[1]]) > 1}
 
-        def order(node: Node) -> tuple[bool, int, int]:
-            return node.op != "placeholder", self._whole.stage_of(node) or 0, self._whole.position[node]
+        def order(node: Node) -> tuple[bool, int, Node]:
+            return node.op != "placeholder", self._whole.stage_of(node) or 0, node
 
         for node in sorted(ways, key=order):
             source = self._whole.stage_of(node)
@@ -287,21 +284,17 @@ class _Builder:
             return self._graph.call_function(private, (built,))
         return built
 
-    @property
-    def outputs(self) -> tuple[Edge, ...]:
-        return tuple(self._sent)
-
     def _handoffs(self) -> dict[Node, list[Edge]]:
         """Returns node → edges to hand off after it: a value with several uses gets a handoff node per consumer."""
         edges_after: dict[Node, list[Edge]] = {}
         for node in self._whole.readers[self._stage]:
-            for target, position in self._whole.edges_from(node).items():
+            for target, user in self._whole.edges_from(node).items():
                 edge = Edge(self._stage, target, node.name)
-                self._sent[edge] = node
+                self.sent[edge] = node
                 # Autograd sums the gradients of a value in the order of its uses. A use in another stage gets its own
                 # node at the place of the use, so that the sum has the bits of the whole program.
                 if len(self._whole.uses[node]) > 1:
-                    edges_after.setdefault(self._whole.nodes[position], []).append(edge)
+                    edges_after.setdefault(user, []).append(edge)
         return edges_after
 
     def _add(self, node: Node) -> None:
@@ -337,11 +330,6 @@ class _Builder:
             regions = tuple(tuple(region) for region in wanted.autocast)  # plain tuples, which generated code can write
             self._entered = self._graph.call_function(enter_modes, (wanted.grad, regions))
 
-    def _hand_off(self, edge: Edge) -> None:
-        name = f"{edge.value}_to_{self._program.stage_names[edge.target]}".replace(".", "_")
-        values = (self._now(self._sent[edge]),)
-        self._handed_off[edge] = self._graph.create_node("call_function", handoff, values, name=name)
-
     def _read(self, reader: Node, operand: Node) -> Node:
         value = made_by(operand)
         key = reader, value, crossed(operand)[0]
@@ -360,7 +348,7 @@ class _Builder:
 
     def _add_output(self) -> None:
         self._change_modes(None)
-        values: list[Any] = [self._handed_off.get(edge) or self._now(value) for edge, value in self._sent.items()]
+        values: list[Any] = [self._handed_off.get(edge) or self._now(value) for edge, value in self.sent.items()]
         if self._stage == self._whole.output_stage:
             output = self._whole.output
             values.append(fx.node.map_arg(output.args[0], partial(self._read, output)))
@@ -369,7 +357,7 @@ class _Builder:
     def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers that this stage uses, by the model's names."""
         tensors: dict[str, Tensor] = {}
-        for node in self._in_order(self._members):
+        for node in sorted(self._members):
             tensors |= own_tensors(self._program, node)
         return tensors
 

@@ -23,44 +23,40 @@ from tests.thinned import ALL
 SLOW = """
     distributed/test_launch.py
     distributed/test_processes.py
-    distributed/test_topology.py::test_the_mesh
-    distributed/test_topology.py::test_the_data_mesh
+    distributed/test_topology.py the_mesh the_data_mesh
     loops/
-    schedules/show/test_svg_picture.py::test_a_long_table
-    parameters/test_materialise.py::test_a_rank_needs
-    distributed/test_collective.py::test_what_fails_beside_a_gpu
+    schedules/show/test_svg_picture.py a_long_table
+    parameters/test_materialise.py a_rank_needs
+    distributed/test_collective.py what_fails_beside_a_gpu
     parameters/test_materialise_hf.py
     passes/test_partition_random.py
     search/test_auto.py
     search/test_balance.py
-    plan/test_recomputation.py::test_auto
+    plan/test_recomputation.py auto
     plan/test_signatures.py
     plan/test_stage_compiler.py
     run/test_measured_timeline.py
     run/test_recompute.py
-    run/test_saving.py::test_killed
-    run/test_saving.py::test_another
+    run/test_saving.py killed another
     schedules/test_lower_bound.py
-    schedules/test_verify.py::test_no_
-    schedules/test_verify.py::test_verify_and_the_simulator
+    schedules/test_verify.py no_ verify_and_the_simulator
     schedules/test_families_closed_forms.py
     schedules/test_gathered.py
-    schedules/test_table.py::test_printing
-    schedules/test_table.py::test_what_is_shown
+    schedules/test_table.py printing what_is_shown
     sharding/test_data_axis.py
     sharding/test_reducer.py
     simulated_gpu/test_scripts.py
     test_command_line.py
     test_doctor.py
-    test_imports.py::test_any_name
+    test_imports.py any_name
     trace/test_every_tracer.py
     trace/test_hidden_values.py
     trace/test_operations.py
-    trace/test_record.py::test_a_checkpointed
-    trace/test_symbolic.py::test_torch_compile_works
+    trace/test_record.py a_checkpointed
+    trace/test_symbolic.py torch_compile_works
     whole/
 """
-"""What takes seconds: folders, files and beginnings of tests' names, from ``tests/`` on."""
+"""What takes seconds: a folder or file in ``tests/`` a line, and behind it how its tests' names begin, if not all."""
 LONGEST = """
     faults/test_faults.py
     plan/test_joint_graph.py
@@ -73,94 +69,62 @@ LONGEST = """
 """
 """Files with tests of many seconds each: of several processes, none shall run one alone at the end."""
 LONG = """
-    distributed/test_heartbeat.py::test_ranks_are_heard_again_after_a_fault_of_the_network[silent
+    distributed/test_heartbeat.py ranks_are_heard_again_after_a_fault_of_the_network[silent
     faults/
-    loops/test_lightning.py::test_one_process_trains_as_a_plain_trainer[bf16
-    numerics/test_bisect.py::test_a_mask_that_only_a_capture
+    loops/test_lightning.py one_process_trains_as_a_plain_trainer[bf16 a_run_goes_on four two_gpus
+    numerics/test_bisect.py a_mask_that_only_a_capture
     loops/test_accelerate.py
-    loops/test_transformers.py::test_a_resumed
-    loops/test_transformers.py::test_bf16
-    loops/test_transformers.py::test_it_goes_on
-    loops/test_transformers.py::test_it_trains_as_the_trainer_does[accumulated
-    loops/test_transformers.py::test_it_trains_as_the_trainer_does[best
-    loops/test_transformers.py::test_it_trains_as_the_trainer_does[small step
-    loops/test_transformers.py::test_it_trains_as_the_trainer_does[smoothed
-    loops/test_transformers.py::test_it_trains_as_the_trainer_does[uncounted
-    loops/test_transformers.py::test_on_gpus
-    loops/test_transformers.py::test_random_words
-    loops/test_lightning.py::test_a_run_goes_on
-    loops/test_lightning.py::test_four
-    loops/test_lightning.py::test_two_gpus
+    loops/test_transformers.py a_resumed bf16 it_goes_on it_trains_as_the_trainer_does[accumulated
+    loops/test_transformers.py it_trains_as_the_trainer_does[best it_trains_as_the_trainer_does[small
+    loops/test_transformers.py it_trains_as_the_trainer_does[smoothed it_trains_as_the_trainer_does[uncounted on_gpus
+    loops/test_transformers.py random_words
     loops/test_torchtitan.py
     parameters/test_materialise_hf.py
-    plan/test_joint_graph.py::test_of_shards
-    run/test_saving.py::test_killed
-    sharding/test_parallelize.py::test_an_unmodified_llama
-    simulated_gpu/test_scripts.py::test_a_script_may_end
-    simulated_gpu/test_scripts.py::test_ranks_may_end
-    trace/test_every_tracer.py::test_over_replicas
-    trace/test_hidden_values.py::test_each_is
-    trace/test_symbolic.py::test_torch_compile_works
-    whole/test_auto_opaque.py::test_cuts_found
-    whole/test_auto_opaque.py::test_parts
-    whole/test_batch_axes.py::test_a_checkpoint
-    whole/test_batch_axes.py::test_a_rank_never_holds
-    whole/test_batch_axes.py::test_an_expert_axis
-    whole/test_batch_axes.py::test_dense
-    whole/test_batch_axes.py::test_eight
-    whole/test_batch_axes.py::test_fsdp2
-    whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[context2
-    whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[data2
-    whole/test_batch_axes.py::test_ranks_train_as_plain_pytorch_does[expert4
-    whole/test_batch_axes.py::test_schedules
-    whole/test_batch_axes_hf.py::test_experts_spread_over_ranks_train_as_in_plain_pytorch
-    whole/test_batch_axes_hf.py::test_llama
-    whole/test_batch_axes_hf.py::test_what_a_model_would_count
+    plan/test_joint_graph.py of_shards
+    run/test_saving.py killed
+    sharding/test_parallelize.py an_unmodified_llama
+    simulated_gpu/test_scripts.py a_script_may_end ranks_may_end
+    trace/test_every_tracer.py over_replicas
+    trace/test_hidden_values.py each_is
+    trace/test_symbolic.py torch_compile_works
+    whole/test_auto_opaque.py cuts_found parts
+    whole/test_batch_axes.py a_checkpoint a_rank_never_holds an_expert_axis dense eight fsdp2
+    whole/test_batch_axes.py ranks_train_as_plain_pytorch_does[context2 ranks_train_as_plain_pytorch_does[data2
+    whole/test_batch_axes.py ranks_train_as_plain_pytorch_does[expert4 schedules
+    whole/test_batch_axes_hf.py experts_spread_over_ranks_train_as_in_plain_pytorch llama what_a_model_would_count
     whole/test_benchmarks.py
     whole/test_detector.py
     whole/test_fuzzed.py
-    whole/test_gathered.py::test_open_clips
-    whole/test_gathered_options.py::test_evaluate_re
+    whole/test_gathered.py open_clips
+    whole/test_gathered_options.py evaluate_re
     whole/test_growth.py
     whole/test_hf.py
     whole/test_hf_batches.py
     whole/test_killed_rank.py
     whole/test_lengths.py
     whole/test_loops.py
-    whole/test_on_gpus.py::test_a_model_trains_as_in_plain_pytorch[GPT-2 by auto
-    whole/test_on_gpus.py::test_a_model_trains_as_in_plain_pytorch[Llama by record
-    whole/test_on_gpus.py::test_more
-    whole/test_on_gpus.py::test_programs
-    whole/test_once_refused.py::test_models_of_hugging_face
-    whole/test_opaque_runs.py::test_a_list
-    whole/test_opaque_runs.py::test_its_parameters
-    whole/test_optimizer_checkpoints.py::test_a_plain_optimizer
-    whole/test_optimizer_checkpoints.py::test_a_run_goes_on_in
-    whole/test_optimizer_checkpoints.py::test_masters
+    whole/test_on_gpus.py a_model_trains_as_in_plain_pytorch[GPT-2 a_model_trains_as_in_plain_pytorch[Llama more
+    whole/test_on_gpus.py programs
+    whole/test_once_refused.py models_of_hugging_face
+    whole/test_opaque_runs.py a_list its_parameters
+    whole/test_optimizer_checkpoints.py a_plain_optimizer a_run_goes_on_in masters
     whole/test_orderings.py
-    whole/test_packed_inputs.py::test_random
-    whole/test_questions.py::test_each_number
-    whole/test_questions.py::test_each_outcome
-    whole/test_questions.py::test_replicas_may
-    whole/test_questions.py::test_what_is_asked_behind_an_opaque
+    whole/test_packed_inputs.py random so_it_is_on_ranks_of_which_each_is_given_what_it_needs[lists
+    whole/test_questions.py each_number each_outcome replicas_may what_is_asked_behind_an_opaque batches_of_other_sizes
     whole/test_random_models.py
     whole/test_random_tables.py
-    whole/test_readme.py::test_a_command_of_a_page_prints_what_stands_below_it[data_axis.md]
-    whole/test_readme.py::test_a_command_of_a_page_prints_what_stands_below_it[schedules.md]
-    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[axes.md]
-    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
-    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
-    whole/test_readme.py::test_the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
+    whole/test_readme.py a_command_of_a_page_prints_what_stands_below_it[data_axis.md]
+    whole/test_readme.py a_command_of_a_page_prints_what_stands_below_it[schedules.md]
+    whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[axes.md]
+    whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
+    whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
+    whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
     whole/test_resume.py
-    whole/test_save_load.py::test_a_run_of_four
-    whole/test_several_sharded.py::test_it_trains_as_plain_pytorch_and_resumes_with_the_same_bits[FSDP2-4-False
-    whole/test_packed_inputs.py::test_so_it_is_on_ranks_of_which_each_is_given_what_it_needs[lists
-    whole/test_questions.py::test_batches_of_other_sizes
-    whole/test_strings.py::test_batches_of_other_sizes
-    whole/test_strings.py::test_other_strings_take_no_capture[Branching
-    whole/test_strings.py::test_other_strings_take_no_capture[InDict
-    whole/test_virtual_time.py::test_a_step_takes
-    whole/test_virtual_time.py::test_each
+    whole/test_save_load.py a_run_of_four
+    whole/test_several_sharded.py it_trains_as_plain_pytorch_and_resumes_with_the_same_bits[FSDP2-4-False
+    whole/test_strings.py batches_of_other_sizes other_strings_take_no_capture[Branching
+    whole/test_strings.py other_strings_take_no_capture[InDict
+    whole/test_virtual_time.py a_step_takes each
     whole/test_without_numpy.py
 """
 """Published models, benchmarks, the loops of examples/, ranks that are killed, runs that are resumed, random cases: a
@@ -271,7 +235,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``pytest -m "not processes and not slow"`` is the short way through."""
-    slow, long, first = (tuple(f"tests/{name}" for name in names.split()) for names in (SLOW, LONG, on_gpus.FIRST))
+    slow, long, first = map(on_gpus.beginnings, (SLOW, LONG, on_gpus.FIRST))
 
     def is_long(item: pytest.Item) -> bool:
         later = device.DEVICE == "cuda" and (item.nodeid.startswith(slow) or not item.nodeid.startswith(first))

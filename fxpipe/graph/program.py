@@ -201,6 +201,11 @@ def made_by(node: Node) -> Node:
     return made_by(before_boundary(node)) if is_boundary_value(node) else node
 
 
+def passed(node: Node) -> list[Node]:
+    """Returns the boundaries that a value passed through, in order."""
+    return [*passed(before_boundary(node)), node.all_input_nodes[0]] if is_boundary_value(node) else []
+
+
 def readers(value: Node) -> Iterator[Node]:
     """Yields the nodes that use a value, also through boundaries."""
     for user in value.users:

@@ -292,9 +292,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return values
         whole = values.new_zeros(self._rows, *values.shape[1:])
         whole[mine] = values
-        self._steps.transport.all_reduce(
-            "data", whole.view(-1).view(torch.uint8)
-        )  # of bytes and zeros: nothing is rounded
+        # A sum of bytes and zeros rounds nothing.
+        self._steps.transport.all_reduce("data", whole.view(-1).view(torch.uint8))
         return whole
 
     # checkpoints

@@ -148,37 +148,24 @@ def bisect(first: str | os.PathLike[str], second: str | os.PathLike[str], rtol: 
     by_boundary = any(run.is_plain for run in runs)
     mine, its = (run.tensors(by_boundary) for run in runs)
     its = _aligned(mine, its) if by_boundary else its
-    both = [key for key in mine if key in its]
-    inputs = [key for key in both if key[2] == INPUT]
-    other_rows = {key[:2] for key in inputs if _are_other_rows(mine[key].difference(its[key]))}
+    found = {key: mine[key].difference(its[key]) for key in mine if key in its}
+    inputs = {key: each for key, each in found.items() if key[2] == INPUT and each is not None}
+    # Inputs of another type that differ by little are the same rows.
+    other_rows = {key[:2] for key, each in inputs.items() if not (each.types and each.relative < OTHER_TYPE)}
+    found = {key: each for key, each in found.items() if key[:2] not in other_rows}
+    changed = {key: each for key, each in found.items() if each is not None and each.exceeds(rtol)}
     differences = [difference for run in runs for difference in run.copies_that_differ()]
     tiny = set() if rtol == 0 else _tiny_gradients(mine) & _tiny_gradients(its)
-    close, compared = list[RecordedTensor](), [key for key in both if key[:2] not in other_rows]
-    rounding = tuple(
-        dict.fromkeys(
-            key[3]
-            for key in compared
-            if key[2] == PARAMETER_GRADIENT and key[3] in tiny and mine[key].differs(its[key], rtol)
-        )
-    )
-    compared = [key for key in compared if key[0] < 0 or key[1] >= 0 or key[3] not in rounding]
-    for key in compared:
-        difference = mine[key].difference(its[key])
-        if difference is not None and difference.exceeds(rtol):
-            differences.append(difference)
-        elif difference is not None:
-            close.append(difference.entry)
+    rounding = tuple(dict.fromkeys(key[3] for key in changed if key[2] == PARAMETER_GRADIENT and key[3] in tiny))
+    compared = [key for key in found if key[0] < 0 or key[1] >= 0 or key[3] not in rounding]
+    close = [mine[key].entry for key in compared if found[key] is not None and key not in changed]
+    differences += [changed[key] for key in compared if key in changed]
     differences.sort(key=lambda difference: _order(difference.entry))
     end = _order(differences[0].entry) if differences else (math.inf,)
     number_close = sum(_order(entry) < end for entry in close)
     equal = sum(_order(mine[key].entry) < end for key in compared) - number_close
     only = _missing(mine, its), _missing(its, mine)
     return Bisection(tuple(differences), equal, number_close, *only, tuple(sorted(other_rows)), rounding)
-
-
-def _are_other_rows(difference: Difference | None) -> bool:
-    """Whether inputs that differ so are other rows, and not the same ones in another type."""
-    return difference is not None and not (difference.types and difference.relative < OTHER_TYPE)
 
 
 def _tiny_gradients(tensors: Mapping[Key, _Whole]) -> set[str]:
@@ -236,10 +223,6 @@ class _Whole:
     folder: Path
     entry: RecordedTensor
     parts: tuple[RecordedTensor, ...]
-
-    def differs(self, other: _Whole, rtol: float) -> bool:
-        difference = self.difference(other)
-        return difference is not None and difference.exceeds(rtol)
 
     def difference(self, other: _Whole) -> Difference | None:
         """How ``other`` differs; None if all bits are equal."""

@@ -50,8 +50,6 @@ class Fingerprint(NamedTuple):
 
     def relative_difference(self, other: Fingerprint) -> float:
         """About ‖a − b‖ / ‖a‖, from the projections; inf if the two differ in inf or nan elements."""
-        if self.bits == other.bits:
-            return 0.0
         if self.nonfinite != other.nonfinite:
             return math.inf
         pairs = zip(self.projections, other.projections, strict=True)

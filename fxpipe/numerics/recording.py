@@ -18,7 +18,7 @@ from fxpipe.device import to_host
 from fxpipe.errors import RunError
 from fxpipe.numerics.fingerprint import NOTHING, Fingerprint, measure, positions_of
 from fxpipe.parameters.dtensors import local
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import tensors_in
 
 INPUT, VALUE, LOSS, GRADIENT = "input", "value", "loss", "gradient"
 PARAMETER_GRADIENT, PARAMETER = "parameter's gradient", "parameter"
@@ -124,7 +124,7 @@ class ValueRecorder:
     ) -> None:
         """Measures the tensors in ``value``."""
         number = self._replica * self._microbatches + microbatch
-        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        leaves = tensors_in(value)
         for index, leaf in enumerate(leaves):
             leaf_name = name if len(leaves) == 1 else f"{name}[{index}]"
             part = TensorPart(leaf_name, order, leaf, leaf.shape, positions_of(leaf))

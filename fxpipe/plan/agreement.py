@@ -39,7 +39,7 @@ from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.stage.modes import Ambient
-from fxpipe.torch_compat import global_hook_tables
+from fxpipe.torch_compat import GLOBAL_HOOKS
 from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.trace.request import target_of
 
@@ -143,7 +143,7 @@ class Agreement:
         self._pairs = set(pairs(planning.first.instructions))  # the (sender, receiver) pairs with open queues
         self._layouts: dict[Hashable, int] = {}
         self._new_layouts = itertools.count()  # a forgotten number is never used again
-        self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
+        self._known_hooks = sum(map(len, GLOBAL_HOOKS))
         self._lists: set[str] = set()  # lists that a warning has named as not split
         self.dropped: list[int] = []
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
@@ -223,7 +223,7 @@ class Agreement:
         )
 
     def _log_hooks(self) -> None:
-        if sum(map(len, self._hooks)) > self._known_hooks and self.planning.captures.own_stages is None:
+        if sum(map(len, GLOBAL_HOOKS)) > self._known_hooks and self.planning.captures.own_stages is None:
             self._known_hooks = sys.maxsize
             log(
                 "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "

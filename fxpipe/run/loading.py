@@ -45,7 +45,7 @@ from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.saving import claim, continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
-from fxpipe.seeds import RandomState, seed_all, seed_of
+from fxpipe.seeds import RandomState, seed_of, seed_python, seed_torch
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.optimizer_state import MASTER
 
@@ -256,7 +256,9 @@ class _Loading:
         if self._random is not None:
             RandomState([device], self._random).restore()
         else:
-            seed_all(seed_of(steps.seed, steps.number, 0, 0, self._replica), device)
+            seed = seed_of(steps.seed, steps.number, 0, 0, self._replica)
+            seed_torch(seed, device)
+            seed_python(seed)
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:

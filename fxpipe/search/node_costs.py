@@ -28,7 +28,7 @@ from fxpipe.schedules.no_gc import paused
 from fxpipe.search.memory import Account, StaticBytes, rows_of
 from fxpipe.stage.modes import Autocast, modes_restored, within
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import TorchDispatchMode, packet_of, schema_of, tensors_in, without_onednn
+from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in, without_onednn
 from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.checks.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.trace.fake import FakeModel, fake_model
@@ -454,7 +454,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = not schema_of(func).is_mutable and all(id(tensor.untyped_storage()) in memory for tensor in results)
         if is_view or not results:
             return
-        name = packet_of(func).__name__
+        name = func.overloadpacket.__name__
         flops = self._times * _flops(func, name, args, kwargs, result)
         read = results if name in _GATHERS else arguments
         moved = self._times * sum(tensor.nbytes for tensor in [*read, *results])
@@ -500,7 +500,7 @@ class OperatorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
     """FLOPs from torch's registry. CPU attention is not registered, and counts its products of q, k and v."""
-    count = flop_registry.get(packet_of(func))
+    count = flop_registry.get(func.overloadpacket)
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))
     if name.startswith(_ATTENTION):

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import RunError, printable
 from fxpipe.stage.deferred import Deferred
-from fxpipe.torch_compat import gradient_edge, plain_apply, pytree, run_backward
+from fxpipe.torch_compat import plain_apply, pytree, run_backward
 
 
 @dataclass(slots=True)
@@ -237,9 +237,9 @@ def edges(output: Any) -> _Edge | list[_Edge]:
     """Returns the roots of an output's backward: a tensor's autograd edge, None if it needs no gradient; for a
     container, a list of edges."""
     if isinstance(output, Tensor):
-        return gradient_edge(output) if output.requires_grad else None
+        return get_gradient_edge(output) if output.requires_grad else None
     leaves = pytree.tree_leaves(output)
-    return [gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
 def shapes_of(value: Any) -> Any:

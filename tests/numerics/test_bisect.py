@@ -60,13 +60,7 @@ def batch(step: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 Axes = tuple[tuple[str, int], ...]
 
 
-def recorded(
-    folder: Path,
-    axes: Axes = (("pipe", 1),),
-    fault: str = "",
-    full: bool = False,
-    **options: Any,
-) -> None:
+def recorded(folder: Path, axes: Axes = (("pipe", 1),), fault: str = "", full: bool = False, **options: Any) -> None:
     """Trains ``Net`` on this rank of ``axes``, and records the run."""
     if any(size > 1 for _, size in axes):
         fxpipe.init()

@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[Amid, Tensor], Any]] = {
     "draws from a generator of its own": lambda amid, x: torch.rand(WIDTH, generator=amid.generator),
     "begins to count": Amid.counted_later,
     "begins to write a buffer": lambda amid, x: amid.changed(lambda scale: scale.mul_(1.1 if amid.begins else 1)),
-    "begins to write a buffer unseen": lambda amid, x: amid.changed(
+    "unseen, begins to write a buffer": lambda amid, x: amid.changed(
         lambda scale: scale.data.mul_(1.1) if amid.begins else None
     ),
     "draws Python's and NumPy's numbers": lambda amid, x: random.random() + np.random.rand(),

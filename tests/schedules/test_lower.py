@@ -9,17 +9,7 @@ import pytest
 
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.lower import (
-    Compute,
-    Instruction,
-    Message,
-    Receive,
-    Reduce,
-    Release,
-    Send,
-    lower,
-    pairs,
-)
+from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import prove
 from tests.graphs import FAMILIES, JOINED, WORKED, Value, chain, gradient_of, joined, random_bare, values_of

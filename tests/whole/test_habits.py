@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import fxpipe
-from fxpipe import RunError, Topology, TraceError, stage_boundary
+from fxpipe import RunError, TraceError, stage_boundary
 from tests.device import DEVICE
 from tests.harness import assert_same
 from tests.layered import assert_trains, vectors
@@ -273,15 +273,6 @@ def test_a_sparse_input_is_refused_on_all_ranks_alike() -> None:
         step(x, y)
 
     run_strict(body, 2)
-
-
-def test_a_nested_input_that_would_be_cut_into_rows_is_refused() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)], layout=torch.jagged)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(
-        fxpipe.RunError, match="is a nested tensor, which torch cannot cut into rows; pass its values padded"
-    ):
-        fxpipe.preview(model, Topology([("pipe", 1)]), microbatches=2, example_args=(nested,))
 
 
 class Vocabulary:

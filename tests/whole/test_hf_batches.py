@@ -18,33 +18,14 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe import Packed, Topology, TraceError
-from tests.harness import (
-    Engines,
-    accumulate,
-    assert_gradients,
-    assert_run,
-    assert_same,
-    gradients_of,
-    trained,
-)
+from tests.harness import Engines, accumulate, assert_gradients, assert_run, assert_same, gradients_of, trained
 from tests.models import Inputs
 from tests.pool import Pool
 from tests.thinned import ALL
 
 pytest.importorskip("transformers")
 
-from tests.hf import (
-    IMAGE_TOKEN,
-    LENGTH,
-    MODELS,
-    NONE_LEFT,
-    PATCHES,
-    WORDS,
-    layers,
-    llava,
-    text,
-    trained_plainly,
-)
+from tests.hf import IMAGE_TOKEN, LENGTH, MODELS, NONE_LEFT, PATCHES, WORDS, layers, llava, text, trained_plainly
 from tests.opaque_regions import HUBERT, STUDIES, furthest, plainly, train
 
 ENDS = {"CLIP": ("visual_projection", "text_projection"), "SigLIP": ("vision_model", "text_model")}

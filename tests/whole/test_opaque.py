@@ -246,7 +246,6 @@ WRONG: list[tuple[Any, Any, str]] = [
     (Selecting, {"region": "whole", "region.first": "whole"}, "'region.first' whole inside of 'region'"),
     (Selecting, {"region": {"whole": None, "cut": "after"}}, '["whole", "after"]'),
     (Selecting, {"region.forward": "before"}, "'region.forward', which is a method: it may be \"whole\""),
-    (Selecting, {"": "whole"}, "names '', the model itself"),
     (Selecting, {"forward": "whole"}, "pipe ranks"),
     (Selecting, {"regiom": "whole"}, 'did you mean "region"'),
     (Selecting, {"reg*m": "whole"}, "matches no submodule"),

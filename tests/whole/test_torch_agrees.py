@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_send_recv,
-    _simulate_comms_compute,
-    _validate_schedule,
-)
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _simulate_comms_compute, _validate_schedule
 
 import fxpipe
 from fxpipe.errors import ScheduleError

@@ -25,12 +25,7 @@ from fxpipe.schedules.families.limits import (
     shortest_within_limits,
     with_fewer_microbatches,
 )
-from fxpipe.schedules.families.list_scheduling import (
-    Priority,
-    backward_first,
-    forward_first,
-    list_schedule,
-)
+from fxpipe.schedules.families.list_scheduling import Priority, backward_first, forward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.solve import with_recompute
 from fxpipe.schedules.schedule import Row

@@ -27,15 +27,7 @@ from fxpipe.stage.modes import Modes, ambient_autocast, within
 from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
-from fxpipe.trace.patching import (
-    BACKWARD,
-    DRAWN,
-    ONCE,
-    UNREGISTERED,
-    backward_hooks,
-    refuse,
-    refuse_backward,
-)
+from fxpipe.trace.patching import BACKWARD, DRAWN, ONCE, UNREGISTERED, backward_hooks, refuse, refuse_backward
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
