@@ -274,15 +274,9 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
-    own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
-    return *own, *global_hook_tables()
-
-
-def global_hook_tables() -> tuple[Mapping[int, Any], ...]:
-    """The tables of global module hooks; always the same objects."""
-    home = sys.modules[nn.Module.__module__]
-    whole = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
-    return tuple(getattr(home, f"_global{name}") for name in whole)
+    home, own = sys.modules[nn.Module.__module__], [name for name in MODULE_TABLES if name.endswith("_hooks")]
+    of_all_modules = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+    return *(vars(module)[name] for name in own), *(getattr(home, f"_global{name}") for name in of_all_modules)
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -5,11 +5,9 @@ A rank's inputs → a digest → the plan. The ranks settle a new digest once, b
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +37,6 @@ from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.stage.modes import Ambient
-from fxpipe.torch_compat import global_hook_tables
 from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.trace.request import target_of
 
@@ -143,7 +140,6 @@ class Agreement:
         self._pairs = set(pairs(planning.first.instructions))  # the (sender, receiver) pairs with open queues
         self._layouts: dict[Hashable, int] = {}
         self._new_layouts = itertools.count()  # a forgotten number is never used again
-        self._hooks, self._known_hooks = global_hook_tables(), sum(map(len, global_hook_tables()))
         self._lists: set[str] = set()  # lists that a warning has named as not split
         self.dropped: list[int] = []
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
@@ -165,7 +161,6 @@ class Agreement:
                 raise RunError(
                     "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
                 )
-            self._log_hooks()
             if not split_evenly:
                 check_calls(calls)
             if not calls:
@@ -221,14 +216,6 @@ class Agreement:
             "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "
             "without assign=True, or change the model before fxpipe.compile"
         )
-
-    def _log_hooks(self) -> None:
-        if sum(map(len, self._hooks)) > self._known_hooks and self.planning.captures.own_stages is None:
-            self._known_hooks = sys.maxsize
-            log(
-                "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "
-                "stages call as they are, and not for those that were traced through: register it before"
-            )
 
     def _signature_for(self, training: bool) -> inspect.Signature:
         """The signature of a call. In evaluation the target of a loss function is optional."""
@@ -356,7 +343,7 @@ class Agreement:
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
         # 1. The plan. If any rank fails, no rank keeps the plan, so that all ranks capture again in the next call.
-        with phase("capture"), self._naming_reads(pattern):
+        with phase("capture"):
             planning, plan = plan_together(self._transport, ("pipe",), partial(self.planning.plan, pattern, sample))
         self._take(planning)
         # 2. Process groups for pairs of ranks without earlier messages; all ranks create the groups in the same order.
@@ -378,29 +365,6 @@ class Agreement:
         self.planning, places = self.planning.with_row_places(plan, pattern) if joins else (self.planning, {})
         layouts = self._layouts_of(plan, pattern, reported)
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
-
-    @contextlib.contextmanager
-    def _naming_reads(self, pattern: Pattern) -> Iterator[None]:
-        """If the ranks' models are in different states, an error inside names the attributes that differ."""
-        try:
-            yield
-        except Unanswered:
-            raise
-        except Exception as error:
-            if not pattern.flags.states:
-                raise
-            first, *others = self._transport.gather("pipe", self.planning.captures.reads.described())
-            differ = [
-                f"{name} is {first.get(name, 'absent')} on {member(self._transport, 'pipe', 0)} and "
-                f"{other.get(name, 'absent')} on {member(self._transport, 'pipe', rank)}"
-                for rank, other in enumerate(others, 1)
-                for name in {**first, **other}
-                if first.get(name) != other.get(name)
-            ]
-            raise RunError(
-                f"{error}\nforward reads attributes that differ between these ranks: {'; '.join(differ[:5])}; change "
-                "the model that was given to compile in the same way on every rank"
-            ) from error
 
     def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
         for rank, proposal in enumerate(proposals):
