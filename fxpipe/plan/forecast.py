@@ -19,6 +19,7 @@ from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.preview import Preview, RankPreview
+from fxpipe.plan.tables import saving
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Groups, groups_of
@@ -78,7 +79,7 @@ class _Forecast:
         assert planning.shown is not None
         self.pattern, self.plan = planning.shown, planning.first
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.staged = planning.tables.stage_work(self.pattern, self.graph.placement)
+        self.staged = planning.captures.stage_work(self.pattern, self.graph.placement)
         self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = self.graph.held
@@ -115,7 +116,7 @@ class _Forecast:
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
             between_nodes=self._between_nodes() if self.staged else None,
-            saving=self.planning.tables.saving(self.plan, self.staged),
+            saving=saving(self.planning, self.staged),
             what=self._what(),
         )
 
@@ -166,8 +167,6 @@ class _Forecast:
     def _crosses(self, ranks: Sequence[int]) -> float:
         """The fraction of a ring's links that connect different nodes."""
         return _leaving(list(ranks), self.topology.ranks_per_node)
-
-    # bytes
 
     # bytes
 

@@ -30,10 +30,9 @@ from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups,
 from fxpipe.plan.placement import check_replicated, place_stages
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
-from fxpipe.plan.tables import Tables, tells_bytes
+from fxpipe.plan.tables import choose_table
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
-from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.stage_work import in_ms
@@ -63,8 +62,6 @@ class PlanState:
     """The row dimensions of gathered values, for each kind of batch."""
     again: frozenset[str] | None = None
     """The names of the recomputed stages, if they were chosen before the first plan."""
-    by_shapes: Costs | None = None
-    """The stages' costs derived from the example's shapes, if a memory limit needs their bytes."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Makes a graph's stages run the modules that ``parallelize`` returned; None before ``parallelize`` was called."""
 
@@ -73,12 +70,6 @@ class PlanState:
         """The state before the first plan. ``device``: the device on which a model without a device will run."""
         options = options.for_calls()
         return PlanState(topology, options, Captures.empty(model, options, topology, device))
-
-    @property
-    def tables(self) -> Tables:
-        """The ``Tables`` that choose the schedule table of the next plan."""
-        first = self.first if self.plans else None
-        return Tables(self.options, self.captures, first, self.shown, self.again, self.by_shapes)
 
     @property
     def ranks(self) -> int:
@@ -193,7 +184,6 @@ class PlanState:
         # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
-            state = replace(state, by_shapes=state.tables.costs_by_shapes(pattern, joint(graphs)))
             program = "\n".join(dict.fromkeys(each.text for each in captured))
             plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
             if self.plans:
@@ -275,12 +265,8 @@ class PlanState:
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        if family.costs is not None and not tells_bytes(family.costs) and self.by_shapes is not None:
-            family = replace(family, costs=family.costs.or_else(self.by_shapes))
         options = replace(self.options, schedule=family)
-        state = replace(self, options=options, again=self.first.graph.recomputed)
-        assert state.shown is not None
-        state = replace(state, by_shapes=state.tables.costs_by_shapes(state.shown, self.first.graph), plans={})
+        state = replace(self, options=options, again=self.first.graph.recomputed, plans={})
         new_plans: dict[int, Plan] = {}
         # Plans of evaluation keep their tables: the costs were measured in training steps.
         for pattern, plan in self.plans.items():
@@ -337,7 +323,7 @@ class PlanState:
     ) -> Plan:
         """The plan that runs the table chosen for these graphs. ``captures``: the patterns of the graphs' captures."""
         graph = joint(graphs)
-        schedule = self.tables.choose(graph, pattern)
+        schedule = choose_table(self, graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
         lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}

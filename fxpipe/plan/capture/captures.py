@@ -16,12 +16,14 @@ from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers, Unanswered
+from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.plan.capture.questions import Questions
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
+from fxpipe.search.simulated_layouts import Staged
 from fxpipe.trace import NEED_SHAPES, Cut
 from fxpipe.trace.checks.sizes import FAMILIES, Family
 from fxpipe.trace.cuts.cuts_by_name import resolve
@@ -157,6 +159,10 @@ class Captures:
         if error.question is None:
             return replace(captures, by_value=True)
         return replace(captures, questions=self.questions.with_question(error.question))
+
+    def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
+        """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
+        return self.balancing.stage_work(self.first, pattern, placement)
 
     @property
     def inputs_with_objects(self) -> set[str]:
