@@ -70,34 +70,29 @@ def _numbers(path: str, counts: Any) -> Numbers:
     """Counts as Python numbers; waits for a GPU. RunError for other values."""
     try:
         # a list becomes a tensor on the CPU, not on torch's default device
-        tensor = counts.detach() if isinstance(counts, Tensor) else torch.as_tensor(counts, device="cpu")
-    except Exception:  # any error means that these are no numbers
-        raise RunError(f"the counts of {path!r} are {shown(counts)}; they are a tensor or a list of numbers") from None
-    if tensor.is_meta:
-        raise RunError(f"the counts of {path!r} are on the meta device, without numbers; give what they are read from")
-    # torch makes an empty list a float32 tensor, which is valid here.
-    whole = not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel()
-    if tensor.dim() != 1 or not whole:
+        tensor = counts if isinstance(counts, Tensor) else torch.as_tensor(counts, device="cpu")
+        numbers = tuple(tensor.tolist())
+    except Exception:  # any error, such as that of a meta tensor, means that these are no numbers
+        numbers = (None,)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise RunError(
-            f"the counts of {path!r} are {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; they are "
-            "whole numbers in one dimension, one for each row"
+            f"the counts of {path!r} are {shown(counts)}; they are whole numbers from 0 in one dimension, one for each "
+            "row, in a tensor or a list"
         )
-    numbers = tuple(map(int, tensor.tolist()))
-    if any(number < 0 for number in numbers):
-        raise RunError(f"the counts of {path!r} are {shown(numbers)}; no count is below 0")
-    return numbers
+    return tuple(map(int, numbers))
 
 
 def _lengths(path: str, offsets: Any) -> Numbers | None:
     """The lengths of the sequences between offsets."""
     if offsets is None:
         return None
-    if not isinstance(offsets, Tensor):
-        raise RunError(f"input {path!r} is {shown(offsets)}; offsets are a 1-dimensional tensor of integers")
-    numbers = _numbers(path, offsets) if offsets.numel() else ()
+    numbers = _numbers(path, offsets) if isinstance(offsets, Tensor) else ()
     lengths = tuple(after - before for before, after in pairwise(numbers))
     if not numbers or numbers[0] != 0 or any(length < 0 for length in lengths):
-        raise RunError(f"input {path!r} is {shown(numbers)}; offsets begin with 0, and none is below the one before it")
+        raise RunError(
+            f"input {path!r} is {shown(offsets)}; offsets are a 1-dimensional tensor of integers that begin with 0, "
+            "and none is below the one before it"
+        )
     return lengths
 
 

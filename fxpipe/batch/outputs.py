@@ -157,27 +157,19 @@ class OutputRows:
 
     def _rows_along(self, column: Sequence[Tensor], where: Where) -> int | None:
         """The dimension in which each part has its micro-batch's rows: the inputs' or 0. None if neither has them."""
-        fits, sizes = self.dims_in(column), list(self.sizes)
-        if len(fits) > 1:
+        fits, shapes = self.dims_in(column), f"{shapes_of(column)} for micro-batches of {list(self.sizes)} rows"
+        if len(fits) == 1:
+            return fits[0]
+        if fits:
             raise RunError(
-                f"{_called(where)} has shapes {shapes_of(column)} for micro-batches of {sizes} rows, so that "
-                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows, or of those of a packed "
-                "input; make them differ: with another number of micro-batches or rows, or by .unsqueeze(0) where "
-                "its rows are in dimension 0"
+                f"{_called(where)} has shapes {shapes}, so that dimensions {fits[0]} and {fits[1]} could both be that "
+                "of its rows, or of those of a packed input; make them differ: with another number of micro-batches "
+                "or rows, or by .unsqueeze(0) where its rows are in dimension 0"
             )
-        if len({part.dim() for part in column}) > 1:
-            raise RunError(
-                f"{_called(where)} has as many dimensions as rows allow, shapes {shapes_of(column)} for micro-batches "
-                f"of {sizes} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which "
-                "dimension is meant"
-            )
-        if not fits and where not in self.logged:
+        if where not in self.logged:
             self.logged.add(where)
-            log(
-                f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: "
-                f"{shapes_of(column)} for micro-batches of {sizes} rows"
-            )
-        return fits[0] if fits else None
+            log(f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes}")
+        return None
 
 
 def without_entries(output: Any) -> Any:

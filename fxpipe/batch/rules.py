@@ -110,12 +110,6 @@ class InRows(NotSplit):
             return [block_mask_part(leaf, start, size) for start, size in _spans(sizes)]
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return [leaf] * len(sizes)
-        if leaf.is_nested:
-            raise RunError(
-                f"input {self.path!r} is a nested tensor, which torch cannot cut into rows; pass its values padded, "
-                f"with a mask or lengths, or packed, with {written(self.path, 'fxpipe.Packed(counts)')}; or write "
-                f"{written(self.path, 'None')} if each micro-batch takes all of it"
-            )
         return torch.split(leaf, list(sizes), self.dim)
 
     def join(self, parts: Sequence[Any]) -> Any:

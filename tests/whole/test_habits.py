@@ -268,7 +268,7 @@ def test_a_sparse_input_is_refused_on_all_ranks_alike() -> None:
     def body(rank: int) -> None:
         x, y = torch.ones(4, WIDTH), torch.ones(4, WIDTH)
         step = fxpipe.compile(Three(nn.Identity()), TWO, microbatches=2)
-        with pytest.raises(fxpipe.RunError, match=rf"an input of shape \[4, {WIDTH}\] is of layout torch.sparse"):
+        with pytest.raises(fxpipe.RunError, match=r"an input is a tensor of layout torch.sparse_coo, which"):
             step(x, y.to_sparse() if rank else None)
         step(x, y)
 
@@ -279,7 +279,7 @@ def test_a_nested_input_that_would_be_cut_into_rows_is_refused() -> None:
     nested = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)], layout=torch.jagged)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(
-        fxpipe.RunError, match="is a nested tensor, which torch cannot cut into rows; pass its values padded"
+        fxpipe.RunError, match="is a nested tensor, which cannot be cut into rows; pass its values padded"
     ):
         fxpipe.preview(model, Topology([("pipe", 1)]), microbatches=2, example_args=(nested,))
 
