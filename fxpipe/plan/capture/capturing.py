@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
 from fxpipe.batch.batch import joined_description
-from fxpipe.batch.description import Description, example_of, for_any_words, known_by_type
+from fxpipe.batch.description import Description, example_of, for_any_words
 from fxpipe.batch.objects import like_of
 from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.program import Program, Shapes, gather_of, is_boundary
-from fxpipe.graph.question import Unanswered
 from fxpipe.like import ObjectValue
 from fxpipe.notebook import listed
 from fxpipe.packed import counted
@@ -94,14 +93,7 @@ class Capturing:
         for number in [*range(pattern.microbatches)] * 2:
             pattern = pattern.for_any_words() if self.captures.any_words else pattern
             keys.append(self._of_one(pattern.each()[number], pattern, sample))
-        captured = [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
-        # A later shape may show that a tracer is wrong. Then the next tracer captures all patterns of this mode again.
-        if any((pattern.training, each.tracer) in self.captures.wrong for each in captured):
-            others = {key: each for key, each in self.captures.by_pattern.items() if key.training != pattern.training}
-            first = None if pattern.training else self.captures.first
-            self.captures = replace(self.captures, by_pattern=others, families={}, first=first)
-            return self.of(pattern, sample)
-        return captured
+        return [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
 
     def note_wrong(self, training: bool, tracer: str, why: str) -> None:
         """Notes that a tracer is wrong in this mode, so that it is not tried again."""
@@ -130,8 +122,6 @@ class Capturing:
             family = captures.families.get(kind, Family())
         key = this.for_answers(captured.answers) if captured.of_one_shape else this.for_any_shape()
         if shape is not None and captured.of_one_shape:
-            for name in known_by_type(shape):
-                raise Unanswered(name, "", captures.asks_numbers)
             families = {**captures.families, kind: family.noting(shape, key, captured.holds_for)}
             captures = _reported(replace(captures, families=families), captured, pattern.training)
         self.captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})
