@@ -42,10 +42,11 @@ _WRAPPERS = {
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     """RunError if ``model`` is no model, or if the model would ignore an option."""
     if isinstance(model, StageGraph):
-        if options.loss_fn is not None:
-            raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
-        if options.boundaries:
-            raise RunError("boundaries= is for traced models; the user's own stages are cut already")
+        for name in ("loss_fn", "boundaries"):
+            if getattr(options, name):
+                raise RunError(
+                    f"{name}= is for traced models; the user's own stages are cut, and the last returns the loss"
+                )
         check_names(options.batch_dim, model.inputs)
         return
     if not isinstance(model, nn.Module):

@@ -127,12 +127,11 @@ class Captures:
         cuts, whole, finds_cuts = resolve(module, options.boundaries)
         balancing = Balancing(options, topology, device, finds_cuts)
         captures = Captures(module, own_stages, options, topology, device, cuts, balancing, whole=whole)
-        if finds_cuts and isinstance(options.schedule, Schedule):
-            raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
-        if finds_cuts and options.placement is not None:
-            raise RunError('boundaries="auto" finds its own stages and places them; leave placement= out')
-        if finds_cuts and options.passes is not None:
-            raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
+        given: dict[str, Any] = {"placement": options.placement, "passes": options.passes}
+        given["schedule"] = options.schedule if isinstance(options.schedule, Schedule) else None
+        for name, value in given.items() if finds_cuts else ():
+            if value is not None:
+                raise RunError(f'boundaries="auto" finds its own stages, and places them; leave {name}= out')
         if whole and options.parallelize is not None:
             raise RunError(
                 f"{whole[0].name} is opaque, and parallelize= works on copies of a stage's modules, which an opaque "
