@@ -421,11 +421,6 @@ class Agreement:
         return len(self._settled) > KINDS or len(self.planning.captures.by_pattern) > MOST
 
     @property
-    def graphs(self) -> list[StageGraph]:
-        """The stages of all known kinds."""
-        return self.planning.graphs
-
-    @property
     def plans(self) -> list[Plan]:
         """The plans of all known kinds."""
         return [agreed.plan for agreed in self._settled.values()]

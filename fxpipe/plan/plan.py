@@ -12,7 +12,6 @@ from fxpipe.device import with_shared_names
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plain_data import digest_of
-from fxpipe.schedules.action import Op
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step
@@ -70,9 +69,6 @@ class Plan:
         captured = bool(self.captures) and all(pattern.shapes for pattern in self.captures)
         return captured and not any(has_opaque_calls(graph[graph.output_stage].module) for graph in self.graphs)
 
-    def __str__(self) -> str:
-        return f"{self.graph}\n{self.schedule}"
-
     @cached_property
     def halved(self) -> tuple[frozenset[int], ...]:
         """For each micro-batch, the stages whose backward the table splits into I and W."""
@@ -90,12 +86,6 @@ class Plan:
         # First uses in order, then last uses backwards: FSDP2 gathers a stage and reduces its gradients at these uses.
         passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
         return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
-
-    @cached_property
-    def forward_digests(self) -> tuple[int, ...]:
-        """A number for each row: rows with equal numbers begin the forwards of stages in the same order."""
-        rows = [[str(action.stage) for action in row if action.op is Op.F] for row in self.schedule.rows]
-        return tuple(digest_of(dict.fromkeys(row)) for row in rows)
 
     @cached_property
     def digest(self) -> str:

@@ -71,9 +71,6 @@ class Compiled:
         """The same function in three compiled parts: its forward, and the two halves of its backward."""
         return in_halves(self._original, lambda module: Compiled(self._name, module, self._stage_compiler))
 
-    def __repr__(self) -> str:
-        return f"stage {self._name}, compiled by {self._stage_compiler!r}"
-
 
 Compile = Callable[[fx.GraphModule], Function]
 

@@ -122,8 +122,7 @@ def check_rows(
     gathers, sums = plan.graph.sees_replicas, zero > 1 and training
     if not (gathers or sums or shards_parameters or meets):
         return
-    passes = plan.pass_digests if training else plan.forward_digests
-    digests = plan.row_digests if gathers or meets or (sums and zero == 2) else passes
+    digests = plan.row_digests if gathers or meets or (sums and zero == 2) else plan.pass_digests
     if differing(transport, "data", digests):  # of all rows, so that all ranks of a pipe group raise
         raise RunError(
             "sums and gathers inside of a step run in the order of the table, but the replicas run tables of their "

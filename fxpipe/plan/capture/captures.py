@@ -93,8 +93,6 @@ class Captures:
     searched: Balanced | None = None
     """The search result for the first capture: its stages, or the ranks of its stages."""
     reads: Reads = field(default_factory=Reads)
-    counts: tuple[int, int] = (0, 0)
-    """The number of captures in evaluation, and in training."""
     reports: tuple[str, ...] = ()
     """The log lines for the user about captures, each line once."""
     whole: tuple[Region, ...] = ()

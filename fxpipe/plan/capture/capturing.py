@@ -95,10 +95,6 @@ class Capturing:
             keys.append(self._of_one(pattern.each()[number], pattern, sample))
         return [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
 
-    def note_wrong(self, training: bool, tracer: str, why: str) -> None:
-        """Notes that a tracer is wrong in this mode, so that it is not tried again."""
-        self.captures = replace(self.captures, wrong={**self.captures.wrong, (training, tracer): why})
-
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
         """The key in ``captures.by_pattern`` of the capture for a micro-batch; makes the capture if none is valid."""
         # 1. A valid capture: for any shape, with symbolic sizes, or for this shape and the answers of this micro-batch.
@@ -123,8 +119,9 @@ class Capturing:
         key = this.for_answers(captured.answers) if captured.of_one_shape else this.for_any_shape()
         if shape is not None and captured.of_one_shape:
             families = {**captures.families, kind: family.noting(shape, key, captured.holds_for)}
-            captures = _reported(replace(captures, families=families), captured, pattern.training)
-        self.captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})
+            captures = replace(captures, families=families)
+        captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})
+        self.captures = replace(captures, reports=_reports(captures, key))
         return key
 
 
@@ -357,7 +354,9 @@ class Tracing:
                 return check(captured.graph, request, sample, numbers, holds, self.options.loss_weight)
         except TraceError as error:
             if not sample.later and not request.any_words:  # later, this tracer's other captures are in use
-                self.capturing.note_wrong(request.training, captured.tracer, str(error))
+                captures = self.capturing.captures
+                wrong = {**captures.wrong, (request.training, captured.tracer): str(error)}
+                self.capturing.captures = replace(captures, wrong=wrong)
             raise
 
     def _look_for_rows(self, program: Program) -> None:
@@ -417,13 +416,14 @@ class Tracing:
         return Examined(traced, program, captured, searched, unused_names)
 
 
-def _reported(captures: Captures, captured: Captured, training: bool) -> Captures:
-    """The captures with the reports to the user about one more capture, which is valid for one shape."""
-    evaluations, steps = captures.counts
-    counts = (evaluations, steps + 1) if training else (evaluations + 1, steps)
-    reports = [f"fxpipe: {captured.fixed_sizes}"] if captured.fixed_sizes else []
-    if counts[training] == MANY:
-        shapes = [key.shape for key in captures.by_pattern if key.training == training and key.shape is not None]
+def _reports(captures: Captures, key: Pattern) -> tuple[str, ...]:
+    """The reports to the user, with those about the latest capture, of the pattern ``key``."""
+    shapes = [
+        other.shape for other in captures.by_pattern if other.training == key.training and other.shape is not None
+    ]
+    fixed_sizes = captures.by_pattern[key].fixed_sizes
+    reports = [f"fxpipe: {fixed_sizes}"] if fixed_sizes else []
+    if len(shapes) == MANY:
         sizes, values = (", ".join(map(repr, names)) for names in changing(shapes))
         by_size = f'sizes of {sizes} change: pad batches to a few sizes; tracer="export" keeps sizes symbolic'
         by_value = (
@@ -432,7 +432,7 @@ def _reported(captures: Captures, captured: Captured, training: bool) -> Capture
         )
         reasons = [by_value] * bool(values) + [by_size] * bool(sizes) or ["each for an outcome of what forward asks"]
         reports.append(f"fxpipe: {MANY} captures by now: {'; '.join(reasons)}")
-    return replace(captures, counts=counts, reports=tuple(dict.fromkeys((*captures.reports, *reports))))
+    return tuple(dict.fromkeys((*captures.reports, *reports)))
 
 
 def _numbers_in(model: nn.Module) -> dict[str, Tensor]:
