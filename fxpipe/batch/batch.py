@@ -8,9 +8,8 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
-from fxpipe.batch.counts import Counts
 from fxpipe.batch.description import Description, described, example_of
-from fxpipe.batch.rows import row_count, split_rows
+from fxpipe.batch.rows import Counts, row_count, split_rows
 from fxpipe.batch.rules import InRows, PartSizes, rule_of
 from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, counted

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.counts import Counts, check_cut, counts_of, merge_counts
 from fxpipe.batch.description import Description, bind, check_calls, describe, for_any_words, merge
 from fxpipe.batch.label_count import with_number
 from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
-from fxpipe.batch.rows import whole_lists
+from fxpipe.batch.rows import Counts, check_cut, counts_of, merge_counts, whole_lists
 from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError

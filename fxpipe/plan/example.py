@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.counts import check_cut, counts_of
 from fxpipe.batch.description import Description, bind, describe, required_names
 from fxpipe.batch.label_count import with_number
 from fxpipe.batch.pattern import GivenInputs, Pattern, pattern_of
+from fxpipe.batch.rows import check_cut, counts_of
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph, all_tensors

@@ -1,17 +1,20 @@
-"""Plan: all facts about a step that are known before it runs."""
+"""Plan: all facts about a step that are known before it runs; and ``Planned``, the plans made so far."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.device import with_shared_names
+from fxpipe.distributed.topology import Topology
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.options import Options
 from fxpipe.plain_data import digest_of
+from fxpipe.plan.capture.captures import Captures
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step
@@ -91,6 +94,26 @@ class Plan:
     def digest(self) -> str:
         """A hash of ``description``."""
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plans made so far, and what they were made from."""
+
+    topology: Topology
+    options: Options
+    captures: Captures
+    """The source of the stages: captures of the model, or the user's own stages."""
+    plans: Mapping[Pattern, Plan] = field(default_factory=dict)
+    shown: Pattern | None = None
+    """The pattern of the first plan, with its shapes."""
+    again: frozenset[str] | None = None
+    """The names of the recomputed stages, if they were chosen before the first plan."""
+
+    @property
+    def first(self) -> Plan:
+        """The first plan. All later plans must have its stages."""
+        return next(iter(self.plans.values()))
 
 
 def values_of(graphs: Sequence[StageGraph]) -> list[str] | None:

@@ -28,7 +28,7 @@ from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.capturing import Capturing
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.placement import check_replicated, place_stages
-from fxpipe.plan.plan import Plan, values_of
+from fxpipe.plan.plan import Plan, Planned, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import choose_table
 from fxpipe.progress import log, progress
@@ -47,21 +47,12 @@ WORTH_IT = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class PlanState:
+class PlanState(Planned):
     """The planner's knowledge of a model (or of the user's own stage graph) on a topology. Making a plan returns a new
     state; if a rank fails to make the plan, all ranks keep the old state."""
 
-    topology: Topology
-    options: Options
-    captures: Captures
-    """The source of the stages: captures of the model, or the user's own stages."""
-    plans: Mapping[Pattern, Plan] = field(default_factory=dict)
-    shown: Pattern | None = None
-    """The pattern of the first plan, with its shapes."""
     places: Mapping[Hashable, Places] = field(default_factory=dict)
     """The row dimensions of gathered values, for each kind of batch."""
-    again: frozenset[str] | None = None
-    """The names of the recomputed stages, if they were chosen before the first plan."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Makes a graph's stages run the modules that ``parallelize`` returned; None before ``parallelize`` was called."""
 
@@ -107,11 +98,6 @@ class PlanState:
     def microbatches(self) -> int:
         """The number of micro-batches in a batch."""
         return self.options.microbatches_on(self.ranks)
-
-    @property
-    def first(self) -> Plan:
-        """The first plan. All later plans must have its stages."""
-        return next(iter(self.plans.values()))
 
     @property
     def leaves_unused(self) -> bool:

@@ -16,7 +16,7 @@ from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options
-from fxpipe.plan.plan import Plan
+from fxpipe.plan.plan import Plan, Planned
 from fxpipe.schedules import Limited, Problem, make_table, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
@@ -26,7 +26,6 @@ from fxpipe.schedules.simulate import peak_bytes
 from fxpipe.schedules.verify import check as check_table
 
 if TYPE_CHECKING:
-    from fxpipe.plan.plan_state import PlanState
     from fxpipe.search.simulated_layouts import Staged
 
 Marked = tuple[bool, ...]
@@ -35,39 +34,39 @@ Make = Callable[[Marked], Schedule]
 """Makes the table in which these stages are recomputed."""
 
 
-def choose_table(planning: PlanState, graph: StageGraph, pattern: Pattern) -> Schedule:
+def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Schedule:
     """Returns the table of a placed graph, not yet proven; ScheduleError if no table exists."""
-    options, first = planning.options, planning.first if planning.plans else None
+    options, first = planned.options, planned.first if planned.plans else None
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
         # replicas with different batches then reduce in the same order
         return replace(first.schedule, edges=graph.stage_edges)
     if isinstance(options.schedule, Schedule) and pattern.training:
         return _given(options, graph, pattern.microbatches, tied)
-    make = partial(_made, _family(planning, graph, pattern), graph, pattern.microbatches, tied)
+    make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
         return make((False,) * len(graph))
-    recomputed = planning.again if first is None else first.graph.recomputed
+    recomputed = planned.again if first is None else first.graph.recomputed
     if recomputed is not None:
         return make(tuple(stage.has_backward and stage.name in recomputed for stage in graph))
-    return make(_recomputed(planning, graph, pattern, make))
+    return make(_recomputed(planned, graph, pattern, make))
 
 
-def _family(planning: PlanState, graph: StageGraph, pattern: Pattern) -> Limited:
+def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
     """The family that the options name, at the costs for which it makes the table; without costs, B = 2 F."""
-    table = planning.options.schedule
+    table = planned.options.schedule
     family = with_costs("1f1b" if isinstance(table, Schedule) else table)
 
     def costs_by_shapes() -> Costs | None:
-        shaped = pattern if pattern.shapes else planning.shown or pattern
-        work = planning.captures.stage_work(shaped, graph.placement)
-        return None if work is None else work.costs_with((bool(planning.options.recompute),) * len(graph))
+        shaped = pattern if pattern.shapes else planned.shown or pattern
+        work = planned.captures.stage_work(shaped, graph.placement)
+        return None if work is None else work.costs_with((bool(planned.options.recompute),) * len(graph))
 
     costs = family.costs
-    if costs is None and planning.plans and not isinstance(table, Schedule):
-        costs = planning.first.schedule.costs
-    elif costs is None and planning.captures.searched is not None:
-        costs = planning.captures.searched.outcome.costs
+    if costs is None and planned.plans and not isinstance(table, Schedule):
+        costs = planned.first.schedule.costs
+    elif costs is None and planned.captures.searched is not None:
+        costs = planned.captures.searched.outcome.costs
     elif costs is None and replicated(graph.placement):
         # A stage on several ranks fills idle time between their other stages, and only true costs show idle time.
         costs = costs_by_shapes()
@@ -107,9 +106,9 @@ def _given(options: Options, graph: StageGraph, microbatches: int, tied: tuple[t
     return schedule
 
 
-def _recomputed(planning: PlanState, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
+def _recomputed(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
     """For each stage, whether its forward runs again; only stages with a backward may be recomputed."""
-    wanted = planning.options.recompute
+    wanted = planned.options.recompute
     if isinstance(wanted, tuple):
         for name in wanted:
             if name not in graph.names:
@@ -119,24 +118,24 @@ def _recomputed(planning: PlanState, graph: StageGraph, pattern: Pattern, make: 
         return tuple(stage.has_backward and stage.name in wanted for stage in graph)
     if wanted != AUTO:
         return worthwhile(make((False,) * len(graph))) if wanted else (False,) * len(graph)
-    work = planning.captures.stage_work(pattern, graph.placement)
+    work = planned.captures.stage_work(pattern, graph.placement)
     if work is None:
         raise ScheduleError(
             'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
             "will be passed in calls; for stages of your own, name them: recompute=[...]"
         )
-    return _fewest(graph, make, work, planning.options.memory_per_rank or 0.0)
+    return _fewest(graph, make, work, planned.options.memory_per_rank or 0.0)
 
 
-def saving(planning: PlanState, work: Staged | None) -> str:
+def saving(planned: Planned, work: Staged | None) -> str:
     """The savings and costs of recomputation in the first plan, against the table without it, in words; empty if it is
     off."""
-    if planning.options.recompute is False:
+    if planned.options.recompute is False:
         return ""
-    assert planning.shown is not None
-    graph, table = planning.first.graph, planning.first.schedule
+    assert planned.shown is not None
+    graph, table = planned.first.graph, planned.first.schedule
     none = (False,) * len(graph)
-    without = _made(_family(planning, graph, planning.shown), graph, table.microbatches, table.tied, none)
+    without = _made(_family(planned, graph, planned.shown), graph, table.microbatches, table.tied, none)
     again = {stage for stage, _ in table.dependencies.recomputed}
     # The stages, each rank's peak bytes and the makespan, compared with the same family's table without an R.
     names = [stage.name for stage in graph if stage.index in again]

@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.batch.batch import Batch, joined, joined_description
-from fxpipe.batch.counts import counts_of
 from fxpipe.batch.description import describe
-from fxpipe.batch.rows import row_count, whole_lists
+from fxpipe.batch.rows import counts_of, row_count, whole_lists
 from fxpipe.like import TensorLike
 
 PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.counts import check_cut, counts_of, merge_counts
+from fxpipe.batch.rows import check_cut, counts_of, merge_counts
 
 RULES: Any = {"patches": Packed(lambda lengths, twice=1: lengths * twice), "words": Packed("cu"), "cu": Offsets()}
 
