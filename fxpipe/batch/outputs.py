@@ -93,10 +93,9 @@ class OutputRows:
             return False
         shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
         raise RunError(
-            f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
-            f"{self.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an "
-            "entry for each row, or all rows in each of its tensors; make them differ, with another number of "
-            "micro-batches or rows; or return a dict of tensors where each has all rows"
+            f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of as many rows, "
+            f"with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an entry for each row, or "
+            "all rows in each of its tensors; take another number of micro-batches, or return a dict of tensors"
         )
 
     def join(self, outputs: Sequence[Any], shares: Sequence[float], where: Where = ()) -> Any:
@@ -118,9 +117,8 @@ class OutputRows:
         spec = flat[0][1]
         if len({str(spec) for _, spec in flat}) > 1:
             raise RunError(
-                f"{_called(where)} has another structure for each micro-batch or group of them, which cannot be put "
-                f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or "
-                "tensors with rows"
+                f"{_called(where)} has another structure for each micro-batch or group of them: "
+                f"{shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors"
             )
         if spec.is_leaf():
             return self._join_leaf(outputs, shares, where)
@@ -149,9 +147,8 @@ class OutputRows:
         if len({beside(part, along) for part in column}) > 1:
             raise RunError(
                 f"{_called(where)} has shapes {shapes_of(column)}, one for each micro-batch or group of them, which "
-                f"are of different sizes beside their rows, in dimension {along}: what is computed between the rows of "
-                "one, such as logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which "
-                "puts one under the other; or return what it is computed from, and compute it of evaluate's output"
+                f"are of different sizes beside their rows, in dimension {along}, as logits between rows are; evaluate "
+                "a batch that divides evenly, or return what it is computed from, and compute it of evaluate's output"
             )
         return torch.cat(list(column), along)
 

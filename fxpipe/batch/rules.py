@@ -71,8 +71,7 @@ class InRows(NotSplit):
             if not isinstance(leaf, (Tensor, *PLAIN)) and has_numbers(leaf):
                 raise RunError(
                     f"input {self.path!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass "
-                    "tensors, as torch.as_tensor or dict() makes them, in a dict or a tuple, or a dataclass registered "
-                    "by torch.export.register_dataclass; or make it for each micro-batch, and call step_microbatches; "
+                    "tensors (torch.as_tensor, dict()); or make it for each micro-batch, and call step_microbatches; "
                     f"or write {written(self.path, 'None')} where each micro-batch takes all of it, or "
                     f"{written(self.path, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
                 )

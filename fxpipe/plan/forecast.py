@@ -379,9 +379,7 @@ class Sent:
 
 
 class DataTraffic(NamedTuple):
-    """The bytes that a rank sends over the data axis in a step."""
+    """The bytes that a rank sends over the data axis in a step: for sums of gradients, and gathers of parameters."""
 
     sums: list[Sent]
-    """Sums of gradients."""
     gathers: list[Sent]
-    """Gathers of parameters."""

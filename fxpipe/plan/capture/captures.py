@@ -102,13 +102,11 @@ class Captures:
     beside: tuple[str, ...] = ()
     """Descriptions of these regions and of the questions about inputs, for ``.stages`` and the preview."""
     observed: tuple[Observed, ...] = ()
-    """The latest observations of opaque regions."""
     unpacked: frozenset[str] = frozenset()
     """The regions whose results forward unpacks."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
     questions: Questions = field(default_factory=Questions)
-    """The questions that forward has asked about its inputs so far."""
     asks_numbers: bool = False
     """Whether forward may also ask for numbers, because the model cannot be captured otherwise."""
     any_words: bool = False
@@ -132,9 +130,8 @@ class Captures:
                 raise RunError(f'boundaries="auto" finds its own stages, and places them; leave {name}= out')
         if whole and options.parallelize is not None:
             raise RunError(
-                f"{whole[0].name} is opaque, and parallelize= works on copies of a stage's modules, which an opaque "
-                "region does not call: it runs the model's own; leave out one of them, or give the stages by "
-                "StageGraph.from_callables, whose modules parallelize= is given"
+                f"{whole[0].name} is opaque, and runs the model's own modules, of which parallelize= changes copies; "
+                "leave out one of them, or give the stages by StageGraph.from_callables"
             )
         return captures
 

@@ -61,15 +61,14 @@ def _is_block(path: str, module: nn.Module) -> bool:
 
 
 class Examined(NamedTuple):
-    """A tracer's program, the same program cut into stages, and the stages, which were checked against the model."""
+    """A tracer's program, the same program cut into stages, and the stages, which were checked against the model.
+    ``searched`` and ``unused``: as in ``Captures``."""
 
     program: Program
     cut: Program
     captured: Captured
     searched: Balanced | None
-    """The search result for the first capture: its stages, or the ranks of its stages."""
     unused: frozenset[str]
-    """The parameters and buffers that the first capture does not use."""
     checked: str = ""
     """The outcome of the check against the model, in words."""
 

@@ -149,8 +149,7 @@ def for_groups(
     if gathers and len(set(pattern.given)) > 1:
         raise PartitionError(
             f"stage {gathers[0].name!r} runs for several micro-batches at once, and some of these have inputs or plain "
-            "values that others have not; order rows so that all have the same, or make a call for each kind, and then "
-            "optimizer.step()"
+            "values that others have not; order rows so that all have the same, or make a call for each kind"
         )
     if not first.of_one_shape:
         return captured
@@ -215,9 +214,8 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
     """The pattern of a batch whose micro-batches are the groups; stages that gather globally get all replicas' rows."""
     if len(gathered.modes) > 1:
         raise TraceError(
-            'a stage is given values that are gathered as "batch" and as "global", of different numbers of rows, which '
-            'the tracers "export" and "record" cannot distinguish; write tracer="symbolic", or gather all of them as '
-            '"global", where each replica computes the loss of all rows'
+            'a stage is given values that are gathered as "batch" and as "global", whose numbers of rows the tracers '
+            '"export" and "record" cannot distinguish; write tracer="symbolic", or gather all of them as "global"'
         )
     shapes: list[Description] = []
     for start in range(0, pattern.microbatches, size):
@@ -227,9 +225,8 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
             shape = with_rows(shape, batch_dim, rows)
             if row_count(shape, batch_dim) not in (None, rows):
                 raise TraceError(
-                    "a stage gathers the rows of all replicas, which packed inputs give, and each replica knows its "
-                    'own; the tracers "export" and "record" capture it for all rows: write tracer="symbolic", or '
-                    'gather="batch"'
+                    "a stage gathers the rows of all replicas, of which each has packed inputs of its own; export and "
+                    'record capture it for all rows: write tracer="symbolic", or gather="batch"'
                 )
         shapes.append(shape)
     groups = tuple(shapes)
