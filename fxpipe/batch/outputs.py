@@ -163,6 +163,11 @@ class OutputRows:
                 "of its rows, or of those of a packed input; make them differ: with another number of micro-batches "
                 "or rows, or by .unsqueeze(0) where its rows are in dimension 0"
             )
+        if len({part.dim() for part in column}) > 1:
+            raise RunError(
+                f"{_called(where)} has shapes {shapes}: squeeze() drops the dimension of a single row, too; write "
+                "squeeze(-1), or which dimension is meant"
+            )
         if where not in self.logged:
             self.logged.add(where)
             log(f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes}")
